@@ -1,0 +1,74 @@
+"""A ragged batch of token sequences: what data makes, models read and attention relies on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`B` sequences of different lengths laid end to end in `T` token rows.
+
+    Sequence `b` owns the rows `start[b] : start[b] + length[b]`. Two layouts exist, and everything
+    downstream reads both through the same fields: *packed* has no gaps (`T = sum(length)`), *padded* gives
+    every sequence `max_length` rows (`start = b * max_length`, `T = B * max_length`). Rows past a length
+    hold arbitrary ids and influence nothing.
+    """
+
+    tokens: Tensor  # int [T]
+    start: Tensor  # int32 [B]
+    length: Tensor  # int32 [B]
+    max_length: int  # on the host, so that kernels launch without a synchronisation; at least max(length)
+    label: Tensor  # int64 [B]
+    index: Tensor  # int32 [B], place of each sequence in the global batch: dropout depends on it, not on the rank
+    positions: Tensor | None = None  # int [T]; None means 0, 1, ... within the sequence
+    seed: Tensor | None = None  # int64 scalar of this training step, the source of attention dropout; None at evaluation
+
+    @property
+    def size(self) -> int:
+        return self.start.numel()
+
+    @property
+    def padded(self) -> bool:
+        """Whether every sequence owns `max_length` rows."""
+        return self.tokens.numel() == self.size * self.max_length
+
+    def with_seed(self, seed: Tensor) -> Batch:
+        return dataclasses.replace(self, seed=seed)
+
+    def token_positions(self) -> Tensor:
+        """Position of every row within its sequence, int64 `[T]`."""
+        if self.positions is not None:
+            return self.positions.long()
+        total = self.tokens.numel()
+        rows = torch.arange(total, device=self.tokens.device)
+        if self.padded:
+            return rows % self.max_length
+        return rows - torch.repeat_interleave(self.start.long(), self.length.long(), output_size=total)
+
+    def mask(self) -> Tensor:
+        """True for real tokens of the padded form, bool `[B, max_length]`."""
+        return torch.arange(self.max_length, device=self.length.device) < self.length[:, None]
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Token rows `[T, ...]` to the padded form `[B, max_length, ...]`, zeros past each length if packed."""
+        shape = (self.size, self.max_length, *rows.shape[1:])
+        if self.padded:
+            return rows.reshape(shape)
+        return rows.new_zeros(self.size * self.max_length, *rows.shape[1:]).index_copy(0, self._slots(), rows).view(shape)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The inverse of `pad`: `[B, max_length, ...]` to `[T, ...]`."""
+        flat = padded.flatten(0, 1)
+        return flat if self.padded else flat.index_select(0, self._slots())
+
+    def _slots(self) -> Tensor:
+        """Row of each packed token in the padded form, int64 `[T]`."""
+        total = self.tokens.numel()
+        base = torch.arange(self.size, device=self.start.device) * self.max_length - self.start.long()
+        rows = torch.arange(total, device=self.start.device)
+        return rows + torch.repeat_interleave(base, self.length.long(), output_size=total)

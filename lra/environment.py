@@ -1,0 +1,55 @@
+"""What a measurement was made with: versions, hardware, commit, command, date."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of the packages a result depends on; None where one is missing."""
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def describe() -> dict[str, Any]:
+    """Everything a committed result states about where it was measured."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": " ".join(["lra", *sys.argv[1:]]) if Path(sys.argv[0]).name in ("lra", "__main__.py") else " ".join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "gpu": gpu,
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "commit": commit(),
+        "platform": platform.platform(),
+        "versions": versions(),
+    }
