@@ -26,7 +26,9 @@ class Batch:
     label: Tensor  # int64 [B]
     index: Tensor  # int32 [B], place of each sequence in the global batch: dropout depends on it, not on the rank
     positions: Tensor | None = None  # int [T]; None means 0, 1, ... within the sequence
-    seed: Tensor | None = None  # int64 scalar of this training step, the source of attention dropout; None at evaluation
+    seed: Tensor | None = (
+        None  # int64 scalar of this training step, the source of attention dropout; None at evaluation
+    )
 
     @property
     def size(self) -> int:
@@ -59,12 +61,22 @@ class Batch:
         shape = (self.size, self.max_length, *rows.shape[1:])
         if self.padded:
             return rows.reshape(shape)
-        return rows.new_zeros(self.size * self.max_length, *rows.shape[1:]).index_copy(0, self._slots(), rows).view(shape)
+        return (
+            rows.new_zeros(self.size * self.max_length, *rows.shape[1:]).index_copy(0, self._slots(), rows).view(shape)
+        )
 
     def unpad(self, padded: Tensor) -> Tensor:
         """The inverse of `pad`: `[B, max_length, ...]` to `[T, ...]`."""
         flat = padded.flatten(0, 1)
         return flat if self.padded else flat.index_select(0, self._slots())
+
+    def to_padded(self) -> Batch:
+        """The same sequences in the padded layout."""
+        if self.padded:
+            return self
+        start = torch.arange(self.size, device=self.start.device, dtype=torch.int32) * self.max_length
+        positions = None if self.positions is None else self.pad(self.positions).flatten()
+        return dataclasses.replace(self, tokens=self.pad(self.tokens).flatten(), start=start, positions=positions)
 
     def _slots(self) -> Tensor:
         """Row of each packed token in the padded form, int64 `[T]`."""

@@ -31,7 +31,9 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        sha = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        )
         dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -44,7 +46,9 @@ def describe() -> dict[str, Any]:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["lra", *sys.argv[1:]]) if Path(sys.argv[0]).name in ("lra", "__main__.py") else " ".join(sys.argv),
+        "command": " ".join(["lra", *sys.argv[1:]])
+        if Path(sys.argv[0]).name in ("lra", "__main__.py")
+        else " ".join(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "gpu": gpu,
         "gpus": torch.cuda.device_count(),

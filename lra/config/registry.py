@@ -69,7 +69,9 @@ class Registry:
             if entry is None:
                 raise UsageError(unknown(self.kind, name, self.catalogue()))
             if entry.missing:
-                raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {' '.join(entry.missing)}")
+                raise UsageError(
+                    f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {' '.join(entry.missing)}"
+                )
             importlib.import_module(entry.module)
         return self._classes[name]
 
@@ -87,4 +89,6 @@ class Registry:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The message for a name that does not exist: the nearest ones, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {kind} '{name}': " + (f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(sorted(known))}")
+    return f"unknown {kind} '{name}': " + (
+        f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(sorted(known))}"
+    )

@@ -1,0 +1,11 @@
+"""Attention kernels: each folder has a `reference.py` that defines the result and the kernels that compute it fast."""
+
+from lra.kernels.flash import flash_attention
+from lra.kernels.flash.problem import dropout_threshold
+
+__all__ = ["effective_dropout", "flash_attention"]
+
+
+def effective_dropout(dropout: float) -> float:
+    """The attention dropout that is used for a requested one: the nearest multiple of 1/256."""
+    return dropout_threshold(dropout) / 256

@@ -1,0 +1,22 @@
+"""Attentions by name, one file each. This module stays light: `lra ls` imports nothing else."""
+
+from dataclasses import dataclass
+
+from lra.config.registry import Registry
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The facts an attention registers with; `lra ls attns` prints them and `Attention` enforces them."""
+
+    exact: bool  # equals softmax attention up to rounding
+    paper: str
+    dropout: bool = True  # on attention probabilities
+    causal: bool = False
+    ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
+    head_dims: tuple[int, int] = (1, 1024)  # smallest and largest
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    needs_gpu: bool = False
+
+
+ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities)

@@ -1,0 +1,179 @@
+"""The command line: parse, call, print. Every verb takes `field=value` arguments."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lra.errors import UsageError
+
+console = Console(highlight=False, soft_wrap=True)
+app = typer.Typer(
+    help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
+    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
+)  # fmt: skip
+data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
+ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)
+config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
+app.add_typer(ls_app, name="ls")
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+
+Fields = Annotated[
+    list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
+]
+TaskFields = Annotated[
+    list[str] | None, typer.Argument(metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.")
+]
+
+
+@app.command()
+def fit(fields: Fields = None) -> None:
+    """Train, then score the test set once with the best checkpoint of validation.
+
+    The same command again prints the result of a finished run; resume=auto goes on with an unfinished one.
+    """
+    from lra.training.fit import fit as run
+
+    result = run(*(fields or ()))
+    if result:  # only rank 0 has one
+        _print_scores(result)
+        folder = result["directory"]
+        console.print(f"checkpoint {folder}/best.ckpt   curves {folder}/metrics.csv   config {folder}/config.yaml")
+
+
+@app.command()
+def test(fields: Annotated[list[str], typer.Argument(metavar="init=<run or checkpoint> [field=value …]")]) -> None:
+    """Score a checkpoint on its task's test sets."""
+    from lra.training.fit import test as run
+
+    _print_scores(run(*fields))
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has: GPU, versions, usable kernels, prepared data."""
+    from lra.doctor import report
+
+    table = Table(show_header=False, box=None)
+    for name, state in report():
+        table.add_row(name, escape(state))
+    console.print(table)
+
+
+@ls_app.command("tasks")
+def ls_tasks() -> None:
+    """The benchmark's tasks."""
+    from lra.tasks import TASKS
+
+    _print_catalogue(TASKS, ("version", "classes", "length"))
+
+
+@ls_app.command("attns")
+def ls_attns() -> None:
+    """The attentions."""
+    from lra.models.attention import ATTENTIONS
+
+    _print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
+
+
+@ls_app.command("recipes")
+def ls_recipes() -> None:
+    """The training recipes."""
+    from lra.config.compose import read_recipe, recipes
+
+    table = Table("recipe", "tasks", "what")
+    for name in recipes():
+        recipe = read_recipe(name)
+        table.add_row(name, " ".join(recipe["tasks"]), recipe["about"])
+    console.print(table)
+
+
+@config_app.command("show")
+def config_show(fields: Fields = None) -> None:
+    """Every field's value and where it came from."""
+    from lra.config.compose import flatten, to_dict
+    from lra.kernels import effective_dropout
+    from lra.training.fit import configure
+
+    composed = configure(fields or ())
+    values = dict(flatten(to_dict(composed.config)))
+    table = Table("field", "value", "from")
+    for field, origin in composed.origin.items():
+        value = str(values[field])
+        if field == "model.attn_dropout":
+            value += f" (the kernels drop {effective_dropout(values[field]):.4f})"
+        table.add_row(field, escape(value), origin)
+    console.print(table)
+
+
+@data_app.command("prepare")
+def data_prepare(fields: TaskFields = None) -> None:
+    """Generate or import a task's data; force=true replaces what is there."""
+    from lra.training.data import prepare
+
+    console.print(prepare(fields or ()))
+
+
+@data_app.command("verify")
+def data_verify(fields: TaskFields = None) -> None:
+    """Read every byte of a prepared store and compare it with the manifest."""
+    from lra.training.data import verify
+
+    console.print(verify(fields or ()))
+
+
+@data_app.command("info")
+def data_info(fields: TaskFields = None) -> None:
+    """Counts, lengths, label balance and hashes of a prepared store."""
+    from lra.training.data import info
+
+    table = Table("", "")
+    for key, value in info(fields or ()):
+        table.add_row(key, escape(str(value)))
+    console.print(table)
+
+
+def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
+    table = Table(registry.kind, *(fact.replace("_", " ") for fact in facts), "available", "what")
+    for entry in registry.catalogue().values():
+        declared = registry.facts.__dict__ | entry.facts  # a dataclass keeps its defaults as class attributes
+        cells = (_cell(declared.get(fact)) for fact in facts)
+        state = f"needs {', '.join(entry.missing)}" if entry.missing else "yes"
+        table.add_row(entry.name, *cells, state, entry.summary)
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _print_scores(result: dict[str, Any]) -> None:
+    table = Table("test set", "accuracy", "95% bound", "sequences")
+    for name, score in result.items():
+        if isinstance(score, dict) and "plus_minus" in score:
+            table.add_row(
+                name, f"{100 * score['accuracy']:.2f}%", f"± {100 * score['plus_minus']:.2f}", f"{score['n']:,}"
+            )
+    for name, accuracy in result["baselines"].items():
+        table.add_row(f"baseline: {name}", f"{100 * accuracy:.2f}%", "", "", style="dim")
+    console.print(table)
+
+
+def main() -> None:
+    try:
+        app()
+    except UsageError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(str(error))}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""One typed configuration from dataclass defaults, YAML and `field=value` arguments, in two phases.
+
+Selectors (`task=`, `attn=`, `recipe=`) are read first and decide which dataclasses the tree is made of; only
+then are fields merged, so that a typo is an error and `task=pathx` may stand beside `task.max_length=5`.
+Precedence: dataclass default < task YAML < recipe < the recipe's section for the task < its section for the
+attention and the task < command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lra.config.registry import Registry, unknown
+from lra.errors import UsageError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration and where each of its values came from."""
+
+    config: Any  # a frozen instance of the schema
+    origin: dict[str, str]  # dotted field -> layer that set it last
+    overrides: tuple[str, ...]  # `field=value` of the command line, complete names, sorted
+
+
+def compose(schema: type, registries: Mapping[str, Registry], args: Sequence[str]) -> Composed:
+    """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
+
+    Raises UsageError for an unknown selector, field or value, naming what was probably meant.
+    """
+    selected, overrides = _split(args, (*registries, "recipe"))
+    missing = [f"{name}=" for name in registries if name not in selected]
+    if missing:
+        first = next(name for name in registries if name not in selected)
+        raise UsageError(
+            f"{' and '.join(missing)} missing: {first}= is one of {', '.join(registries[first].catalogue())}"
+        )
+    classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
+    task, attn = selected["task"], selected["attn"]
+
+    task_yaml = _read("task", task)
+    recipe = selected.get("recipe") or task_yaml.get("recipe")
+    if not recipe:
+        raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
+    recipe_yaml = read_recipe(recipe)
+    tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
+    if task not in tasks:
+        raise UsageError(f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(tasks))}")
+
+    tree = _Tree(schema, {name: cls.Config() for name, cls in classes.items()})
+    tree.merge(f"task/{task}.yaml", task_yaml)
+    tree.merge("command line" if "recipe" in selected else f"task/{task}.yaml", {"recipe": recipe})
+    label = f"recipe/{recipe}.yaml"
+    tree.merge(label, recipe_yaml.get("defaults") or {})
+    tree.merge(f"{label} {task}", tasks[task] or {})
+    for section in ("all", task):
+        tree.merge(f"{label} {attn}.{section}", (attns.get(attn) or {}).get(section) or {})
+    given = tree.override(overrides)
+    return Composed(tree.build(), tree.origin, given)
+
+
+def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Sequence[str] = ()) -> Any:
+    """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top."""
+    selected, overrides = _split(args, tuple(registries))
+    kept = dict(saved)
+    for name in registries:
+        chosen = selected.get(name, saved[name]["name"])
+        # another component's options would not fit the chosen one
+        kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if chosen == saved[name]["name"] else {}
+        selected[name] = chosen
+    tree = _Tree(schema, {name: registry.get(selected[name]).Config() for name, registry in registries.items()})
+    tree.merge("saved configuration", kept)
+    tree.override(overrides)
+    return tree.build()
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A nested plain dict, safe for `torch.load(weights_only=True)`; registered configs keep their `name`."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            registered = getattr(type(value), "name", None)
+            named = {"name": registered} if registered else {}
+            return named | {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return plain(config)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping as `("a.b", value)`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Fields in which two plain configurations differ, as `field: old -> new`."""
+    a, b = dict(flatten(old)), dict(flatten(new))
+    return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted(a | b) if a.get(key) != b.get(key)]
+
+
+def recipes() -> list[str]:
+    return sorted(file.stem for file in (CONFIGS / "recipe").glob("*.yaml"))
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """A recipe's YAML: `about`, `source`, `defaults`, `tasks` and `attns`."""
+    if name not in recipes():
+        raise UsageError(unknown("recipe", name, recipes()))
+    recipe = _read("recipe", name)
+    extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns"}
+    if extra:
+        raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(extra))}")
+    return recipe
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    # OmegaConf's loader reads 1e-4 as a number, PyYAML's does not
+    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONFIGS / folder / f"{name}.yaml")))
+
+
+def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    selected: dict[str, str] = {}
+    overrides: dict[str, str] = {}
+    for arg in args:
+        key, equals, value = arg.partition("=")
+        if not equals or not key or not value:
+            raise UsageError(f"'{arg}' is not of the form field=value")
+        seen = selected if key in selectors else overrides
+        if key in seen:
+            raise UsageError(f"{key}= is given twice")
+        seen[key] = value
+    return selected, list(overrides.items())
+
+
+class _Tree:
+    """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
+
+    def __init__(self, schema: type, nodes: dict[str, Any]):
+        self.node = OmegaConf.structured(schema(**nodes))
+        self.example = schema(**nodes)
+        self.nodes = nodes
+        self.origin = dict.fromkeys(
+            (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"
+        )
+
+    def merge(self, label: str, values: Mapping[str, Any]) -> None:
+        for field, value in flatten(values):
+            self.set(label, field, value)
+
+    def set(self, label: str, field: str, value: Any) -> None:
+        if field not in self.origin:
+            raise UsageError(f"{label}: {self._unknown(field)}")
+        *parents, leaf = field.split(".")
+        nested: Any = {leaf: value}
+        for parent in reversed(parents):
+            nested = {parent: nested}
+        try:
+            self.node = OmegaConf.merge(self.node, nested)
+        except OmegaConfBaseException as error:
+            raise UsageError(f"{label}: {field}={value}: {str(error).splitlines()[0]}") from None
+        self.origin[field] = label
+
+    def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+        """Sets the command line's fields and returns them as `field=value` with complete names, sorted."""
+        full = [(self.resolve(field), text) for field, text in overrides]
+        for field, text in full:
+            self.set("command line", field, self.parse(field, text))
+        return tuple(sorted(f"{field}={text}" for field, text in full))
+
+    def build(self) -> Any:
+        return OmegaConf.to_object(self.node)
+
+    def resolve(self, field: str) -> str:
+        """The complete name of a field; a task's fields may be written without `task.`."""
+        short = f"task.{field}"
+        return short if field not in self.origin and short in self.origin else field
+
+    def parse(self, field: str, text: str) -> Any:
+        """The value of `field=text`: text stays text where the field is one (YAML would read `on` as true)."""
+        hint = self._hint(field)
+        options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        if text == "null" and type(None) in options:
+            return None
+        if any(option is str or typing.get_origin(option) is typing.Literal for option in options):
+            return text
+        try:
+            return typing.cast(Any, OmegaConf.create(f"value: {text}")).value
+        except (OmegaConfBaseException, yaml.YAMLError):
+            raise UsageError(f"command line: {field}={text} can't be read as a value") from None
+
+    def _hint(self, field: str) -> Any:
+        owner, hint = self.example, None
+        for part in field.split("."):
+            if not dataclasses.is_dataclass(owner) or part not in (f.name for f in dataclasses.fields(owner)):
+                return None  # unknown: set() reports it
+            hint = typing.get_type_hints(type(owner))[part]
+            owner = getattr(owner, part)
+        return hint
+
+    def _is_name(self, key: str) -> bool:
+        return key in {f"{node}.name" for node in self.nodes}
+
+    def _unknown(self, field: str) -> str:
+        leaf = field.rpartition(".")[2]
+        same_leaf = [known for known in self.origin if known.rpartition(".")[2] == leaf]
+        near = same_leaf or difflib.get_close_matches(field, self.origin, n=1, cutoff=0.5)
+        return f"unknown field '{field}'" + (f": did you mean '{near[0]}'?" if near else ": lra config show lists all")

@@ -1,0 +1,123 @@
+"""Every field of a run, except those that the chosen task and attention declare themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lra.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The Transformer encoder. Its attention is `attn=`, its input and classes come from the task."""
+
+    d_model: int = 64
+    heads: int = 2
+    layers: int = 2
+    d_ff: int = 128  # hidden width of the feed-forward and of the classifier
+    dropout: float = 0.1
+    attn_dropout: float = 0.1  # on attention probabilities, in steps of 1/256
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    axes: Literal[1, 2] = 1  # 2: row and column of an image apart
+    pooling: Literal["mean", "max", "cls"] = "mean"
+    embedding_std: float = 0.02  # of the initial token and learned position embeddings
+
+    def __post_init__(self) -> None:
+        if min(self.d_model, self.heads, self.layers, self.d_ff) < 1:
+            raise UsageError("model.d_model, model.heads, model.layers and model.d_ff must be at least 1")
+        if self.d_model % self.heads:
+            raise UsageError(f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}")
+        if self.positions == "rotary" and self.head_dim % (2 * self.axes):
+            raise UsageError(
+                f"rotary positions need a head dimension divisible by {2 * self.axes}, not {self.head_dim}"
+            )
+        if self.positions == "sinusoidal" and self.d_model % (2 * self.axes):
+            raise UsageError(
+                f"sinusoidal positions need model.d_model divisible by {2 * self.axes}, not {self.d_model}"
+            )
+        for name in ("dropout", "attn_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a warmed-up learning rate."""
+
+    lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = None  # largest norm of the whole gradient
+    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"  # after the warmup, to 0 at the last step
+    warmup: int = 0  # steps of linear increase
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup < 0:
+            raise UsageError(
+                "optim.lr and optim.eps must be positive, optim.weight_decay and optim.warmup not negative"
+            )
+        if self.clip is not None and self.clip <= 0:
+            raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sequences per optimisation step, and how they are laid out."""
+
+    size: int = 32  # over all devices
+    micro: int | None = None  # sequences a device holds at once; the rest of its share is accumulated
+    eval: int = 64  # sequences per evaluation batch and device
+    layout: Literal["packed", "padded"] = "packed"
+
+    def __post_init__(self) -> None:
+        if min(self.size, self.eval, self.micro or 1) < 1:
+            raise UsageError("batch.size, batch.micro and batch.eval must be at least 1")
+        if self.micro is not None and self.micro > self.size:
+            raise UsageError(f"batch.micro={self.micro} is larger than batch.size={self.size}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long, how often and on what."""
+
+    steps: int = 1000  # optimisation steps
+    eval_every: int = 100  # steps between validations; each one writes last.ckpt
+    log_every: int = 50  # steps averaged into one training loss; divides eval_every
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    devices: int = 1  # per node; under torchrun its number counts
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.eval_every, self.log_every, self.devices) < 1:
+            raise UsageError("trainer.steps, eval_every, log_every and devices must be at least 1")
+        if self.eval_every % self.log_every:
+            raise UsageError(f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}")
+        if self.eval_every > self.steps:
+            raise UsageError(
+                f"trainer.eval_every={self.eval_every} is larger than trainer.steps={self.steps}: no validation"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. `task` and `attn` are the configurations that the selected components declare."""
+
+    task: Any
+    attn: Any
+    recipe: str = ""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    seed: int = 0
+    init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
+    name: str | None = None  # names the run's directory instead of its recipe and overrides
+    resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint

@@ -1,0 +1,169 @@
+"""ListOps: nested list operations on digits (LRA, 501 to 1999 tokens), generated or read from LRA's files.
+
+Grammar and law are those of LRA's generator. Length counts operators, digits and closing brackets, not the
+parentheses of the TSV files, which carry no information and are dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from lra.data.writer import Writer
+from lra.errors import UsageError
+
+VOCABULARY = tuple(sorted([*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]))  # id = place; a digit is its own id
+GENERATOR = "lra.data.listops@1"
+CHUNK = 512  # expressions per call: 1 MB of tokens
+_IDS = {token: number for number, token in enumerate(VOCABULARY)}
+
+
+def tokenize(text: str) -> np.ndarray:
+    """Token ids uint8 `[T]` of an expression, parenthesised or not; UsageError names an unknown token."""
+    tokens = text.replace("(", " ").replace(")", " ").split()
+    try:
+        return np.array([_IDS[token] for token in tokens], np.uint8)
+    except KeyError as error:
+        raise UsageError(f"unknown ListOps token {error}: expected one of {' '.join(VOCABULARY)} ( )") from None
+
+
+def decode(ids: Sequence[int] | np.ndarray) -> str:
+    """The expression of token ids, without parentheses."""
+    return " ".join(VOCABULARY[i] for i in ids)
+
+
+def build(
+    writer: Writer,
+    *,
+    seed: int = 0,
+    train: int = 96_000,
+    val: int = 2_000,
+    test: int = 2_000,
+    fresh: int = 50_000,
+    min_length: int = 501,
+    max_length: int = 1999,
+    max_depth: int = 10,
+    max_args: int = 10,
+) -> None:
+    """Generate the splits train, val and test, and `fresh`: a larger test set of another seed.
+
+    The counts are expressions per split; no expression occurs twice in any of them.
+    """
+    if not 0 <= seed < 1 << 32:
+        raise UsageError(f"seed={seed} is out of range: choose 0 to {(1 << 32) - 1}")
+    draw = partial(generate, min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args)
+    sequences, labels = draw(train + val + test, seed=seed)
+    for split, start, end in (("train", 0, train), ("val", train, train + val), ("test", train + val, len(labels))):
+        writer.add(split, sequences[start:end], labels[start:end])
+    # a seed that no other store begins with, whatever its user chose
+    writer.add("fresh", *draw(fresh, seed=seed + (1 << 32), exclude=fingerprints(sequences)))
+
+
+def generate(
+    count: int,
+    *,
+    seed: int,
+    min_length: int = 501,
+    max_length: int = 1999,
+    max_depth: int = 10,
+    max_args: int = 10,
+    exclude: Collection[bytes] = (),
+    workers: int | None = None,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The first `count` different expressions of `seed`, and their values: uint8 arrays `[T]`, int64 `[count]`.
+
+    A node is an operator with probability 1/4 above depth `max_depth` (the root has depth 1), else a digit; an
+    operator has 2 to `max_args` arguments; all choices are uniform; kept if `min_length <= T <= max_length`.
+    `exclude` holds fingerprints of expressions that must not occur. The result does not depend on `workers` (threads,
+    by default one per core). UsageError if the limits admit too few expressions.
+    """
+    if not (1 <= min_length <= max_length and max_depth >= 1 and max_args >= 2):
+        raise UsageError("ListOps limits need 1 <= min_length <= max_length, max_depth >= 1 and max_args >= 2")
+    law = (min_length, max_length, max_depth, max_args)
+    seen, sequences, labels = set(exclude), [], []
+    patience = 10 * (count + len(seen)) + 1000  # repeats are practically nil at LRA's lengths
+    workers = min(workers or os.cpu_count() or 1, count // CHUNK + 1)
+    with ThreadPoolExecutor(workers) as pool:
+        for tried, (tokens, value) in enumerate(_candidates(pool, workers, seed, law)):
+            if len(sequences) == count:
+                break
+            if value is None or tried > patience:
+                raise UsageError(f"ListOps limits admit fewer than {count} expressions: widen min_length to max_length")
+            fingerprint = _fingerprint(tokens)
+            if fingerprint not in seen:
+                seen.add(fingerprint)
+                sequences.append(tokens.copy())  # a view would keep its chunk
+                labels.append(value)
+    return sequences, np.array(labels, np.int64)
+
+
+def _candidates(
+    pool: ThreadPoolExecutor, workers: int, seed: int, law: tuple[int, int, int, int]
+) -> Iterator[tuple[np.ndarray, int | None]]:
+    """The endless stream of expressions of `seed` with their values; None where the law admits none."""
+    from lra.data.expressions import draw
+
+    for first in itertools.count(0, workers):  # a wave of one chunk each: the whole stream would not fit in memory
+        wave = range(first, first + workers)
+        for tokens, lengths, values in pool.map(lambda chunk: draw(seed, chunk * CHUNK, CHUNK, *law), wave):
+            for row, length, value in zip(tokens, lengths.tolist(), values.tolist(), strict=True):
+                yield row[:length], value if length else None
+
+
+def fingerprints(sequences: Sequence[np.ndarray]) -> set[bytes]:
+    """What identifies expressions, for `exclude` of `generate`."""
+    return {_fingerprint(tokens) for tokens in sequences}
+
+
+def _fingerprint(tokens: np.ndarray) -> bytes:
+    return blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def build_from_tsv(writer: Writer, folder: str | Path, *, max_length: int = 1999) -> None:
+    """Import LRA's own files: `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv` in `folder`."""
+    folder = Path(folder).expanduser()
+    for split in ("train", "val", "test"):
+        writer.add(split, *read_tsv(folder / f"basic_{split}.tsv", max_length=max_length))
+
+
+def read_tsv(path: str | Path, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:
+    """One of LRA's ListOps files: uint8 arrays `[T]` and labels int64 `[n]`.
+
+    A header names the columns Source (an expression) and Target (its value, 0 to 9), tab-separated, lines ending in LF
+    or CRLF. UsageError names the file and the line that is not so, or whose T exceeds `max_length`.
+    """
+    path = Path(path)
+    sequences, labels = [], []
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name the folder of LRA's basic_{{train,val,test}}.tsv") from None
+    with file:
+        header = file.readline().rstrip("\n").split("\t")
+        if not {"Source", "Target"} <= set(header):
+            raise UsageError(f"{path}:1: the first line must name the tab-separated columns Source and Target")
+        source, target = header.index("Source"), header.index("Target")
+        for number, line in enumerate(file, start=2):
+            fields = line.rstrip("\n").split("\t")
+            if len(fields) != len(header):
+                raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {len(header)}; get the file anew")
+            if fields[target] not in VOCABULARY[:10]:
+                raise UsageError(f"{path}:{number}: Target is '{fields[target]}', not 0 to 9; get the file anew")
+            try:
+                tokens = tokenize(fields[source])
+            except UsageError as error:
+                raise UsageError(f"{path}:{number}: {error}") from None
+            if not 1 <= len(tokens) <= max_length:
+                raise UsageError(f"{path}:{number}: {len(tokens)} tokens, not 1 to {max_length}; raise max_length")
+            sequences.append(tokens)
+            labels.append(int(fields[target]))
+    if not labels:
+        raise UsageError(f"{path}: no line after the header; get the file anew")
+    return sequences, np.array(labels, np.int64)

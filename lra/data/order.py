@@ -1,0 +1,59 @@
+"""Which rows each optimisation step sees: a pure function of the seed and the step, the same on every machine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from lra.errors import UsageError
+
+ORDER, HELD_OUT = 1, 2  # what a permutation is for: the same seed never gives two purposes the same one
+
+
+@functools.lru_cache(maxsize=8)
+def _permutation(purpose: int, seed: int, number: int, count: int) -> np.ndarray:
+    """Random order of `count` rows, int64 `[count]`, read-only because it is cached.
+
+    Sorting the raw 64-bit stream, which NumPy keeps stable across versions (unlike `Generator.permutation`).
+    """
+    if seed < 0:
+        raise UsageError(f"seed={seed} is negative: choose seed=0 or more")
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, number)))
+    permutation = np.argsort(bits.random_raw(count), kind="stable")
+    permutation.setflags(write=False)
+    return permutation
+
+
+def order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of all `count` rows in one epoch: a permutation, int64 `[count]`, read-only."""
+    return _permutation(ORDER, seed, epoch, count)
+
+
+def rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
+    """The rows of optimisation step `step` (from 0), int64 `[size]`.
+
+    They are cut from the endless stream `order(seed, 0) + order(seed, 1) + ...`: no row is dropped, a batch may
+    cross the border of two epochs, and any step can be asked for without those before it.
+    """
+    if count < 1:
+        raise UsageError("no training rows: prepare the data again (lra data prepare ... force=true)")
+    parts, place, end = [], step * size, (step + 1) * size
+    while place < end:
+        epoch, first = divmod(place, count)
+        part = order(seed, epoch, count)[first : first + end - place]
+        parts.append(part)
+        place += len(part)
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def split_off(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:
+    """Hold out a random share `part` (0 to 1) of `count` rows.
+
+    Returns (kept, held out), sorted int64 indices; UsageError if either would be empty.
+    """
+    held = round(count * part)
+    if not 0 < held < count:
+        raise UsageError(f"cannot hold out a share of {part:g} of {count} rows: choose one that leaves both parts")
+    permutation = _permutation(HELD_OUT, seed, 0, count)
+    return np.sort(permutation[held:]), np.sort(permutation[:held])

@@ -1,0 +1,208 @@
+"""The prepared store: ragged token sequences with labels, built once, checksummed and memory-mapped.
+
+A store is a folder named after its content, with three arrays per split and a manifest:
+
+    listops@1-0a1b2c3d/
+        train.tokens.npy    uint8 or uint16 [sum of lengths], sequences end to end
+        train.offsets.npy   int64 [n + 1], sequence i is tokens[offsets[i] : offsets[i + 1]]
+        train.labels.npy    int64 [n]
+        manifest.json       what this is, where it came from, sizes and checksums; written last
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from lra import environment
+from lra.data.split import Split
+from lra.data.writer import Writer
+from lra.errors import UsageError
+
+FORMAT = 1  # of the files and the manifest; readers refuse any other
+
+
+def root() -> Path:
+    """The folder of all prepared stores: `$LRA_DATA`, else `lra` in the user's cache folder."""
+    if chosen := os.environ.get("LRA_DATA"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
+
+
+def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
+    """Where the store of this task, version and parameters lives, whether or not it exists."""
+    return root() / f"{task}@{version}-{_hash(params)[:8]}"
+
+
+def vocabulary_hash(vocabulary: Sequence[str]) -> str:
+    """Identity of a vocabulary: weights trained with one must not meet tokens of another. 64 hex digits."""
+    return _hash(list(vocabulary))
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a store holds and where it comes from: the part of its manifest known before it is built."""
+
+    task: str
+    version: int
+    params: Mapping[str, Any]  # JSON values; they name the folder
+    source: str  # for people: a Hub id, a folder, or "generated"
+    vocabulary: Sequence[str]  # token id -> surface form; at most 256 entries are stored as uint8, else uint16
+    generator: str  # name@version of the code that wrote the tokens
+    seed: int | None  # None where nothing is drawn
+
+    @property
+    def path(self) -> Path:
+        return folder(self.task, self.version, self.params)
+
+
+def prepare(
+    content: Content, build: Callable[[Writer], None], *, path: Path | None = None, force: bool = False
+) -> Store:
+    """The store of `content`, built by `build` if it does not exist yet (or anew if `force`).
+
+    The store appears in place at once and complete, or not at all. Of several processes that prepare it at
+    the same time one builds and the others wait for it. Raises UsageError where the disk is full or the
+    folder (by default `content.path`) cannot be written.
+    """
+    path = path or content.path
+    if path.exists() and not force:
+        return Store.open(path)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
+    try:
+        if force or not path.exists():
+            _build(path, content, build)
+    except Exception as error:
+        if _disk_full(error):
+            raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
+        raise
+    finally:
+        lock.release()
+    return Store.open(path)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A prepared store on disk. Nothing is read before a split is asked for."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file."""
+        task = path.name.split("@")[0]
+        if not path.exists():
+            raise UsageError(f"{task} is not prepared: no {path}; run: lra data prepare task={task}")
+        mend = f"run: lra data prepare task={task} force=true"
+        try:
+            manifest = json.loads((path / "manifest.json").read_bytes())
+            version, files = manifest["format"], manifest["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}/manifest.json is missing or unreadable; {mend}") from error
+        if version != FORMAT:
+            raise UsageError(f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {mend}")
+        for name, file in files.items():
+            size = (path / name).stat().st_size if (path / name).exists() else "no"
+            if size != file["bytes"]:
+                raise UsageError(f"{path}/{name} has {size} bytes instead of {file['bytes']}; {mend}")
+        return cls(path, manifest)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self.manifest["splits"])
+
+    @property
+    def vocabulary_hash(self) -> str:
+        return self.manifest["vocabulary_hash"]
+
+    def split(self, name: str) -> Split:
+        """One split, memory-mapped."""
+        if name not in self.splits:
+            raise UsageError(f"{self.path.name} has no split '{name}': choose from {', '.join(self.splits)}")
+        return Split.from_offsets(
+            *(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r") for part in ("tokens", "offsets", "labels"))
+        )
+
+    def verify(self) -> None:
+        """Read every byte again; UsageError names the first file that is not what was written."""
+        Store.open(self.path)
+        mend = f"run: lra data prepare task={self.manifest['task']} force=true"
+        for name, file in self.manifest["files"].items():
+            if _file_hash(self.path / name) != file["sha256"]:
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {mend}")
+
+
+def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:
+    """Build beside `path`, then rename. Only under the lock, so whatever lies there is of a killed build."""
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    partial.mkdir()
+    try:
+        writer = Writer(partial, len(content.vocabulary))
+        build(writer)
+        splits = writer.finish()
+        files = sorted(partial.iterdir())
+        manifest = {
+            "format": FORMAT,
+            **asdict(content),
+            "vocabulary_hash": vocabulary_hash(content.vocabulary),
+            "splits": splits,
+            "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "versions": environment.versions(),
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for file in [*files, partial / "manifest.json", partial]:
+            _sync(file)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Put a file or a folder's entries on the disk, so that a rename never outlives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

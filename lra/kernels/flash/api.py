@@ -1,0 +1,164 @@
+"""`flash_attention`: the public function. Checks its arguments, brings every form to ragged rows, picks a path."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lra.kernels.flash.problem import Problem, dropout_threshold
+from lra.kernels.flash.sdpa import sdpa_attention
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 128  # of the Triton kernels: a wider tile does not fit in registers
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: Tensor | None = None,
+    length: Tensor | None = None,
+    max_length: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    index: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Exact softmax attention of each sequence with itself, `softmax(scale * q k^T) v`, differentiable in q, k and v.
+
+    Ragged form: q, k, v are `[T, H, D]` and sequence `b` owns the rows `start[b] : start[b] + length[b]`. There
+    are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
+    (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
+    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros.
+
+    Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
+    without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices
+    along later dimensions, and with a copy for others, such as `[B, H, N, D]` transposed.
+
+    Any strides are read in place, so the three slices of a fused `[T, 3, H, D]` projection need no copy. The
+    result and the gradients are contiguous.
+
+    Args:
+        start, length: int32 `[B]`, on the device of q; ragged form only, except that the batched form takes `length`.
+        max_length: at least `max(length)`, on the host, so that nothing waits for the device.
+        causal: row i sees the columns 0 to i of its sequence.
+        scale: `D ** -0.5` by default.
+        dropout: probability that a softmax weight is dropped. Rounded to a multiple of 1/256; what is kept is
+            multiplied by 256 / (256 - round(256 * dropout)).
+        seed: int64 tensor with one element on the device of q (it is never read on the host, so a captured graph
+            may change it between replays); needed for dropout by the Triton path. The mask is a function of
+            (seed, index[b], head, row, column) alone, defined by `reference.keep_mask`.
+        index: int32 `[B]`, place of each sequence in the global batch, 0 to B - 1 by default.
+        impl: "triton" (CUDA, D up to 128); "sdpa" (any device: PyTorch's attention on the padded form, where
+            dropout has the same distribution but draws from PyTorch's generator); "auto", see `resolve_impl`.
+
+    Returns:
+        A tensor of the shape and dtype of q.
+    """
+    impl = resolve_impl(impl, q.device)
+    _check_inputs(q, k, v)
+    rows = [x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v)]
+    start, length, max_length = _sequences(q, start, length, max_length)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    threshold = dropout_threshold(dropout)
+    seed, index = _randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
+    padded = len(rows[0]) == len(start) * max_length
+    problem = Problem(start, length, max_length, padded, causal, scale, threshold, seed, index)
+
+    if impl == "sdpa":
+        return sdpa_attention(*rows, problem).view(q.shape)
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"impl='triton' needs a head dimension of at most {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='sdpa'")
+    from lra.kernels.flash.autograd import TritonAttention  # here, so that a machine without Triton has the other path
+
+    return TritonAttention.apply(*rows, problem).view(q.shape)
+
+
+def resolve_impl(impl: str, device: torch.device) -> str:
+    """The path that `impl` names on `device`: "triton" or "sdpa".
+
+    "auto" is Triton on CUDA and SDPA elsewhere. An explicit "triton" that cannot run raises a ValueError; nothing
+    falls back.
+    """
+    if impl == "auto":
+        return "triton" if device.type == "cuda" else "sdpa"
+    if impl not in ("triton", "sdpa"):
+        raise ValueError(f"unknown impl {impl!r}: use 'auto', 'triton' or 'sdpa'")
+    if impl == "triton" and device.type != "cuda" and not _interpreted():
+        raise ValueError(
+            f"impl='triton' needs CUDA tensors, got {device.type}: use impl='sdpa', or set TRITON_INTERPRET=1 before "
+            "Triton is imported to run the kernels slowly on the CPU"
+        )
+    return impl
+
+
+def _interpreted() -> bool:
+    try:
+        import triton
+    except ImportError:
+        return False
+    return triton.knobs.runtime.interpret
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.shape == k.shape == v.shape:
+        raise ValueError(f"q, k and v must have one shape, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q, k and v must be [T, H, D] or [B, N, H, D], got {list(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them to one")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q, k and v must be float16, bfloat16 or float32, got {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+
+
+def _sequences(q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None) -> tuple[Tensor, Tensor, int]:
+    """`start`, `length` and `max_length` of the ragged form, checked as far as possible without a synchronisation."""
+    if q.dim() == 4:
+        size, rows = q.shape[:2]
+        if start is not None or max_length not in (None, rows):
+            raise ValueError("[B, N, H, D] takes no start and no max_length: use length, or the [T, H, D] form")
+        if length is None:
+            length = torch.full((size,), rows, dtype=torch.int32, device=q.device)
+        _check_per_sequence("length", length, size, q.device)
+        return torch.arange(size, dtype=torch.int32, device=q.device) * rows, length.contiguous(), rows
+
+    if start is None or length is None or max_length is None:
+        raise ValueError("[T, H, D] needs start, length and max_length; without them use the [B, N, H, D] form")
+    _check_per_sequence("start", start, start.numel(), q.device)
+    _check_per_sequence("length", length, start.numel(), q.device)
+    if len(q) > start.numel() * max_length:
+        raise ValueError(
+            f"{len(q)} rows do not fit {start.numel()} sequences of at most {max_length}: max_length must be max(length) or more"
+        )
+    return start.contiguous(), length.contiguous(), int(max_length)
+
+
+def _randomness(seed: Tensor | None, index: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    if not isinstance(seed, Tensor):
+        raise ValueError("dropout > 0 needs seed: an int64 tensor with one element on the device of q")
+    if seed.dtype != torch.int64 or seed.numel() != 1:
+        raise TypeError(f"seed must be an int64 tensor with one element, got {seed.dtype} {list(seed.shape)}")
+    if seed.device != device:
+        raise ValueError(f"seed must be on the device of q, {device}, got {seed.device}")
+    if index is None:
+        return seed, torch.arange(size, dtype=torch.int32, device=device)
+    _check_per_sequence("index", index, size, device)
+    return seed, index.contiguous()
+
+
+def _check_per_sequence(name: str, values: Tensor, size: int, device: torch.device) -> None:
+    if values.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {values.dtype}")
+    if values.shape != (size,):
+        raise ValueError(f"{name} must have the shape [{size}], one entry for each sequence, got {list(values.shape)}")
+    if values.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}, got {values.device}")

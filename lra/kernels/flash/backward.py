@@ -1,0 +1,187 @@
+"""Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135), as three kernels without atomics, so deterministic.
+
+First delta = rowsum(dO * O) (its D_i, appendix B.2), then dK and dV with a tile of keys for each program, then dQ with a
+tile of queries for each program. Both recompute the softmax from q, k and the saved log-sum-exp.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lra.kernels.flash.forward import Tile, block_dim
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import (
+    LOG2_E, head_pointer, keep_tile, load_rows, program_tile, score_gradient, store_rows, visible,
+)  # fmt: skip
+
+DELTA_ROWS = 64
+
+
+def dkdv_tile(block_d: int, dtype: torch.dtype) -> Tile:
+    """A program owns `columns` keys and runs over `rows` queries at a time."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 2)
+    return Tile(64, 64, 4, 2) if block_d <= 64 else Tile(32, 64, 8, 2)
+
+
+def dq_tile(block_d: int, dtype: torch.dtype) -> Tile:
+    """A program owns `rows` queries and runs over `columns` keys at a time."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 8, 2)
+    return Tile(64, 64, 4, 2) if block_d <= 64 else Tile(64, 64, 8, 2)
+
+
+@triton.jit(do_not_specialize=["heads", "total"])
+def delta_kernel(
+    out_ptr, do_ptr, delta_ptr, do_row, do_head, do_d, heads, total,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tile, head, _ = program_tile(tl.cdiv(total, ROWS), heads)
+    rows_M = tile * ROWS + tl.arange(0, ROWS)
+    out_row = heads * D
+    out_MD = load_rows(head_pointer(out_ptr, 0, head, out_row, D), rows_M, total, out_row, 1, D, BLOCK_D)
+    do_MD = load_rows(head_pointer(do_ptr, 0, head, do_row, do_head), rows_M, total, do_row, do_d, D, BLOCK_D)
+    delta_M = tl.sum(out_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    tl.store(head_pointer(delta_ptr, 0, head, 1, total) + rows_M, delta_M, mask=rows_M < total)
+
+
+@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
+    heads, total, max_length, padded_length, scale, scale_log2, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_N), heads)
+    start = tl.load(start_ptr + b)
+    length = tl.load(length_ptr + b)
+    owned = tl.maximum(length, padded_length)
+    first_column = tile * BLOCK_N
+    if first_column >= owned:
+        return
+
+    columns_N = first_column + tl.arange(0, BLOCK_N)
+    k_ND = load_rows(head_pointer(k_ptr, start, head, k_row, k_head), columns_N, length, k_row, k_d, D, BLOCK_D)
+    v_ND = load_rows(head_pointer(v_ptr, start, head, v_row, v_head), columns_N, length, v_row, v_d, D, BLOCK_D)
+    q_ptr = head_pointer(q_ptr, start, head, q_row, q_head)
+    do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
+    lse_ptr = head_pointer(lse_ptr, start, head, 1, total)
+    delta_ptr = head_pointer(delta_ptr, start, head, 1, total)
+    keep_scale = 256.0 / (256 - threshold)
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        index = tl.load(index_ptr + b)
+
+    begin = 0
+    if CAUSAL:
+        begin = first_column // BLOCK_M * BLOCK_M
+    begin = tl.where(first_column < length, begin, length)  # a tile of padding has only zeros to store
+    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for first_row in range(begin, length, BLOCK_M):
+        rows_M = first_row + tl.arange(0, BLOCK_M)
+        q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
+        do_MD = load_rows(do_ptr, rows_M, length, do_row, do_d, D, BLOCK_D)
+        lse_M = tl.load(lse_ptr + rows_M, mask=rows_M < length, other=float("inf"))  # so that p = 0 past the length
+        delta_M = tl.load(delta_ptr + rows_M, mask=rows_M < length, other=0.0)
+        seen_NM = visible(rows_M[None, :], columns_N[:, None], length, CAUSAL)
+        keep_NM = seen_NM
+        if DROPOUT:
+            keep_NM = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, True)
+        p_NM, ds_NM = score_gradient(
+            k_ND, q_MD, v_ND, do_MD, lse_M[None, :], delta_M[None, :], seen_NM, keep_NM, scale_log2, keep_scale, DROPOUT
+        )
+        dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision="ieee")
+        dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
+
+    row = heads * D
+    store_rows(head_pointer(dk_ptr, start, head, row, D), dk_ND * scale, columns_N, length, owned, row, D, BLOCK_D)
+    store_rows(head_pointer(dv_ptr, start, head, row, D), dv_ND * keep_scale, columns_N, length, owned, row, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
+    heads, total, max_length, padded_length, scale, scale_log2, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)
+    start = tl.load(start_ptr + b)
+    length = tl.load(length_ptr + b)
+    owned = tl.maximum(length, padded_length)
+    first_row = tile * BLOCK_M
+    if first_row >= owned:
+        return
+
+    rows_M = first_row + tl.arange(0, BLOCK_M)
+    q_MD = load_rows(head_pointer(q_ptr, start, head, q_row, q_head), rows_M, length, q_row, q_d, D, BLOCK_D)
+    do_MD = load_rows(head_pointer(do_ptr, start, head, do_row, do_head), rows_M, length, do_row, do_d, D, BLOCK_D)
+    lse_M = tl.load(head_pointer(lse_ptr, start, head, 1, total) + rows_M, mask=rows_M < length, other=float("inf"))
+    delta_M = tl.load(head_pointer(delta_ptr, start, head, 1, total) + rows_M, mask=rows_M < length, other=0.0)
+    k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
+    v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
+    keep_scale = 256.0 / (256 - threshold)
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        index = tl.load(index_ptr + b)
+
+    end = length
+    if CAUSAL:
+        end = tl.minimum(length, first_row + BLOCK_M)
+    end = tl.where(first_row < length, end, 0)
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first_column in range(0, end, BLOCK_N):
+        columns_N = first_column + tl.arange(0, BLOCK_N)
+        k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
+        v_ND = load_rows(v_ptr, columns_N, length, v_row, v_d, D, BLOCK_D)
+        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
+        keep_MN = seen_MN
+        if DROPOUT:
+            keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
+        _, ds_MN = score_gradient(
+            q_MD, k_ND, do_MD, v_ND, lse_M[:, None], delta_M[:, None], seen_MN, keep_MN, scale_log2, keep_scale, DROPOUT
+        )
+        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
+
+    row = heads * D
+    store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
+
+
+def launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous `[T, H, D]`, from what `launch_forward` returned and the gradient of its result, of any strides."""
+    total, heads, head_dim = q.shape
+    block_d = block_dim(head_dim)
+    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    delta = torch.empty_like(lse)
+    sequences = (problem.start, problem.length, problem.seed, problem.index)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
+    scalars = (
+        heads, total, problem.max_length, problem.padded_length,
+        problem.scale, problem.scale * LOG2_E, problem.threshold,
+    )  # fmt: skip
+    shared = dict(D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=problem.threshold > 0)
+    with torch.cuda.device_of(q):
+        delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
+            out, do, delta, *do.stride(), heads, total, D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True
+        )
+        tile = dkdv_tile(block_d, q.dtype)
+        dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
+            q, k, v, do, lse, delta, dk, dv, *sequences, *strides, *scalars, **shared, **tile.options()
+        )
+        tile = dq_tile(block_d, q.dtype)
+        dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
+            q, k, v, do, lse, delta, dq, *sequences, *strides, *scalars, **shared, **tile.options()
+        )
+    return dq, dk, dv

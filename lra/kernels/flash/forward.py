@@ -1,0 +1,119 @@
+"""Forward: Algorithms 1 and 2 of FlashAttention (arXiv 2205.14135) in the loop order of FlashAttention-2 (2307.08691).
+
+A program owns a tile of queries of one head and runs over the keys, so that nothing is written twice.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E, attend, head_pointer, keep_tile, load_rows, program_tile, store_rows, visible
+
+
+class Tile(NamedTuple):
+    """Tile of scores that a program works on at a time, and how."""
+
+    rows: int  # queries
+    columns: int  # keys, a multiple of 16
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of a launch. Fusing a * b + c is the default of some Triton versions only."""
+        return dict(
+            BLOCK_M=self.rows, BLOCK_N=self.columns, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
+        )
+
+
+def forward_tile(block_d: int, dtype: torch.dtype) -> Tile:
+    if dtype == torch.float32:  # exact products run on the ordinary units, from registers
+        return Tile(64, 32, 8, 2) if block_d <= 64 else Tile(32, 32, 8, 2)
+    return Tile(128, 64, 8, 3) if block_d <= 64 else Tile(128, 64, 8, 2)
+
+
+def block_dim(head_dim: int) -> int:
+    """The head dimension inside the kernels: a power of two, and at least the 16 that tl.dot needs."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d,
+    heads, total, max_length, padded_length, scale_log2, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)
+    start = tl.load(start_ptr + b)
+    length = tl.load(length_ptr + b)
+    owned = tl.maximum(length, padded_length)
+    first_row = tile * BLOCK_M
+    if first_row >= owned:
+        return
+
+    rows_M = first_row + tl.arange(0, BLOCK_M)
+    q_MD = load_rows(head_pointer(q_ptr, start, head, q_row, q_head), rows_M, length, q_row, q_d, D, BLOCK_D)
+    k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
+    v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+        index = tl.load(index_ptr + b)
+
+    end = length
+    if CAUSAL:
+        end = tl.minimum(length, first_row + BLOCK_M)
+    end = tl.where(first_row < length, end, 0)  # a tile of padding has nothing to compute, only zeros to store
+    top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first_column in range(0, end, BLOCK_N):
+        columns_N = first_column + tl.arange(0, BLOCK_N)
+        k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
+        v_ND = load_rows(v_ptr, columns_N, length, v_row, v_d, D, BLOCK_D)
+        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
+        keep_MN = seen_MN
+        if DROPOUT:
+            keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
+        top_M, total_M, acc_MD = attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT)
+
+    total_M = tl.maximum(total_M, 1e-30)  # in a row of padding nothing was summed
+    norm_M = 1.0 / total_M
+    if DROPOUT:
+        norm_M = norm_M * (256.0 / (256 - threshold))
+    out_row = heads * D
+    out_ptr = head_pointer(out_ptr, start, head, out_row, D)
+    store_rows(out_ptr, acc_MD * norm_M[:, None], rows_M, length, owned, out_row, D, BLOCK_D)
+    lse_ptr = head_pointer(lse_ptr, start, head, 1, total)
+    tl.store(lse_ptr + rows_M, top_M + tl.log2(total_M), mask=rows_M < length)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """The result, contiguous `[T, H, D]`, and the base-2 log-sum-exp of each score row, fp32 `[H, T]`.
+
+    The log-sum-exp of rows past a length is left unwritten and never read.
+    """
+    total, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    block_d = block_dim(head_dim)
+    tile = forward_tile(block_d, q.dtype)
+    programs = triton.cdiv(problem.max_length, tile.rows) * heads * problem.size
+    with torch.cuda.device_of(q):
+        forward_kernel[(programs,)](
+            q, k, v, out, lse,
+            problem.start, problem.length, problem.seed, problem.index,
+            *q.stride(), *k.stride(), *v.stride(),
+            heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
+            D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=problem.threshold > 0, **tile.options(),
+        )  # fmt: skip
+    return out, lse

@@ -1,0 +1,46 @@
+"""What attention computes, apart from q, k and v: shared by the Triton and the SDPA path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def dropout_threshold(dropout: float) -> int:
+    """Dropout in units of 1/256, the resolution of the mask's random bytes: 0.1 becomes 26, that is p = 0.1016."""
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    threshold = round(256 * dropout)
+    if threshold == 256:
+        raise ValueError(f"dropout {dropout} rounds to 256/256 and would drop everything: use at most 0.998")
+    return threshold
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`B` sequences in `T` rows, and what to do with them. Tensors are on the device of q."""
+
+    start: Tensor  # int32 [B], first row of each sequence
+    length: Tensor  # int32 [B]
+    max_length: int  # at least max(length), on the host
+    padded: bool  # every sequence owns max_length rows; else the layout is packed and it owns length rows
+    causal: bool
+    scale: float
+    threshold: int  # a score is dropped when its random byte is below this; 0 is no dropout
+    seed: Tensor | None = None  # int64, one element; with dropout only
+    index: Tensor | None = None  # int32 [B], place in the global batch; with dropout only
+
+    @property
+    def size(self) -> int:
+        return self.start.numel()
+
+    @property
+    def padded_length(self) -> int:
+        """Rows that a sequence owns whatever its length."""
+        return self.max_length if self.padded else 0
+
+    @property
+    def dropout(self) -> float:
+        """The probability actually used."""
+        return self.threshold / 256

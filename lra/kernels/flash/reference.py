@@ -1,0 +1,79 @@
+"""The definition of the result, in plain PyTorch: every kernel and path is compared with this file."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lra.kernels.flash.problem import dropout_threshold
+
+LOW_32_BITS = 0xFFFFFFFF
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: Tensor,
+    length: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Attention of ragged rows `[T, H, D]` with the scores written out; arguments as in `flash_attention`.
+
+    Any dtype (float64 for tests), differentiable by autograd. Rows that no sequence owns give zeros.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    threshold = dropout_threshold(dropout)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for b, (first, count) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+        rows = slice(first, first + count)
+        if count == 0:
+            continue
+        s_HMN = torch.einsum("mhd,nhd->hmn", q[rows], k[rows]) * scale
+        position = torch.arange(count, device=q.device)
+        if causal:
+            s_HMN = s_HMN.masked_fill(position > position[:, None], float("-inf"))
+        p_HMN = s_HMN.softmax(dim=-1)
+        if threshold:
+            assert seed is not None
+            head = torch.arange(q.shape[1], device=q.device)[:, None, None]
+            which = b if index is None else int(index[b])
+            keep_HMN = keep_mask(seed, which, head, position[:, None], position, threshold)
+            p_HMN = p_HMN * keep_HMN * (256 / (256 - threshold))
+        out[rows] = torch.einsum("hmn,nhd->mhd", p_HMN, v[rows])
+    return out
+
+
+def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
+    """Whether dropout keeps the weight at (head, row, column) of sequence `index`; bool, the arguments broadcast.
+
+    16 neighbouring columns share one call of Philox-4x32-10 with counter (column // 16, row, index, head) and the
+    low and high half of `seed` as key. Of its 16 bytes, column % 16 picks word (column % 16) // 4 and in it byte
+    column % 4, the least significant first. A weight is dropped when its byte is below `threshold`.
+    """
+    counter = torch.broadcast_tensors(column // 16, row, torch.as_tensor(index, device=row.device), head)
+    key = (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS)
+    words = torch.stack(philox(counter, key))
+    lane = torch.broadcast_to(column % 16, counter[0].shape)
+    word = words.gather(0, (lane // 4)[None])[0]
+    return (word >> (8 * (lane % 4))) & 0xFF >= threshold
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:
+    """Philox-4x32 (Salmon et al., SC 2011, section 3.3): four words of 32 bits from four, all held in int64 tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps at 2^64, which leaves both halves of the bits right
+        c0, c1, c2, c3 = _high(b) ^ c1 ^ k0, b & LOW_32_BITS, _high(a) ^ c3 ^ k1, a & LOW_32_BITS
+        k0, k1 = (k0 + 0x9E3779B9) & LOW_32_BITS, (k1 + 0xBB67AE85) & LOW_32_BITS
+    return c0, c1, c2, c3
+
+
+def _high(product: Tensor) -> Tensor:
+    return (product >> 32) & LOW_32_BITS

@@ -1,0 +1,112 @@
+"""Device functions that attention kernels share: where a program works, loads and stores, masks, one tile of scores.
+
+Shape suffixes: M query rows, N key columns (rows of k and v), D head dimension. Scores are in base 2: scaled by
+log2(e), so that exp2, the instruction the hardware has, replaces exp.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# (device code is compiled by Triton; its tensors do not type-check as Python)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def program_tile(tiles, heads):
+    """(tile, head, sequence) of this program; the tiles of one head are neighbours, so that they share K and V in L2."""
+    program = tl.program_id(0)
+    return program % tiles, program // tiles % heads, program // tiles // heads
+
+
+@triton.jit
+def head_pointer(pointer, row, head, stride_row, stride_head):
+    """Where row `row` of head `head` begins. In 64 bits: a batch can have more than 2^31 elements."""
+    return pointer + tl.cast(row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
+
+
+@triton.jit
+def load_rows(pointer, rows, end, stride_row, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[len(rows), BLOCK_D]`; zeros, never read, from row `end` and from column D on."""
+    d = tl.arange(0, BLOCK_D)
+    offset = rows.to(tl.int64)[:, None] * stride_row + d.to(tl.int64)[None, :] * stride_d
+    return tl.load(pointer + offset, mask=(rows < end)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, tile, rows, length, owned, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the rows that the sequence owns; those past its length become zeros, whatever `tile` holds there."""
+    d = tl.arange(0, BLOCK_D)
+    offset = rows.to(tl.int64)[:, None] * stride_row + d[None, :]
+    values = tl.where((rows < length)[:, None], tile, 0.0).to(pointer.dtype.element_ty)
+    tl.store(pointer + offset, values, mask=(rows < owned)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def visible(row, column, length, CAUSAL: tl.constexpr):
+    """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose."""
+    seen = column < length
+    if CAUSAL:
+        seen = seen & (column <= row)
+    return seen
+
+
+@triton.jit
+def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Dropout mask `[M, BLOCK_N]`, or `[BLOCK_N, M]`, of the columns from `first_column` on, a multiple of 16.
+
+    The same function of (seed, index, head, row, column) as `reference.keep_mask`: one Philox call for 16 columns.
+    """
+    M: tl.constexpr = rows_M.shape[0]
+    group = first_column // 16 + tl.arange(0, BLOCK_N // 16)
+    w0, w1, w2, w3 = tl.philox(seed, group[None, :], rows_M[:, None], index, head, 10)
+    # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high bit
+    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(M, BLOCK_N // 4, 1)
+    byte = (word >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+    keep = byte.to(tl.int32) >= threshold
+    if TRANSPOSED:
+        tile = keep.permute(1, 2, 0).reshape(BLOCK_N, M)
+    else:
+        tile = keep.reshape(M, BLOCK_N)
+    return tile
+
+
+@triton.jit
+def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT: tl.constexpr):
+    """Take one tile of keys into the running softmax (Algorithm 1, lines 10 to 12, normalised only at the end).
+
+    `top` is the maximum score so far, `total` the sum of exp2(score - top) and `acc` the same sum weighted by v.
+    Dropout leaves `total` alone: it applies to the normalised weights.
+    """
+    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+    s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+    new_top_M = tl.maximum(top_M, tl.max(s_MN, 1))
+    p_MN = tl.exp2(s_MN - new_top_M[:, None])
+    shrink_M = tl.exp2(top_M - new_top_M)
+    total_M = total_M * shrink_M + tl.sum(p_MN, 1)
+    if DROPOUT:
+        p_MN = tl.where(keep_MN, p_MN, 0.0)
+    acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision="ieee")
+    return new_top_M, total_M, acc_MD
+
+
+@triton.jit
+def score_gradient(a, b, a_v, b_v, lse, delta, seen, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
+    """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
+
+    With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
+    row statistics `lse` and `delta` broadcast over the columns. The kept entries of P are not yet multiplied by
+    `keep_scale`, and dS not by the scale: the caller does that once, at the end.
+    """
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
+    p = tl.where(seen, tl.exp2(s - lse), 0.0)
+    dp = tl.dot(a_v, tl.trans(b_v), input_precision="ieee")
+    if DROPOUT:
+        kept = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    else:
+        kept = p
+    return kept, p * (dp - delta)

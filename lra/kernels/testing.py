@@ -1,0 +1,166 @@
+"""Random attention problems and the error budget, for the tests and for the check that runs on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lra.kernels.flash import flash_attention
+from lra.kernels.flash.reference import reference_attention
+
+LAYOUTS = ("packed", "padded")
+STRIDES = ("contiguous", "fused", "heads_first", "d_strided")
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; the same fields give the same numbers on the same device."""
+
+    lengths: tuple[int, ...]
+    heads: int = 2
+    head_dim: int = 32
+    dtype: torch.dtype = torch.float32
+    layout: str = "packed"  # one of LAYOUTS
+    strides: str = "contiguous"  # one of STRIDES
+    causal: bool = False
+    dropout: float = 0.0
+    slack: int = 0  # by how much max_length exceeds the longest length
+    spread: float = 1.0  # standard deviation of the scores
+    seed: int = 0
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths) + self.slack
+
+    @property
+    def total(self) -> int:
+        return len(self.lengths) * self.max_length if self.layout == "padded" else sum(self.lengths)
+
+
+class Inputs(NamedTuple):
+    q: Tensor  # [T, H, D]
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    sequences: dict[str, Tensor]  # start, length, index: int32 [B]
+    seed: Tensor  # int64 []
+
+
+class Error(NamedTuple):
+    error: float  # largest absolute difference from the reference in float64
+    budget: float  # 2 * (error of plain PyTorch in the case's dtype) + 2 * eps(dtype) * max|reference|
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget  # False for NaN
+
+
+def random_case(
+    rng: random.Random,
+    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
+    max_length: int = 2048,
+    head_dims: Sequence[int] = (16, 24, 32, 40, 48, 64, 80, 96, 128),
+) -> Case:
+    """A case with lengths from 0 to `max_length`, some of them on either side of a tile's edge."""
+    top = rng.choice((max_length, rng.randint(2, max_length), min(max_length, 64 * rng.randint(1, 8))))
+    lengths = [rng.choice((0, 1, top - 1, top, rng.randint(0, top))) for _ in range(rng.randint(0, 4))]
+    lengths.insert(rng.randint(0, len(lengths)), top)  # 2 or more: softmax over one column has no gradient to compare
+    return Case(
+        lengths=tuple(lengths),
+        heads=rng.randint(1, 4),
+        head_dim=rng.choice(head_dims),
+        dtype=rng.choice(dtypes),
+        layout=rng.choice(LAYOUTS),
+        strides=rng.choice(STRIDES),
+        causal=rng.random() < 0.3,
+        dropout=rng.choice((0.0, 0.1, 0.5)),
+        slack=rng.choice((0, 0, 1, 37)),
+        spread=rng.choice((1.0, 1.0, 4.0)),
+        seed=rng.randint(0, 2**31),
+    )
+
+
+def make_inputs(case: Case, device: torch.device | str) -> Inputs:
+    """Random tensors; rows past a length are NaN, in the gradient too, since nothing may read them."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    shape = {
+        "contiguous": (3, case.total, case.heads, case.head_dim),
+        "fused": (case.total, 3, case.heads, case.head_dim),
+        "heads_first": (3, case.heads, case.total, case.head_dim),
+        "d_strided": (3, case.total, case.head_dim, case.heads),
+    }[case.strides]
+    order = {"contiguous": (0, 1, 2, 3), "fused": (1, 0, 2, 3), "heads_first": (0, 2, 1, 3), "d_strided": (0, 1, 3, 2)}
+    qkv = torch.randn(shape, generator=generator, device=device).to(case.dtype).permute(order[case.strides])
+    do = torch.randn(shape, generator=generator, device=device).to(case.dtype).permute(order[case.strides])[0]
+
+    length = torch.tensor(case.lengths, dtype=torch.int32)
+    start = length.cumsum(0, dtype=torch.int32) - length
+    if case.layout == "padded":
+        start = torch.arange(len(case.lengths), dtype=torch.int32) * case.max_length
+    real = torch.zeros(case.total, dtype=torch.bool)
+    for first, count in zip(start.tolist(), case.lengths, strict=True):
+        real[first : first + count] = True
+    qkv[0] *= case.spread
+    qkv[:, ~real.to(device)] = float("nan")
+    do[~real.to(device)] = float("nan")
+
+    index = torch.arange(len(case.lengths), dtype=torch.int32).flip(0) + 1000 * (case.seed % 7)
+    sequences = {"start": start.to(device), "length": length.to(device), "index": index.to(device)}
+    return Inputs(qkv[0], qkv[1], qkv[2], do, sequences, torch.tensor((case.seed << 31) - 12345, device=device))
+
+
+def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]:
+    """Errors of the result and the three gradients of `flash_attention(impl=impl)`, with their budgets.
+
+    What the kernels allocate is filled with NaN first. Dropout can be compared for the Triton path only.
+    """
+    if case.dropout and impl == "sdpa":
+        raise ValueError("impl='sdpa' draws another dropout mask than the reference: check it with dropout=0")
+    inputs = make_inputs(case, device)
+    options = {**inputs.sequences, "causal": case.causal, "dropout": case.dropout, "seed": inputs.seed}
+    with poisoned_empty():
+        actual = run(flash_attention, inputs, case.dtype, **options, max_length=case.max_length, impl=impl)
+    exact = run(reference_attention, inputs, torch.float64, **options)
+    plain = run(reference_attention, inputs, case.dtype, **options)
+
+    errors = {}
+    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+        assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name}: {a.shape} {a.dtype}"
+        budget = 2 * largest(p.double() - e) + 2 * torch.finfo(case.dtype).eps * largest(e)
+        errors[name] = Error(largest(a.double() - e), budget)
+    return errors
+
+
+def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) of `function(q, k, v, **options)` in `dtype`."""
+    qkv = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
+    out = function(*qkv, **options)
+    return out.detach(), *torch.autograd.grad(out, qkv, inputs.do.to(dtype))
+
+
+def largest(x: Tensor) -> float:
+    """Largest absolute value, NaN if there is one, 0 of nothing."""
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Inside, `torch.empty` and `torch.empty_like` return NaN, so that an element that is never written shows."""
+
+    def poison(make: Any) -> Any:
+        def make_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        return make_poisoned
+
+    with mock.patch.multiple(torch, empty=poison(torch.empty), empty_like=poison(torch.empty_like)):
+        yield

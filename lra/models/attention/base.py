@@ -1,0 +1,67 @@
+"""What every attention declares and receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS, Capabilities
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What the model asks of one layer's attention."""
+
+    heads: int
+    head_dim: int
+    max_length: int  # longest sequence, a prefixed CLS token included
+    dropout: float = 0.0
+    layer: int = 0
+
+
+class Attention(nn.Module):
+    """Base class: `forward(q, k, v, batch)` maps three `[T, H, D]` tensors of any strides to `[T, H, D]`."""
+
+    name: ClassVar[str]
+    facts: ClassVar[Capabilities]
+
+    @dataclass(frozen=True)
+    class Config:
+        """Options of `attn.*`; a subclass declares its own."""
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__()
+        low, high = self.facts.head_dims
+        if not low <= spec.head_dim <= high:
+            self._refuse(
+                f"head dimensions {low} to {high}, not {spec.head_dim}",
+                lambda c: c[0] <= spec.head_dim <= c[1],
+                "head_dims",
+            )
+        if spec.dropout and not self.facts.dropout:
+            self._refuse("no dropout on its probabilities: set model.attn_dropout=0", bool, "dropout")
+        self.config, self.spec = config, spec
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def dropout_seed(self, batch: Batch) -> Tensor | None:
+        """The seed of this layer's dropout in this step, int64 on the device; None where nothing is dropped."""
+        if not self.training or not self.spec.dropout:
+            return None
+        assert batch.seed is not None, "a training batch carries its step's seed"
+        return batch.seed + self.spec.layer
+
+    def _refuse(self, supports: str, able: Any, fact: str) -> None:
+        others = [
+            entry.name
+            for entry in ATTENTIONS.catalogue().values()
+            if able(entry.facts.get(fact, getattr(Capabilities, fact, None)))
+        ]
+        raise UsageError(
+            f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
+        )

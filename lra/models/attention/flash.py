@@ -1,0 +1,36 @@
+"""FlashAttention: exact attention in tiles, without the N x N scores in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.kernels import flash_attention
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
+
+
+@ATTENTIONS.register(
+    "flash",
+    exact=True,
+    causal=True,
+    head_dims=(16, 128),
+    paper="Dao et al. 2022, arXiv 2205.14135",
+    dtypes=("fp32", "bf16", "fp16"),
+)
+class FlashAttention(Attention):
+    """The Triton kernels of `lra.kernels.flash` on a GPU, PyTorch's SDPA elsewhere."""
+
+    @dataclass(frozen=True)
+    class Config:
+        impl: Literal["auto", "triton", "sdpa"] = "auto"  # auto: triton on a GPU, sdpa elsewhere
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        seed = self.dropout_seed(batch)
+        return flash_attention(
+            q, k, v, start=batch.start, length=batch.length, max_length=batch.max_length, index=batch.index,
+            dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
+        )  # fmt: skip

@@ -1,0 +1,30 @@
+"""Softmax attention that materialises the N x N scores: the baseline of Table 3."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.kernels import effective_dropout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
+
+
+@ATTENTIONS.register("standard", exact=True, ragged=False, paper="Vaswani et al. 2017, arXiv 1706.03762")
+class StandardAttention(Attention):
+    """Algorithm 0 of the FlashAttention paper: S = QK^T, P = softmax(S), O = PV, each in memory."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
+        real_BN = batch.mask()
+        scores_BHNN = (q_BHND @ k_BHND.transpose(2, 3)) * self.spec.head_dim**-0.5
+        # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
+        scores_BHNN = scores_BHNN.masked_fill(~real_BN[:, None, None, :], torch.finfo(scores_BHNN.dtype).min)
+        p_BHNN = scores_BHNN.softmax(-1)
+        if self.training and self.spec.dropout:
+            p_BHNN = F.dropout(p_BHNN, effective_dropout(self.spec.dropout))
+        o_BHND = p_BHNN.to(v.dtype) @ v_BHND
+        o_BHND = o_BHND.masked_fill(~real_BN[:, None, :, None], 0)
+        return o_BHND.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,117 @@
+"""The Transformer encoder that every task shares. Pre-norm, GELU, attention by name.
+
+Shape suffixes: T token rows of the ragged batch, B sequences, N rows of a padded sequence, D model width or
+head dimension, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.config.schema import ModelConfig
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import AttentionSpec
+from lra.models.positions import LearnedPositions, SinusoidalPositions, angles, axis_sizes, coordinates, rotate
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int):
+        super().__init__()
+        d = config.d_model
+        self.heads, self.dropout = config.heads, config.dropout
+        self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
+        self.attention = ATTENTIONS.get(attn.name)(attn, spec)
+        self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
+
+    def forward(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (3, self.heads, -1))
+        q_THD, k_THD, v_THD = qkv.unbind(1)  # views: the attention reads them by their strides
+        if rotary is not None:
+            q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
+        o_THD = self._attend(q_THD, k_THD, v_THD, batch)
+        x_TD = x_TD + self._drop(self.out(o_THD.flatten(1)))
+        hidden = self._drop(F.gelu(self.up(self.ff_norm(x_TD))))
+        return x_TD + self._drop(self.down(hidden))
+
+    def _attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch) -> Tensor:
+        if self.attention.facts.ragged or batch.padded:
+            return self.attention(q_THD, k_THD, v_THD, batch)
+        q_THD, k_THD, v_THD = (batch.pad(x).flatten(0, 1) for x in (q_THD, k_THD, v_THD))
+        padded = batch.to_padded()
+        return batch.unpad(padded.pad(self.attention(q_THD, k_THD, v_THD, padded)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Encoder(nn.Module):
+    """Token ids of a ragged batch to one vector per sequence, `[B, d_model]`.
+
+    Args:
+        config, attn: the model's and the attention's configuration.
+        vocabulary: number of token ids; with `cls` pooling the id after the last one is the CLS token.
+        max_length: longest sequence, a CLS token not counted.
+        grid: height and width where the tokens are pixels in row-major order.
+    """
+
+    def __init__(
+        self, config: ModelConfig, attn: Any, *, vocabulary: int, max_length: int, grid: tuple[int, int] | None = None
+    ):
+        super().__init__()
+        self.config, self.grid = config, grid
+        self.prefix = vocabulary if config.pooling == "cls" else None
+        longest = max_length + (self.prefix is not None)
+        self.embedding = nn.Embedding(vocabulary + (self.prefix is not None), config.d_model)
+        nn.init.normal_(self.embedding.weight, std=config.embedding_std)
+        sizes = axis_sizes(config.axes, longest, grid)
+        self.positions: nn.Module | None = None
+        if config.positions == "learned":
+            self.positions = LearnedPositions(sizes, config.d_model, config.embedding_std)
+        elif config.positions == "sinusoidal":
+            self.positions = SinusoidalPositions(config.d_model)
+        self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
+        self.norm = nn.LayerNorm(config.d_model)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x_TD = self.embedding(batch.tokens)
+        place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
+        rotary = None
+        if self.positions is not None:
+            x_TD = x_TD + self.positions(place_TA)
+        else:
+            angle_TP = angles(place_TA, self.config.head_dim)
+            rotary = angle_TP.cos(), angle_TP.sin()
+        x_TD = F.dropout(x_TD, self.config.dropout, self.training)
+        for block in self.blocks:
+            x_TD = block(x_TD, batch, rotary)
+        return self.pool(self.norm(x_TD), batch)
+
+    def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""
+        x_TD = x_TD.float()
+        if self.config.pooling == "cls":
+            return x_TD.index_select(0, batch.start)
+        x_BND, real_BN1 = batch.pad(x_TD), batch.mask()[:, :, None]
+        if self.config.pooling == "mean":
+            return x_BND.where(real_BN1, 0).sum(1) / batch.length.clamp(min=1)[:, None]
+        return x_BND.where(real_BN1, -torch.inf).amax(1).where(batch.length[:, None] > 0, 0)
+
+
+class Transformer(nn.Module):
+    """An encoder and a head: `[B, classes]` scores of a ragged batch."""
+
+    def __init__(self, encoder: Encoder, head: nn.Module):
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.head(self.encoder(batch))

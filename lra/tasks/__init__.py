@@ -1,0 +1,18 @@
+"""The benchmark's tasks by name, one file each: its LightningModule and its data module."""
+
+from dataclasses import dataclass
+
+from lra.config.registry import Registry
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """The facts a task registers with; `lra ls tasks` prints them."""
+
+    version: int  # raised by any change of data or protocol; results carry it
+    classes: int
+    length: int  # longest sequence of the full-size task
+    paper: str
+
+
+TASKS = Registry("task", "lra.tasks", TaskFacts)

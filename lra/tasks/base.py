@@ -1,0 +1,243 @@
+"""What every task shares: the data module over a prepared store, and the LightningModule over a ragged batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lra.batch import Batch
+from lra.config.compose import to_dict
+from lra.config.schema import RunConfig
+from lra.data import order
+from lra.data.split import Split
+from lra.data.store import Content, Store, prepare, vocabulary_hash
+from lra.data.writer import Writer
+from lra.errors import UsageError
+from lra.models.heads import classifier
+from lra.models.transformer import Encoder, Transformer
+from lra.tasks import TaskFacts
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Which share of a global batch this process works on."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+class TrainBatches:
+    """The rest of training as one endless pass: item `step` is this rank's micro-batches of that step.
+
+    It starts at the step that `current` names, so a resumed run goes on with the same sequences.
+    """
+
+    def __init__(self, split: Split, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int]):
+        self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
+        self.share = run.batch.size // rank.world
+        self.micro = min(run.batch.micro or self.share, self.share)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        for step in range(self.current(), self.run.trainer.steps):
+            yield self.step(step)
+
+    def __len__(self) -> int:
+        return self.run.trainer.steps
+
+    def step(self, step: int) -> list[Batch]:
+        rows = order.rows(self.run.seed, step, self.run.batch.size, len(self.split))
+        first = self.rank.rank * self.share
+        places = np.arange(first, first + self.share)
+        chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
+        return [self.split.gather(rows[place], self.rank.device, index=place, **self.gather) for place in chunks]
+
+    # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class EvalBatches:
+    """This rank's share of a split, in order; every sequence once over all ranks."""
+
+    def __init__(self, split: Split, size: int, rank: Rank, gather: Mapping[str, Any]):
+        self.split, self.size, self.rank, self.gather = split, size, rank, gather
+        self.rows = np.arange(rank.rank, len(split), rank.world)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.rows) / self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i in range(0, len(self.rows), self.size):
+            yield self.split.gather(self.rows[i : i + self.size], self.rank.device, **self.gather)
+
+
+class TaskData(pl.LightningDataModule):
+    """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `baselines`."""
+
+    vocabulary: ClassVar[Sequence[str]]
+    test_sets: ClassVar[tuple[str, ...]] = ("test",)
+
+    def __init__(self, run: RunConfig):
+        super().__init__()
+        self.run, self.config = run, run.task
+
+    def content(self) -> Content:
+        """What the store holds and where it comes from."""
+        raise NotImplementedError
+
+    def build(self, writer: Writer) -> None:
+        """Writes every split."""
+        raise NotImplementedError
+
+    def splits(self, store: Store) -> dict[str, Split]:
+        """`train`, `val` and the test sets, by the protocol."""
+        return {name: store.split(name) for name in store.splits}
+
+    def baselines(self) -> dict[str, float]:
+        """Test accuracy of predictors that compute nothing; the majority class of train is one for every task."""
+        return {"majority": self.accuracy_of(lambda split: np.zeros(len(split), np.int64))}
+
+    def accuracy_of(self, feature: Callable[[Split], np.ndarray]) -> float:
+        """Test accuracy of the best rule that sees one integer feature: per value, its commonest label in train."""
+        train, test = self.parts["train"], self.parts["test"]
+        seen = feature(train)
+        counts = np.zeros((int(seen.max()) + 1, int(train.labels.max()) + 1))
+        np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)
+        return float((counts.argmax(1)[feature(test)] == np.asarray(test.labels)).mean())
+
+    def prepare_data(self, force: bool = False) -> None:
+        """Builds the store unless it exists; UsageError if it exists from another source than the one asked for."""
+        content = self.content()
+        store = prepare(content, self.build, force=force)
+        asked = self.config.source != type(self.config)().source
+        if asked and store.manifest["source"] != content.source:
+            raise UsageError(
+                f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}: "
+                f"run lra data prepare task={content.task} source={content.source} force=true"
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        self.store = Store.open(self.content().path)
+        self.parts = self.splits(self.store)
+
+    def train_dataloader(self) -> TrainBatches:
+        return TrainBatches(
+            self.parts["train"], self.run, self._rank(), self._gather(), lambda: self.trainer.global_step
+        )
+
+    def val_dataloader(self) -> EvalBatches:
+        return self._eval("val")
+
+    def test_dataloader(self) -> list[EvalBatches]:
+        return [self._eval(name) for name in self.test_sets]
+
+    def _eval(self, name: str) -> EvalBatches:
+        return EvalBatches(self.parts[name], self.run.batch.eval, self._rank(), self._gather())
+
+    def _rank(self) -> Rank:
+        return Rank(self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device)
+
+    def _gather(self) -> dict[str, Any]:
+        module = cast(TaskModule, self.trainer.lightning_module)
+        prefix = module.model.encoder.prefix
+        return {"layout": self.run.batch.layout, "max_length": self.config.max_length, "prefix": prefix}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # gathered on the device already
+
+
+class TaskModule(pl.LightningModule):
+    """A classifier of sequences. `step` is the optimisation step of `lra.training`, handed in from above.
+
+    A task is a subclass with its registered facts, its `Config` and its `Data`; one whose input is not a single
+    sequence per label overrides `scores`.
+    """
+
+    name: ClassVar[str]
+    facts: ClassVar[TaskFacts]
+    Config: ClassVar[type]
+    Data: ClassVar[type[TaskData]]
+
+    def __init__(self, run: RunConfig, step: Callable[[TaskModule, list[Batch]], None] | None = None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.run, self.step = run, step
+        encoder = Encoder(
+            run.model, run.attn, vocabulary=len(self.Data.vocabulary), max_length=run.task.max_length, grid=self.grid()
+        )
+        self.model = Transformer(encoder, self.head())
+        scored = ("val", *self.Data.test_sets)
+        self.accuracy = nn.ModuleDict(
+            {name: MulticlassAccuracy(self.facts.classes, average="micro") for name in scored}
+        )
+        self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in scored})
+
+    def grid(self) -> tuple[int, int] | None:
+        """Height and width where the tokens are pixels."""
+        return None
+
+    def head(self) -> nn.Module:
+        return classifier(self.run.model.d_model, self.run.model.d_ff, self.facts.classes)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Class scores, fp32 `[B, classes]`."""
+        return self.model(batch).float()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy summed over the batch."""
+        return F.cross_entropy(self(batch), batch.label, reduction="sum")
+
+    def training_step(self, batches: list[Batch], _: int) -> None:
+        assert self.step is not None, "a module made for evaluation has no training step"
+        self.step(self, batches)
+
+    def configure_optimizers(self) -> Any:
+        return self.step.optimizer(self)  # type: ignore[union-attr]
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        self._score("val", batch)
+
+    def test_step(self, batch: Batch, _: int, dataloader_idx: int = 0) -> None:
+        self._score(self.Data.test_sets[dataloader_idx], batch)
+
+    def _score(self, split: str, batch: Batch) -> None:
+        scores = self(batch)
+        self.accuracy[split](scores, batch.label)
+        self.mean_loss[split](F.cross_entropy(scores, batch.label), batch.size)
+        for name, metrics in (("accuracy", self.accuracy), ("loss", self.mean_loss)):
+            metric = cast(Metric, metrics[split])
+            self.log(
+                f"{split}/{name}",
+                metric,
+                logger=False,
+                on_step=False,
+                on_epoch=True,
+                batch_size=batch.size,
+                add_dataloader_idx=False,
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lra"] = self.identity()
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
+        config = {key: value for key, value in to_dict(self.run).items() if key != "resume"}
+        return {
+            "task": f"{self.name}@{self.facts.version}",
+            "vocabulary": vocabulary_hash(self.Data.vocabulary),
+            "config": config,
+        }

@@ -1,0 +1,54 @@
+"""Text: the sentiment of an IMDB review read byte by byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lra.data import order, text
+from lra.data.split import Split
+from lra.data.store import Content, Store
+from lra.data.writer import Writer
+from lra.errors import UsageError
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData, TaskModule
+
+
+class TextData(TaskData):
+    """IMDB's labelled reviews as UTF-8 bytes, stored whole and cut at `max_length` when read."""
+
+    vocabulary = text.VOCABULARY
+
+    def content(self) -> Content:
+        # named after the data set, not the source: any mirror of it holds the same reviews
+        return Content("text", 1, {"dataset": text.HUB}, self.config.source, text.VOCABULARY, text.GENERATOR, None)
+
+    def build(self, writer: Writer) -> None:
+        text.build(writer, self.config.source)
+
+    def splits(self, store: Store) -> dict[str, Split]:
+        train, test = store.split("train"), store.split("test")
+        if self.config.protocol == "lra":
+            return {"train": train, "val": test, "test": test}
+        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
+        return {"train": train.subset(kept), "val": train.subset(held_out), "test": test}
+
+
+@TASKS.register("text", version=1, classes=2, length=4096, paper="Maas et al. 2011; Tay et al. 2020, arXiv 2011.04006")
+class Text(TaskModule):
+    """Token ids are byte values."""
+
+    @dataclass(frozen=True)
+    class Config:
+        source: str = text.HUB  # or a folder with a mirror of it
+        max_length: int = 4096  # bytes; the start of a longer review is kept
+        protocol: Literal["heldout", "lra"] = (
+            "heldout"  # val: a seeded tenth of train, or (as in LRA's code) the test set
+        )
+        data_seed: int = 0  # of the held-out tenth
+
+        def __post_init__(self) -> None:
+            if self.max_length < 1:
+                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+
+    Data = TextData

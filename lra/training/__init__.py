@@ -1,0 +1,1 @@
+"""Runs: fitting, testing and what they leave on disk."""

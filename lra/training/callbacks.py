@@ -1,0 +1,104 @@
+"""What a run tells its user, and how long it took."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import RichProgressBar
+from rich.console import Console
+
+from lra.config.schema import RunConfig
+from lra.training.curves import record
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Clock(pl.Callback):
+    """Seconds spent on training steps, over every session of the run; validation is not counted."""
+
+    def __init__(self) -> None:
+        self.seconds, self.steps = 0.0, 0
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self.seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+        if self._started is None:  # the first step compiles and allocates: it is not counted
+            self.steps = self.steps - 1
+            self.start()
+
+    def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        _synchronize(trainer)
+        self.stop()
+
+    def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        _synchronize(trainer)
+        self.stop()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seconds, self.steps = state["seconds"], state["steps"]
+
+
+class Narrator(pl.Callback):
+    """One line when the first steps show what the run will cost, and one per validation."""
+
+    def __init__(self, run: RunConfig, probe: tuple[int, int] = (5, 15)):
+        self.run, self.probe, self.seen, self.began = run, probe, 0, 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen += 1
+        if self.seen == self.probe[0]:
+            _synchronize(trainer)
+            self.began = time.perf_counter()
+        elif self.seen == self.probe[1] and trainer.is_global_zero:
+            _synchronize(trainer)
+            pace = (time.perf_counter() - self.began) / (self.probe[1] - self.probe[0])
+            left = (self.run.trainer.steps - trainer.global_step) * pace
+            self._say(trainer, f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
+        record(trainer, {"val/loss": loss, "val/accuracy": accuracy})
+        if trainer.is_global_zero:
+            done = f"step {trainer.global_step}/{self.run.trainer.steps}"
+            self._say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
+
+    def _say(self, trainer: pl.Trainer, text: str) -> None:
+        bar = trainer.progress_bar_callback
+        live = isinstance(bar, RichProgressBar) and bar.progress is not None
+        (bar.progress.console if live else console).print(text)  # type: ignore[union-attr]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _memory(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return ""
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return f", {peak / 1e9:.1f} of {total / 1e9:.0f} GB of GPU memory"
+
+
+def _synchronize(trainer: pl.Trainer) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()

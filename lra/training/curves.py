@@ -1,0 +1,63 @@
+"""metrics.csv: one row per logged step, appended, so that a resumed run continues its own file."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers.logger import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
+
+
+class Curves(Logger):
+    """Lightning's own CSV logger deletes the file of the run it resumes; this one drops only what is done again."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.started = path, False
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        row = {key: value for key, value in metrics.items() if key in COLUMNS}
+        if not row:
+            return
+        assert step is not None
+        if not self.started:
+            self._start(step)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
+
+    def _start(self, step: int) -> None:
+        kept = [row for row in read(self.path) if int(row["step"]) < step] if self.path.exists() else []
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(kept)
+        self.started = True
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass  # config.yaml holds them
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+
+def record(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Writes one row to every logger, under the number of updates done."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

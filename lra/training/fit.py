@@ -1,0 +1,261 @@
+"""Fit, test and load: what the command line and the Python API call."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_only
+
+from lra import environment
+from lra.config.compose import Composed, compose, restore
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData, TaskModule
+from lra.training import checkpoints
+from lra.training.callbacks import Clock, Narrator, console
+from lra.training.curves import Curves
+from lra.training.run import RunDirectory
+from lra.training.seeding import derive
+from lra.training.step import Step
+
+REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
+
+
+def configure(args: Sequence[str]) -> Composed:
+    """The configuration of `task=… attn=… [recipe=…] [field=value …]`."""
+    return compose(RunConfig, REGISTRIES, args)
+
+
+def fit(*args: str) -> dict[str, Any]:
+    """Trains, scores test once with the best checkpoint of validation, and returns the result.
+
+    Args:
+        args: what `lra fit` takes: `"task=listops", "attn=flash", "trainer.steps=100"`.
+
+    Returns:
+        The content of result.json; a finished run returns its own at once.
+
+    Raises:
+        UsageError: for anything the user can mend, memory that ran out included.
+    """
+    composed = configure(args)
+    run: RunConfig = composed.config
+    directory = RunDirectory(composed)
+    if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]; the other ranks arrive in the directory that rank 0 opened
+        directory.check()
+    if directory.finished:
+        return directory.result() or {}
+    _quiet()
+    data, module = build(run)
+    data.prepare_data()  # on every rank: the store's lock lets one of them work
+    if run.init:
+        names = checkpoints.initialise(module, run.init)
+        _say(f"init: {len(names)} tensors of {run.init}, all of this model's")
+    trainer, clock = _trainer(run, directory)
+    started = time.perf_counter()
+    if run.batch.size % trainer.world_size:
+        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
+    if trainer.is_global_zero:
+        checkpoint = directory.checkpoint()
+        if checkpoint is not None:
+            checkpoints.check_vocabulary(checkpoint, checkpoints.read(checkpoint)[1], module)
+        directory.open()
+
+    def facts() -> dict[str, Any]:
+        return _facts(composed, module, trainer, clock) | {"session_seconds": round(time.perf_counter() - started, 1)}
+
+    try:
+        _say(
+            f"{directory.path}: {_count(module):,} parameters, batch {_batch(run, trainer)}, {run.trainer.precision}, {_device(trainer)}"
+        )
+        trainer.fit(module, datamodule=data, ckpt_path=directory.checkpoint(), weights_only=True)
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        trainer.test(module, datamodule=data, ckpt_path=str(directory.best), weights_only=True, verbose=False)
+    except torch.cuda.OutOfMemoryError:
+        advice = _smaller(run, trainer)
+        directory.finish("oom", facts() | {"error": advice})
+        raise UsageError(advice) from None
+    except Exception as error:
+        directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
+        raise
+    if not trainer.is_global_zero:
+        return {}
+    checkpoints.save_weights(module, directory.weights)
+    best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
+    outcome = _scores(module, data, trainer)
+    return directory.finish("finished", facts() | {"val": {"accuracy": float(best)}} | outcome)
+
+
+def test(*args: str) -> dict[str, Any]:
+    """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
+
+    Returns accuracy and loss per test set, beside what the baselines reach. Writes nothing.
+    """
+    inits = [arg for arg in args if arg.startswith("init=")]
+    if len(inits) != 1:
+        raise UsageError("lra test needs one init=<run directory or checkpoint>")
+    path = inits[0].removeprefix("init=")
+    weights, identity = checkpoints.read(path)
+    run = restore(RunConfig, REGISTRIES, identity["config"], [arg for arg in args if arg not in inits])
+    _quiet()
+    data, module = build(run)
+    checkpoints.load(module, weights, identity, path)
+    data.prepare_data()
+    trainer = pl.Trainer(**_hardware(run), logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer.test(module, datamodule=data, verbose=False)
+    return {"checkpoint": path} | _scores(module, data, trainer)
+
+
+def load(path: str | Path) -> TaskModule:
+    """The task's LightningModule with the weights of a run's directory or checkpoint, in evaluation mode."""
+    weights, identity = checkpoints.read(path)
+    _, module = build(restore(RunConfig, REGISTRIES, identity["config"]))
+    checkpoints.load(module, weights, identity, path)
+    return module.eval()
+
+
+def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
+    """The data module and the freshly initialised LightningModule of a run."""
+    cls = TASKS.get(run.task.name)
+    torch.manual_seed(derive(run.seed, "weights"))
+    return cls.Data(run), cls(run, Step(run))
+
+
+def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
+    shared: dict[str, Any] = {
+        "dirpath": directory.path,
+        "save_on_train_epoch_end": False,
+        "enable_version_counter": False,
+    }
+    clock = Clock()
+    trainer = pl.Trainer(
+        **_hardware(run),
+        max_steps=run.trainer.steps,
+        max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
+        val_check_interval=run.trainer.eval_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=run.trainer.log_every,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        enable_progress_bar=console.is_terminal,
+        logger=[Curves(directory.curves), TensorBoardLogger(directory.path, name="", version="tensorboard")],
+        callbacks=[
+            clock,
+            Narrator(run),
+            *([RichProgressBar(refresh_rate=10)] if console.is_terminal else []),
+            ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
+            ModelCheckpoint(filename="last", **shared),
+        ],
+    )
+    return trainer, clock
+
+
+def _hardware(run: RunConfig) -> dict[str, Any]:
+    """Lightning's devices: torchrun's where it launched this process, the configuration's otherwise."""
+    local = world = run.trainer.devices
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    accelerator = run.trainer.accelerator
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise UsageError("trainer.accelerator=gpu, but PyTorch finds no GPU: lra doctor says what it sees")
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    if accelerator == "gpu" and local > torch.cuda.device_count():
+        raise UsageError(f"trainer.devices={local}, but this machine has {torch.cuda.device_count()} GPUs")
+    precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[run.trainer.precision]
+    return {"accelerator": accelerator, "devices": local, "num_nodes": world // local, "precision": precision}
+
+
+def _facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
+    """What every result says, however the run ended."""
+    identity, run = module.identity(), composed.config
+    device = trainer.strategy.root_device
+    return {
+        "task": identity["task"],
+        "attn": run.attn.name,
+        "recipe": run.recipe,
+        "overrides": list(composed.overrides),
+        "seed": run.seed,
+        "parameters": _count(module),
+        "steps": trainer.global_step,
+        "train_seconds": round(clock.seconds, 1),
+        "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "world_size": trainer.world_size,
+        "environment": environment.describe(),
+        "config": identity["config"],
+    }
+
+
+def _scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
+    """Per test set: accuracy, its 95% bound from sampling, loss and size; and what the baselines reach."""
+    scores: dict[str, Any] = {}
+    for split in data.test_sets:
+        n = len(data.parts[split])
+        p, loss = (float(trainer.callback_metrics[f"{split}/{name}"]) for name in ("accuracy", "loss"))
+        scores[split] = {"accuracy": p, "plus_minus": round(1.96 * math.sqrt(p * (1 - p) / n), 4), "loss": loss, "n": n}
+    manifest = data.store.manifest
+    return scores | {
+        "protocol": getattr(module.run.task, "protocol", "heldout"),
+        "data": {"source": manifest["source"], "store": data.store.path.name},
+        "baselines": {name: round(value, 4) for name, value in data.baselines().items()},
+    }
+
+
+def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
+    share = run.batch.size // trainer.world_size
+    micro = min(run.batch.micro or share, share)
+    if micro == 1:
+        return "out of GPU memory with one sequence at a time: use attn=flash, a shorter task.max_length or a smaller model"
+    return f"out of GPU memory at batch.micro={micro}: set batch.micro={micro // 2}, gradients are then accumulated to batch.size={run.batch.size}"
+
+
+def _batch(run: RunConfig, trainer: pl.Trainer) -> str:
+    share = run.batch.size // trainer.world_size
+    micro = min(run.batch.micro or share, share)
+    return f"{run.batch.size}" + (
+        f" ({trainer.world_size} devices, {-(-share // micro)} micro-batches of {micro})"
+        if micro < run.batch.size
+        else ""
+    )
+
+
+def _device(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
+    )
+
+
+def _count(module: TaskModule) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    console.print(text)
+
+
+def _quiet() -> None:
+    """Lightning's greetings, and its warnings about what is meant so."""
+    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
+    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
+    warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)

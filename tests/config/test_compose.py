@@ -1,0 +1,141 @@
+"""Two phases, one precedence, and an error for everything that would be ignored."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import yaml
+
+from lra.config import compose as module
+from lra.config.compose import compose, differences, restore, to_dict
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+
+REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
+BASE = ("task=listops", "attn=flash")
+
+
+def make(*args: str):
+    return compose(RunConfig, REGISTRIES, args)
+
+
+@pytest.fixture
+def layers(tmp_path, monkeypatch):
+    """Configs of which every layer sets model.d_ff and each sets one field of its own."""
+    recipe = {
+        "about": "a test",
+        "defaults": {"model": {"d_ff": 2, "layers": 2}},
+        "tasks": {"listops": {"model": {"d_ff": 3}, "batch": {"size": 3}}, "text": None},
+        "attns": {"flash": {"all": {"model": {"d_ff": 4}, "batch": {"eval": 4}}, "listops": {"model": {"d_ff": 5}}}},
+    }
+    for name, content in (
+        ("task/listops", {"recipe": "r", "model": {"d_ff": 1, "heads": 1}}),
+        ("task/text", {"recipe": "r"}),
+        ("recipe/r", recipe),
+    ):
+        file = tmp_path / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(module, "CONFIGS", tmp_path)
+
+
+def test_later_layers_win_and_origins_say_which(layers):
+    composed = make(*BASE)
+    config, origin = composed.config, composed.origin
+    assert (config.model.d_ff, origin["model.d_ff"]) == (5, "recipe/r.yaml flash.listops")
+    assert (config.model.heads, origin["model.heads"]) == (1, "task/listops.yaml")
+    assert (config.model.layers, origin["model.layers"]) == (2, "recipe/r.yaml")
+    assert (config.batch.size, origin["batch.size"]) == (3, "recipe/r.yaml listops")
+    assert (config.batch.eval, origin["batch.eval"]) == (4, "recipe/r.yaml flash.all")
+    assert (config.model.dropout, origin["model.dropout"]) == (0.1, "default")
+    assert make("task=listops", "attn=standard").config.model.d_ff == 3
+    assert make(*BASE, "model.d_ff=9").config.model.d_ff == 9
+
+
+def test_a_selector_may_stand_beside_a_field_of_its_component():
+    config = make("task.max_length=1000", "task=text", "attn=flash").config
+    assert (config.task.name, config.task.max_length) == ("text", 1000)
+
+
+def test_a_field_of_the_task_needs_no_prefix():
+    composed = make("task=text", "attn=flash", "protocol=lra")
+    assert composed.config.task.protocol == "lra" and composed.overrides == ("task.protocol=lra",)
+
+
+def test_text_fields_are_not_read_as_yaml():
+    assert make(*BASE, "name=on").config.name == "on"
+    assert make(*BASE, "name=1e5").config.name == "1e5"
+    assert make(*BASE, "name=null").config.name is None
+
+
+def test_values_are_typed():
+    config = make(*BASE, "optim.lr=1e-4", "optim.betas=[0.5,0.6]", "optim.clip=1", "batch.micro=null").config
+    assert (config.optim.lr, config.optim.betas, config.optim.clip, config.batch.micro) == (1e-4, (0.5, 0.6), 1.0, None)
+
+
+def test_the_result_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        make(*BASE).config.model.d_ff = 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("task=listop", "attn=flash"), "unknown task 'listop': did you mean 'listops'"),
+        (("task=listops", "attn=flsh"), "unknown attention 'flsh': did you mean 'flash'"),
+        ((*BASE, "recipe=xiong"), "unknown recipe 'xiong': did you mean 'xiong2021'"),
+        (("task=text", "attn=flash", "recipe=demo"), "recipe 'demo' has no section for task 'text'"),
+        (("task=listops",), "attn= missing: attn= is one of"),
+        ((), "task= and attn= missing"),
+        ((*BASE, "model.dmodel=3"), "unknown field 'model.dmodel': did you mean 'model.d_model'"),
+        ((*BASE, "d_model=3"), "unknown field 'd_model': did you mean 'model.d_model'"),
+        ((*BASE, "protocol=lra"), "unknown field 'protocol'"),
+        ((*BASE, "model.d_model=abc"), "model.d_model=abc: .*could not be converted to Integer"),
+        ((*BASE, "model.d_model=1.5"), "could not be converted to Integer"),
+        ((*BASE, "model.pooling=sum"), "expected one of"),
+        ((*BASE, "model=3"), "unknown field 'model'"),
+        ((*BASE, "optim.betas=[1]"), "optim.betas"),
+        ((*BASE, "optim.betas=[1"), "can't be read as a value"),
+        ((*BASE, "flash"), "'flash' is not of the form field=value"),
+        ((*BASE, "attn="), "'attn=' is not of the form"),
+        ((*BASE, "seed=1", "seed=2"), "seed= is given twice"),
+        ((*BASE, "attn=standard"), "attn= is given twice"),
+        ((*BASE, "model.d_model=65"), "model.d_model=65 is not a multiple of model.heads=2"),
+        ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
+        ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),
+        ((*BASE, "task.min_length=5000"), "task.min_length=5000 must be"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_mend(args, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        make(*args)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_recipe_composes_for_every_task_it_covers():
+    for recipe in module.recipes():
+        for task in module.read_recipe(recipe)["tasks"]:
+            for attn in ATTENTIONS.catalogue():
+                assert make(f"task={task}", f"attn={attn}", f"recipe={recipe}").config.recipe == recipe
+
+
+def test_every_task_has_a_default_recipe():
+    for task in TASKS.catalogue():
+        make(f"task={task}", "attn=flash")
+
+
+def test_a_saved_configuration_comes_back():
+    config = make(*BASE, "model.d_ff=9", "optim.betas=[0.5,0.6]").config
+    assert restore(RunConfig, REGISTRIES, to_dict(config)) == config
+
+
+def test_a_saved_configuration_takes_another_attention_and_fields():
+    saved = to_dict(make(*BASE, "attn.impl=sdpa", "model.d_ff=9").config)
+    config = restore(RunConfig, REGISTRIES, saved, ["attn=standard", "batch.eval=3"])
+    assert (config.attn.name, config.model.d_ff, config.batch.eval) == ("standard", 9, 3)
+
+
+def test_differences_name_the_fields():
+    old, new = (to_dict(make(*BASE, f"model.d_ff={n}").config) for n in (8, 9))
+    assert differences(old, new) == ["model.d_ff: 8 -> 9"]

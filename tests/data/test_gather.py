@@ -1,0 +1,95 @@
+"""Batches from a split, against the obvious loop."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from lra.data.split import Split
+
+
+def make(dtype=np.uint8, high=256, count=40, longest=30):
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, longest + 1, count)
+    tokens = rng.integers(1, high, lengths.sum()).astype(dtype)
+    return Split.from_offsets(tokens, np.concatenate([[0], np.cumsum(lengths)]), rng.integers(0, 10, count))
+
+
+def naive(split, rows, max_length, prefix):
+    head = [] if prefix is None else [prefix]
+    return [head + split[row][:max_length].tolist() for row in rows]
+
+
+@pytest.mark.parametrize("prefix", [None, 70_000])
+@pytest.mark.parametrize("max_length", [1, 7, 30, 50])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_gather_is_the_obvious_loop(layout, dtype, max_length, prefix):
+    split = make(dtype, high=256 if dtype == np.uint8 else 65_536)
+    rows = np.array([3, 3, 0, 39, 12, 7, 30])
+    expected = naive(split, rows, max_length, prefix)
+    batch = split.gather(rows, "cpu", max_length=max_length, layout=layout, prefix=prefix)
+
+    assert batch.tokens.dtype == torch.int32 and batch.label.dtype == torch.int64
+    assert batch.start.dtype == batch.length.dtype == batch.index.dtype == torch.int32
+    assert batch.positions is None and batch.seed is None
+    assert batch.length.tolist() == [len(tokens) for tokens in expected]
+    assert batch.label.tolist() == split.labels[rows].tolist() and batch.index.tolist() == list(range(7))
+    for start, tokens in zip(batch.start.tolist(), expected, strict=True):
+        assert batch.tokens[start : start + len(tokens)].tolist() == tokens
+    if layout == "packed":
+        assert batch.tokens.tolist() == list(chain(*expected))
+        assert batch.max_length == max(len(tokens) for tokens in expected)
+    else:
+        assert batch.max_length == max_length + (prefix is not None) and batch.padded
+        padded = [tokens + [0] * (batch.max_length - len(tokens)) for tokens in expected]
+        assert batch.tokens.tolist() == list(chain(*padded))
+        assert batch.start.tolist() == [b * batch.max_length for b in range(7)]
+
+
+def test_packed_and_padded_are_the_same_sequences():
+    split, rows = make(), [1, 5, 9, 2]
+    packed = split.gather(rows, "cpu", max_length=30)
+    padded = split.gather(rows, "cpu", max_length=packed.max_length, layout="padded")
+    assert torch.equal(packed.pad(packed.tokens).flatten(), padded.tokens)
+
+
+def test_index_is_the_place_in_the_global_batch():
+    batch = make().gather(np.array([4, 2]), "cpu", max_length=5, index=[9, 11])
+    assert batch.index.tolist() == [9, 11]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_empty_batches_and_empty_sequences(layout):
+    blank = Split.from_offsets(np.empty(0, np.uint8), np.zeros(4, np.int64), np.arange(3))
+    batch = blank.gather([2, 0], "cpu", max_length=4, layout=layout)
+    assert batch.length.tolist() == [0, 0] and batch.label.tolist() == [2, 0]
+    assert blank.gather([2], "cpu", max_length=4, layout=layout, prefix=3).tokens[0] == 3
+    assert blank.gather([], "cpu", max_length=4, layout=layout).size == 0
+
+
+def test_subset_gathers_its_own_rows():
+    split = make()
+    part = split.subset([8, 3, 5])
+    got, expected = part.gather([2, 0], "cpu", max_length=9), split.gather([5, 8], "cpu", max_length=9)
+    assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.label, expected.label)
+
+
+def test_rows_outside_and_unknown_layouts_are_errors():
+    with pytest.raises(IndexError):
+        make().gather([40], "cpu", max_length=4)
+    with pytest.raises(ValueError, match="packed or padded"):
+        make().gather([0], "cpu", max_length=4, layout="ragged")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_gather_on_the_gpu_is_gather_on_the_cpu(layout, dtype):
+    split, rows = make(dtype), np.array([3, 0, 39])
+    there, here = (split.gather(rows, d, max_length=7, layout=layout, prefix=500) for d in ("cuda", "cpu"))
+    for name in ("tokens", "start", "length", "label", "index"):
+        assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
+        assert getattr(there, name).dtype == getattr(here, name).dtype and getattr(there, name).data_ptr() % 16 == 0

@@ -1,0 +1,277 @@
+"""The prepared store: what is written is read back, and nothing half-written is ever taken for whole."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lra.data import store
+from lra.data.store import Content, Store, prepare
+from lra.errors import UsageError
+
+
+def content(**changes):
+    fields = {"task": "toy", "version": 1, "params": {"n": 3}, "source": "made up", "vocabulary": ["a", "b", "c"]}
+    return Content(**{**fields, "generator": "test@1", "seed": 0, **changes})
+
+
+def sequences(count=5, high=3):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, high, length) for length in rng.integers(0, 9, count)]
+
+
+def build(writer):
+    writer.add("train", sequences(), [0, 1, 2, 1, 0])
+    writer.add("test", np.array([[0, 1], [2, 0]]), [1, 1])
+    writer.add("train", [np.array([2, 2, 2, 2])], [7])
+
+
+@pytest.fixture(autouse=True)
+def data_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    return tmp_path / "stores"
+
+
+def test_root_follows_the_environment(monkeypatch, tmp_path):
+    assert store.root() == tmp_path / "stores"
+    monkeypatch.delenv("LRA_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert str(store.root()) == "/some/cache/lra"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(store.root()) == "/home/someone/.cache/lra"
+
+
+def test_folder_is_named_after_the_content(data_root):
+    path = store.folder("toy", 1, {"b": 1, "a": [2]})
+    assert path.parent == data_root and path.name == "toy@1-" + store._hash({"a": [2], "b": 1})[:8]
+    assert path == store.folder("toy", 1, {"a": (2,), "b": 1})
+    assert len({path, store.folder("toy", 2, {"b": 1, "a": [2]}), store.folder("toy", 1, {"b": 2, "a": [2]})}) == 3
+
+
+def test_round_trip(data_root):
+    made = prepare(content(), build)
+    assert made.path.parent == data_root and made.splits == ("train", "test")
+    train, test = made.split("train"), made.split("test")
+    expected = [*sequences(), np.array([2, 2, 2, 2])]
+    assert len(train) == 6 and all(np.array_equal(train[i], expected[i]) for i in range(6))
+    assert train.lengths.tolist() == [len(s) for s in expected]
+    assert train.labels.tolist() == [0, 1, 2, 1, 0, 7] and train.tokens.dtype == np.uint8
+    assert test[1].tolist() == [2, 0] and test.labels.dtype == np.int64
+    assert not train.tokens.flags.writeable
+    made.verify()
+    part = train.subset([5, 1])
+    assert len(part) == 2 and part[0].tolist() == [2, 2, 2, 2] and part.labels.tolist() == [7, 1]
+    assert part.tokens is train.tokens
+
+
+def test_manifest_describes_the_store():
+    made = prepare(content(), build)
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    assert manifest["format"] == store.FORMAT and manifest["task"] == "toy" and manifest["params"] == {"n": 3}
+    assert manifest["vocabulary"] == ["a", "b", "c"] and manifest["generator"] == "test@1" and manifest["seed"] == 0
+    assert manifest["vocabulary_hash"] == made.vocabulary_hash == store.vocabulary_hash(("a", "b", "c"))
+    assert made.vocabulary_hash != store.vocabulary_hash(("a", "c", "b"))
+    test = manifest["splits"]["test"]
+    assert test == {"count": 2, "tokens": 4, "labels": {"1": 2}, "length": {"min": 2, "mean": 2.0, "max": 2}}
+    parts = ("tokens.npy", "offsets.npy", "labels.npy")
+    assert set(manifest["files"]) == {f"{split}.{part}" for split in ("train", "test") for part in parts}
+    assert {path.name for path in made.path.iterdir()} == {*manifest["files"], "manifest.json"}
+    assert manifest["date"].endswith("Z") and manifest["versions"]["numpy"] == np.__version__
+
+
+def test_large_vocabulary_is_uint16_and_empty_splits_work():
+    ids = sequences(high=60_000)
+    wide = content(vocabulary=[str(i) for i in range(60_000)], params={"wide": True})
+
+    def build_wide(writer):
+        writer.add("train", ids, range(5))
+        writer.add("none", [], [])
+        writer.add("blank", [np.empty(0, np.uint8)] * 2, [0, 1])
+
+    made = prepare(wide, build_wide)
+    train = made.split("train")
+    assert train.tokens.dtype == np.uint16 and all(np.array_equal(train[i], ids[i]) for i in range(5))
+    assert len(made.split("none")) == 0 and made.split("blank")[1].size == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "message"),
+    [([[3]], [0], "outside 0 to 2"), ([[-1]], [0], "outside"), ([[1]], [0, 1], "2 labels")],
+)
+def test_writer_refuses_what_it_cannot_hold(ids, labels, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(content(), lambda writer: writer.add("train", [np.array(i) for i in ids], labels))
+
+
+def test_existing_store_is_reused_and_force_replaces_it():
+    first = prepare(content(), build)
+    reused = prepare(content(), lambda writer: pytest.fail("built again"))
+    assert reused.path == first.path
+    before = first.split("train")
+    again = prepare(content(), lambda writer: writer.add("train", [np.array([1])], [4]), force=True)
+    assert again.path == first.path and again.splits == ("train",) and again.split("train")[0].tolist() == [1]
+    assert before[5].tolist() == [2, 2, 2, 2]  # readers of the old one keep it
+    assert {path.name for path in first.path.parent.iterdir()} <= {first.path.name, f".{first.path.name}.lock"}
+
+
+def test_nothing_is_visible_before_everything_is_on_disk(monkeypatch):
+    path, synced = content().path, []
+
+    def sync(target):
+        if target != path.parent:  # the last one, after the rename
+            assert not path.exists()
+            synced.append(target.name)
+
+    monkeypatch.setattr(store, "_sync", sync)
+
+    def watched(writer):
+        build(writer)
+        assert not path.exists() and not list(path.parent.rglob("manifest.json"))
+
+    prepare(content(), watched)
+    assert synced[-2:] == ["manifest.json", f".{path.name}.partial"] and len(synced) == 8
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_full_disk(wrapped):
+    def fills_up(writer):
+        build(writer)
+        (writer.scratch() / "file").write_text("x")
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            if wrapped:
+                raise RuntimeError("a library's own error") from error
+            raise
+
+    with pytest.raises(UsageError, match="no space left.*LRA_DATA") as caught:
+        prepare(content(), fills_up)
+    assert "\n" not in str(caught.value)
+    assert not [path for path in content().path.parent.iterdir() if path.suffix != ".lock"]
+    prepare(content(), build).verify()
+
+
+def test_failed_force_keeps_the_old_store():
+    prepare(content(), build)
+    with pytest.raises(UsageError, match="bad input"):
+
+        def fails(writer):
+            raise UsageError("bad input")
+
+        prepare(content(), fails, force=True)
+    Store.open(content().path).verify()
+
+
+def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "file" / "below"))
+    with pytest.raises(UsageError, match="cannot write to .*set LRA_DATA"):
+        prepare(content(), build)
+
+
+SLOW_BUILD = """
+import sys, time
+import numpy as np
+from lra.data.store import Content, prepare
+
+def build(writer):
+    writer.add("train", [np.array([0, 1, 2])], [1])
+    print("building", flush=True)
+    time.sleep(float(sys.argv[1]))
+
+prepare(Content("toy", 1, {"n": 3}, "made up", ["a", "b", "c"], "test@1", 0), build)
+"""
+
+
+def start_slow_build(seconds):
+    """In a process of its own (not a fork: torch has threads)."""
+    return subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(seconds)], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_build_once():
+    processes = [start_slow_build(1) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted(outputs) == ["", "building\n"]
+    Store.open(content().path).verify()
+
+
+def test_killed_build_leaves_no_store_and_no_rubbish():
+    path = content().path
+    partial = path.with_name(f".{path.name}.partial")
+    with start_slow_build(60) as process:
+        assert process.stdout and process.stdout.readline() == "building\n"
+        process.kill()
+    assert partial.exists()
+    with pytest.raises(UsageError, match="not prepared"):
+        Store.open(path)
+    prepare(content(), build).verify()
+    assert not partial.exists()
+
+
+def test_missing_store():
+    with pytest.raises(UsageError, match="toy is not prepared.*lra data prepare task=toy"):
+        Store.open(content().path)
+
+
+def damage_missing(path):
+    (path / "test.labels.npy").unlink()
+
+
+def damage_truncated(path):
+    file = path / "test.labels.npy"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def damage_manifest(path):
+    (path / "manifest.json").write_text("{")
+
+
+def damage_no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def damage_format(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": store.FORMAT + 1}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_missing, "test.labels.npy has no bytes"),
+        (damage_truncated, "test.labels.npy has 143 bytes instead of 144"),
+        (damage_manifest, "manifest.json is missing or unreadable"),
+        (damage_no_manifest, "manifest.json is missing or unreadable"),
+        (damage_format, f"manifest.json has format {store.FORMAT + 1}, this lra reads format {store.FORMAT}"),
+    ],
+)
+def test_damage_is_named_with_its_mend(damage, message):
+    path = prepare(content(), build).path
+    damage(path)
+    for reader in (Store.open, lambda _: prepare(content(), build)):
+        with pytest.raises(UsageError, match=message) as caught:
+            reader(path)
+        assert "lra data prepare task=toy force=true" in str(caught.value) and "\n" not in str(caught.value)
+    prepare(content(), build, force=True).verify()
+
+
+def test_verify_finds_a_flipped_bit():
+    made = prepare(content(), build)
+    file = made.path / "train.tokens.npy"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    Store.open(made.path)  # cheap, so it does not see it
+    with pytest.raises(UsageError, match="train.tokens.npy is corrupt.*force=true"):
+        made.verify()
+
+
+def test_unknown_split():
+    with pytest.raises(UsageError, match="no split 'val': choose from train, test"):
+        prepare(content(), build).split("val")

@@ -1,0 +1,260 @@
+"""The Triton kernels, interpreted on the CPU or compiled on a GPU, and the public function, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lra.kernels import flash_attention
+from lra.kernels.flash import resolve_impl
+from lra.kernels.flash.reference import reference_attention
+from lra.kernels.testing import Case, check, make_inputs, poisoned_empty, random_case, run
+
+HALF, SINGLE = torch.float16, torch.float32  # the interpreter multiplies bfloat16 wrongly
+
+
+def assert_within_budget(case: Case, device: torch.device, impl: str = "triton") -> None:
+    for name, error in check(case, device, impl).items():
+        assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
+
+
+CASES = [
+    Case((70, 0, 33)),
+    Case((70, 0, 33), dropout=0.1),
+    Case((70, 1, 33), layout="padded", slack=70, dropout=0.5),
+    Case((129, 5), dtype=HALF, head_dim=64, layout="padded"),
+    Case((129, 5), dtype=HALF, head_dim=64, dropout=0.3, strides="fused"),
+    Case((77, 64), causal=True, head_dim=16, strides="heads_first"),
+    Case((130, 64), causal=True, dtype=HALF, dropout=0.1, layout="padded", strides="d_strided", head_dim=48),
+    Case((40,), dtype=HALF, head_dim=24, heads=3, strides="d_strided", spread=4.0),
+    Case((33, 17), dtype=HALF, head_dim=80, dropout=0.2, strides="fused", layout="padded", spread=4.0),
+    Case((35,), head_dim=128, heads=1, dtype=HALF, causal=True),
+    Case((20, 3), head_dim=20, layout="padded"),  # no multiple of 8
+    Case((18, 2), head_dim=8),  # narrower than a tensor-core product
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_within_budget(case, device):
+    assert_within_budget(case, device)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_cases(seed, device):
+    if device.type == "cpu":
+        case = random_case(random.Random(seed), (HALF, SINGLE), max_length=100)
+        if case.dtype == SINGLE:  # NumPy sums s in another order in each kernel; a peaked softmax shows that beyond the budget
+            case = dataclasses.replace(case, spread=1.0)
+    else:
+        case = random_case(random.Random(seed), max_length=100)
+    assert_within_budget(case, device)
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (32, 64), (64, 32)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_any_tile_shape(tile, causal, device, monkeypatch):
+    """Dropout included: its mask must not depend on the tiles, nor differ between the three kernels."""
+    from lra.kernels.flash import backward, forward
+
+    flipped = (tile[1], tile[0])
+    monkeypatch.setattr(forward, "forward_tile", lambda *_: forward.Tile(*tile, warps=4, stages=2))
+    monkeypatch.setattr(backward, "dkdv_tile", lambda *_: forward.Tile(*flipped, warps=4, stages=2))
+    monkeypatch.setattr(backward, "dq_tile", lambda *_: forward.Tile(*tile, warps=4, stages=2))
+    assert_within_budget(Case((70, 20), dropout=0.5, causal=causal), device)
+
+
+def attention(inputs, case: Case, **changes) -> tuple[torch.Tensor, ...]:
+    options = {**inputs.sequences, "max_length": case.max_length, "dropout": case.dropout, "seed": inputs.seed, **changes}
+    with poisoned_empty():
+        return run(flash_attention, inputs, case.dtype, impl="triton", **options)
+
+
+def test_packed_and_padded_agree_bitwise(device):
+    packed, padded = (Case((37, 0, 80), dropout=0.2, layout=layout, slack=7) for layout in ("packed", "padded"))
+    inputs = make_inputs(padded, device)
+    real = ~inputs.q[:, 0, 0].isnan()
+    length = inputs.sequences["length"]
+    start = length.cumsum(0, dtype=torch.int32) - length
+    dense = inputs._replace(
+        **{name: getattr(inputs, name)[real] for name in ("q", "k", "v", "do")}, sequences={**inputs.sequences, "start": start}
+    )
+    for whole, part in zip(attention(inputs, padded), attention(dense, packed), strict=True):
+        assert torch.equal(whole[real], part)
+        assert not whole[~real].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # delta of padding rows, never read
+def test_padding_influences_nothing(device):
+    """NaN, infinities or ordinary numbers past a length: the same result, bit for bit, and zeros there."""
+    case = Case((50, 0, 64), layout="padded", slack=6, dropout=0.1)
+    inputs = make_inputs(case, device)
+    expected = attention(inputs, case)
+    for filling in (float("inf"), 3.0):
+        other = inputs._replace(**{n: getattr(inputs, n).nan_to_num(nan=filling) for n in ("q", "k", "v", "do")})
+        assert all(map(torch.equal, attention(other, case), expected))
+
+
+def test_dropout_does_not_depend_on_the_micro_batch(device):
+    """Sequences computed together or in two halves, told apart by their index in the global batch."""
+    case = Case((40, 40, 40, 40), layout="padded", dropout=0.3)
+    inputs = make_inputs(case, device)
+    index = torch.arange(4, dtype=torch.int32, device=device)
+    whole = attention(inputs, case, index=None)
+    halves = []
+    for b in (slice(0, 2), slice(2, 4)):
+        rows = slice(b.start * 40, b.stop * 40)
+        part = inputs._replace(**{name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "do")})
+        halves.append(attention(part, case, start=index[:2] * 40, length=inputs.sequences["length"][b], index=index[b]))
+    for all_rows, *parts in zip(whole, *halves, strict=True):
+        assert torch.equal(all_rows, torch.cat(parts))
+
+
+def test_dropout_changes_with_every_half_of_the_seed_and_is_reproducible(device):
+    case = Case((32,), dropout=0.5, heads=1)
+    inputs = make_inputs(case, device)
+    results = [attention(inputs, case, seed=torch.tensor(s, device=device))[0] for s in (1, 1, 2, 1 + (1 << 32))]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[3])
+
+
+def test_gradients_are_deterministic(device):
+    case = Case((60, 31), dropout=0.1, dtype=HALF)
+    inputs = make_inputs(case, device)
+    assert all(map(torch.equal, attention(inputs, case), attention(inputs, case)))
+
+
+def test_seed_overwritten_before_backward_is_noticed(device):
+    case = Case((16,), dropout=0.5)
+    inputs = make_inputs(case, device)
+    q = inputs.q.clone().requires_grad_()
+    out = flash_attention(
+        q, inputs.k, inputs.v, **inputs.sequences, max_length=16, dropout=0.5, seed=inputs.seed, impl="triton"
+    )
+    inputs.seed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["triton", "sdpa"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_batched_form(impl, transposed, device):
+    """[B, N, H, D], flattened by a view or by a copy, against the ragged form; the gradient of a sum has stride 0."""
+    torch.manual_seed(0)
+    size, n, heads, d = 2, 21, 2, 16
+    shape = (3, size, heads, n, d) if transposed else (3, size, n, heads, d)
+    qkv = torch.randn(shape, device=device)
+    qkv = (qkv.transpose(2, 3) if transposed else qkv).requires_grad_()
+    flat = qkv.detach().reshape(3, size * n, heads, d).requires_grad_()
+    length = torch.tensor([21, 9], dtype=torch.int32, device=device)
+    start = torch.arange(2, dtype=torch.int32, device=device) * n
+    for lengths in (length, None):
+        out = flash_attention(*qkv, length=lengths, impl=impl)
+        ragged_lengths = torch.full_like(length, n) if lengths is None else lengths
+        expected = flash_attention(*flat, start=start, length=ragged_lengths, max_length=n, impl=impl)
+        assert out.shape == (size, n, heads, d) and out.is_contiguous()
+        assert torch.equal(out.flatten(0, 1), expected)
+        got, wanted = torch.autograd.grad(out.sum(), qkv)[0], torch.autograd.grad(expected.sum(), flat)[0]
+        assert torch.equal(got.reshape(flat.shape), wanted) and wanted.any()
+
+
+@pytest.mark.parametrize("impl", ["triton", "sdpa"])
+@pytest.mark.parametrize(("size", "n"), [(2, 0), (0, 4), (2, 5)])
+def test_nothing_to_attend_to(impl, size, n, device):
+    """Empty batches, and sequences that all have length 0."""
+    qkv = torch.full((3, size, n, 2, 16), float("nan"), device=device, requires_grad=True)
+    length = torch.zeros(size, dtype=torch.int32, device=device)
+    out = flash_attention(*qkv, length=length, impl=impl)
+    (gradient,) = torch.autograd.grad(out.sum(), qkv)
+    assert out.shape == (size, n, 2, 16) and not out.any() and not gradient.any()
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.7, -0.5])
+def test_scale(scale, device):
+    case = Case((40,))
+    inputs = make_inputs(case, device)
+    exact = run(reference_attention, inputs, torch.float64, **inputs.sequences, scale=scale)
+    for got, expected in zip(attention(inputs, case, scale=scale), exact, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+SDPA_CASES = [
+    Case((70, 0, 33)),
+    Case((70, 1, 33), layout="padded", slack=10, strides="fused"),
+    Case((40, 64), causal=True, layout="padded", strides="heads_first", head_dim=24),
+    Case((40, 0, 64), causal=True, dtype=torch.bfloat16, strides="d_strided", spread=4.0),
+    Case((50, 20), dtype=HALF, layout="padded", head_dim=136, heads=1),  # wider than the kernels take
+]
+
+
+@pytest.mark.parametrize("case", SDPA_CASES, ids=str)
+def test_sdpa_within_budget(case, device):
+    assert_within_budget(case, device, "sdpa")
+
+
+def test_sdpa_dropout_has_the_same_distribution(device):
+    """Uniform weights and one-hot values show the mask: its rate is the rounded one, what is kept is scaled by its inverse."""
+    torch.manual_seed(0)
+    n = 64
+    value = torch.eye(n, device=device).expand(50, 2, n, n).transpose(1, 2)
+    out = flash_attention(torch.zeros_like(value), value, value, dropout=0.1, impl="sdpa") * n
+    dropped = out == 0
+    torch.testing.assert_close(out[~dropped], torch.full_like(out[~dropped], 256 / 230))
+    p = 26 / 256
+    assert abs(dropped.double().mean().item() - p) < 4 * (p * (1 - p) / out.numel()) ** 0.5
+
+
+def test_resolve_impl(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_impl("auto", cpu) == "sdpa" and resolve_impl("auto", cuda) == "triton"
+    assert resolve_impl("sdpa", cuda) == "sdpa" and resolve_impl("triton", cuda) == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="impl='sdpa'"):
+        resolve_impl("triton", cpu)
+    with pytest.raises(ValueError, match="'auto', 'triton' or 'sdpa'"):
+        resolve_impl("flash", cpu)
+
+
+I32 = torch.int32
+ROWS = torch.zeros(6, 2, 16)
+SEQUENCES = dict(start=torch.tensor([0, 3], dtype=I32), length=torch.tensor([3, 3], dtype=I32), max_length=3)
+MISTAKES = [
+    (dict(k=ROWS[:5]), ValueError, "one shape"),
+    (dict(q=ROWS[0], k=ROWS[0], v=ROWS[0]), ValueError, r"\[T, H, D\]"),
+    (dict(v=ROWS.half()), TypeError, "one dtype"),
+    (dict(q=ROWS.double(), k=ROWS.double(), v=ROWS.double()), TypeError, "float16, bfloat16 or float32"),
+    (dict(k=ROWS.to("meta")), ValueError, "one device"),
+    (dict(start=None), ValueError, "needs start, length and max_length"),
+    (dict(length=torch.tensor([3, 3])), TypeError, "length must be int32"),
+    (dict(length=torch.tensor([3], dtype=I32)), ValueError, "length must have the shape"),
+    (dict(start=torch.zeros(2, 1, dtype=I32)), ValueError, "start must have the shape"),
+    (dict(max_length=2), ValueError, "max_length must be max"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite"),
+    (dict(dropout=1.5), ValueError, "dropout must be in"),
+    (dict(dropout=0.1), ValueError, "needs seed"),
+    (dict(dropout=0.1, seed=3), ValueError, "needs seed"),
+    (dict(dropout=0.1, seed=torch.tensor(3.0)), TypeError, "seed must be an int64"),
+    (dict(dropout=0.1, seed=torch.tensor([3, 4])), TypeError, "seed must be an int64"),
+    (dict(dropout=0.1, seed=torch.tensor(3), index=torch.tensor([0, 1])), TypeError, "index must be int32"),
+    (dict(q=ROWS.repeat(1, 1, 9), k=ROWS.repeat(1, 1, 9), v=ROWS.repeat(1, 1, 9)), ValueError, "use impl='sdpa'"),
+    (dict(q=ROWS[None], k=ROWS[None], v=ROWS[None]), ValueError, "takes no start"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), MISTAKES)
+def test_mistakes(change, error, message, device):
+    arguments = {"q": ROWS, "k": ROWS, "v": ROWS, **SEQUENCES, "impl": "triton", **change}
+    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in arguments.items()}
+    with pytest.raises(error, match=message):
+        flash_attention(**arguments)
+
+
+def test_import_does_not_import_triton():
+    """So that a machine without Triton has the SDPA path."""
+    program = "import sys, lra.kernels; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,136 @@
+"""Every registered attention: what is past a length influences nothing, layouts agree, exact ones are exact."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import AttentionSpec
+
+LENGTHS = (5, 0, 17, 1, 16)
+ALL = sorted(ATTENTIONS.catalogue())
+EXACT = [name for name in ALL if ATTENTIONS.get(name).facts.exact]
+
+
+def build(name: str, **changes):
+    cls = ATTENTIONS.get(name)
+    return cls(cls.Config(), AttentionSpec(**({"heads": 2, "head_dim": 16, "max_length": 20} | changes)))
+
+
+def packed_batch() -> Batch:
+    length = torch.tensor(LENGTHS, dtype=torch.int32)
+    start, total = (length.cumsum(0) - length).int(), int(length.sum())
+    index = torch.arange(len(LENGTHS), dtype=torch.int32)
+    return Batch(torch.zeros(total, dtype=torch.int32), start, length, max(LENGTHS), torch.zeros(len(LENGTHS)).long(), index)
+
+
+def inputs(seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(sum(LENGTHS), 2, 16, generator=generator) for _ in range(3)]
+
+
+def attend(attention, q, k, v, batch):
+    """The attention as the model calls it: padded unless it is ragged."""
+    if attention.facts.ragged or batch.padded:
+        return attention(q, k, v, batch)
+    padded = batch.to_padded()
+    out = attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)
+    return batch.unpad(padded.pad(out))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_attention_is_softmax_attention_of_each_sequence(name):
+    q, k, v = inputs()
+    batch = packed_batch()
+    out = attend(build(name).eval(), q, k, v, batch)
+    for start, length in zip(batch.start.tolist(), LENGTHS, strict=True):
+        rows = slice(start, start + length)
+        scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / 4
+        expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[rows].double())
+        torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_past_a_length_influences_nothing(name):
+    attention, batch = build(name).eval(), packed_batch()
+    padded = batch.to_padded()
+    real = padded.mask().flatten()[:, None, None]
+    q, k, v = (batch.pad(x).flatten(0, 1).requires_grad_() for x in inputs())
+    other = [x.detach().where(real, 7.0).requires_grad_() for x in (q, k, v)]
+    out, out_other = attention(q, k, v, padded), attention(*other, padded)
+    assert torch.equal(out, out_other)
+    weights = torch.randn_like(out).where(real, 0)
+    grads = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    grads_other = torch.autograd.grad((out_other * weights).sum(), other)
+    for grad, grad_other in zip(grads, grads_other, strict=True):
+        assert torch.equal(grad, grad_other)
+        assert grad.isfinite().all() and not grad.where(~real, 0).any()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_packed_and_padded_agree(name):
+    attention, batch = build(name).eval(), packed_batch()
+    q, k, v = inputs()
+    packed = attend(attention, q, k, v, batch)
+    padded = batch.to_padded()
+    again = batch.unpad(padded.pad(attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)))
+    torch.testing.assert_close(packed, again, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sequences_do_not_see_each_other(name):
+    attention, batch = build(name).eval(), packed_batch()
+    q, k, v = inputs()
+    out = attend(attention, q, k, v, batch)
+    first = batch.start[2]
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[first:] = 3.0
+    assert torch.equal(attend(attention, *changed, batch)[:first], out[:first])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_strided_views_give_the_same_as_copies(name):
+    attention, batch = build(name).eval(), packed_batch()
+    fused = torch.stack(inputs(), 1)
+    views = attend(attention, *fused.unbind(1), batch)
+    assert torch.equal(views, attend(attention, *(x.contiguous() for x in fused.unbind(1)), batch))
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if ATTENTIONS.get(name).facts.dropout])
+def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
+    attention = build(name, dropout=0.5)
+    batch = packed_batch().with_seed(torch.tensor(1))
+    q, k, v = inputs()
+
+    def draw():
+        torch.manual_seed(0)
+        return attend(attention, q, k, v, batch)
+
+    attention.train()
+    assert torch.equal(draw(), draw())
+    attention.eval()
+    evaluated = draw()
+    assert torch.equal(evaluated, attend(attention, q, k, v, dataclasses.replace(batch, seed=None)))
+    attention.train()
+    assert not torch.allclose(draw(), evaluated)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_half_precision_runs_forward_and_backward(name):
+    attention, batch = build(name).eval(), packed_batch()
+    q, k, v = (x.bfloat16().requires_grad_() for x in inputs())
+    out = attend(attention, q, k, v, batch)
+    assert out.dtype == torch.bfloat16
+    out.float().pow(2).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    exact = attend(attention, *inputs(), batch)
+    torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
+
+
+def test_a_head_dimension_outside_the_range_names_the_alternative():
+    with pytest.raises(UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"):
+        build("flash", head_dim=8)

@@ -1,0 +1,107 @@
+"""The encoder: padding invariance for every position and pooling, CLS, two axes, options that act."""
+
+import itertools
+
+import pytest
+import torch
+
+from lra.batch import Batch
+from lra.config.schema import ModelConfig
+from lra.data.split import Split
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.models.positions import angles, rotate
+from lra.models.transformer import Encoder
+
+POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
+
+
+def encoder(attn: str = "flash", grid=None, **fields) -> Encoder:
+    torch.manual_seed(0)
+    config = ModelConfig(**({"d_model": 32, "d_ff": 48} | fields))
+    return Encoder(config, ATTENTIONS.get(attn).Config(), vocabulary=9, max_length=16, grid=grid).eval()
+
+
+def sequences(lengths: tuple[int, ...], model: Encoder, layout="packed", max_length: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(9, (n,), generator=generator).numpy().astype("uint8") for n in lengths]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).numpy()
+    split = Split.from_offsets(torch.tensor([t for s in tokens for t in s], dtype=torch.uint8).numpy(), offsets, offsets[:-1] * 0)
+    rows = range(len(lengths))
+    return split.gather(rows, "cpu", layout=layout, max_length=max_length, prefix=model.prefix)
+
+
+@pytest.mark.parametrize(("positions", "pooling"), list(itertools.product(POSITIONS, POOLING)))
+@pytest.mark.parametrize("attn", sorted(ATTENTIONS.catalogue()))
+def test_a_sequence_does_not_depend_on_its_batch_or_layout(attn, positions, pooling):
+    model = encoder(attn, positions=positions, pooling=pooling)
+    lengths = (5, 12, 1, 16)
+    together = model(sequences(lengths, model))
+    torch.testing.assert_close(model(sequences(lengths, model, "padded")), together, atol=1e-5, rtol=1e-5)
+    alone = model(sequences(lengths[:1], model))
+    torch.testing.assert_close(alone, together[:1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+def test_an_empty_sequence_pools_to_zeros(pooling):
+    model = encoder(pooling=pooling)
+    for layout in ("packed", "padded"):
+        pooled = model(sequences((4, 0), model, layout))
+        assert not pooled[1].any() and pooled.isfinite().all()
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("axes", [1, 2])
+def test_order_matters(positions, axes):
+    model = encoder(positions=positions, axes=axes, grid=(4, 4))
+    batch = sequences((16,), model)
+    swapped = Batch(batch.tokens.flip(0), batch.start, batch.length, batch.max_length, batch.label, batch.index)
+    assert not torch.allclose(model(batch), model(swapped), atol=1e-5)
+
+
+def test_explicit_positions_replace_the_count():
+    model = encoder()
+    batch = sequences((3, 2), model)
+    counted = Batch(*(getattr(batch, f) for f in ("tokens", "start", "length", "max_length", "label", "index")), torch.tensor([0, 1, 2, 0, 1]))
+    moved = Batch(*(getattr(batch, f) for f in ("tokens", "start", "length", "max_length", "label", "index")), torch.tensor([3, 1, 2, 0, 1]))
+    assert torch.equal(model(batch), model(counted))
+    assert not torch.allclose(model(batch)[0], model(moved)[0]) and torch.allclose(model(batch)[1], model(moved)[1])
+
+
+def test_two_axes_need_an_image():
+    with pytest.raises(UsageError, match=r"model.axes=2 needs an image task"):
+        encoder(axes=2)
+
+
+def test_two_axes_place_a_token_by_its_row_and_column():
+    model = encoder(axes=2, grid=(4, 4), positions="learned")
+    rows, columns = model.positions.tables
+    place = torch.tensor([[2, 3]])
+    assert torch.equal(model.positions(place)[0], rows[2] + columns[3])
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 16).double()
+
+    def score(i: int, j: int) -> torch.Tensor:
+        a, b = (angles(torch.tensor([[n]]), 16) for n in (i, j))
+        return (rotate(q, a.cos(), a.sin()) * rotate(k, b.cos(), b.sin())).sum()
+
+    torch.testing.assert_close(score(3, 8), score(103, 108), atol=1e-4, rtol=1e-4)
+    assert not torch.isclose(score(3, 8), score(3, 9))
+
+
+def test_dropout_acts_in_training_alone():
+    model = encoder(dropout=0.5, attn_dropout=0.0)
+    batch = sequences((9, 4), model)
+    assert torch.equal(model(batch), model(batch))
+    model.train()
+    assert not torch.equal(model(batch), model(batch))
+
+
+def test_attention_sees_views_of_one_projection():
+    model, seen = encoder(), []
+    model.blocks[0].attention.register_forward_hook(lambda _, args, out: seen.append(args[:3]))
+    model(sequences((9, 4), model))
+    q, k, v = seen[0]
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()

@@ -1,0 +1,46 @@
+"""The ragged batch: padding and unpadding are inverse, positions count within the sequence."""
+
+import torch
+
+from lra.batch import Batch
+
+
+def batch(lengths: list[int], padded: bool) -> Batch:
+    length = torch.tensor(lengths, dtype=torch.int32)
+    longest = max(lengths)
+    start = torch.arange(len(lengths), dtype=torch.int32) * longest if padded else (length.cumsum(0) - length).int()
+    total = len(lengths) * longest if padded else sum(lengths)
+    index = torch.arange(len(lengths), dtype=torch.int32)
+    return Batch(torch.randint(0, 9, (total,)), start, length, longest, torch.zeros(len(lengths), dtype=torch.long), index)
+
+
+def test_positions_count_within_each_sequence():
+    assert batch([3, 0, 2], padded=False).token_positions().tolist() == [0, 1, 2, 0, 1]
+    assert batch([3, 0, 2], padded=True).token_positions().tolist() == [0, 1, 2] * 3
+
+
+def test_pad_puts_rows_in_their_sequence_and_zeros_past_it():
+    packed = batch([3, 0, 2], padded=False)
+    rows = torch.arange(1, 6)[:, None]
+    assert packed.pad(rows)[:, :, 0].tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 0]]
+    assert torch.equal(packed.unpad(packed.pad(rows)), rows)
+
+
+def test_pad_of_a_padded_batch_is_a_view():
+    padded = batch([3, 0, 2], padded=True)
+    rows = torch.randn(9, 4)
+    assert padded.pad(rows).data_ptr() == rows.data_ptr()
+    assert torch.equal(padded.unpad(padded.pad(rows)), rows)
+
+
+def test_to_padded_keeps_the_sequences():
+    packed = batch([3, 0, 2], padded=False)
+    padded = packed.to_padded()
+    assert padded.padded and not packed.padded
+    for b, length in enumerate(packed.length.tolist()):
+        first, second = packed.start[b], padded.start[b]
+        assert torch.equal(packed.tokens[first : first + length], padded.tokens[second : second + length])
+
+
+def test_mask_marks_real_tokens():
+    assert batch([3, 0, 2], padded=True).mask().tolist() == [[True] * 3, [False] * 3, [True, True, False]]

@@ -1,0 +1,189 @@
+"""A run from beginning to end: what it leaves, what it refuses, and that resuming changes nothing."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lra
+from lra.errors import UsageError
+from lra.training import checkpoints
+from lra.training.step import Step
+from tests.training.conftest import arguments
+
+FILES = {"config.yaml", "env.json", "metrics.csv", "best.ckpt", "last.ckpt", "model.safetensors", "result.json"}
+
+
+def test_a_run_leaves_its_files_and_a_whole_result(finished):
+    assert FILES <= {path.name for path in finished.iterdir()}
+    result = json.loads((finished / "result.json").read_text())
+    assert result["status"] == "finished" and result["task"] == "listops@1" and result["steps"] == 12
+    assert {"majority", "root operator"} == set(result["baselines"])
+    for split in ("test", "fresh"):
+        assert 0 <= result[split]["accuracy"] <= 1 and result[split]["n"] == 20
+    assert yaml.safe_load((finished / "config.yaml").read_text()) == result["config"]
+
+
+def test_curves_have_one_row_per_logged_step(finished):
+    with (finished / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["train/loss"]] == [2, 4, 6, 8, 10, 12]
+    assert [int(row["step"]) for row in rows if row["val/accuracy"]] == [4, 8, 12]
+
+
+def test_checkpoints_are_plain_and_hold_their_identity(finished):
+    for name in ("best.ckpt", "last.ckpt"):
+        identity = torch.load(finished / name, weights_only=True)["lra"]
+        assert identity["task"] == "listops@1" and identity["config"]["model"]["d_model"] == 32
+    weights, identity = checkpoints.read(finished)
+    best, _ = checkpoints.read(finished / "best.ckpt")
+    assert weights.keys() == best.keys() and all(torch.equal(weights[key], best[key]) for key in best)
+
+
+def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
+    monkeypatch.chdir(finished.parents[4])
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained again"))
+    assert lra.fit(*arguments("name=done")) == json.loads((finished / "result.json").read_text())
+
+
+def test_test_scores_a_checkpoint_as_fit_did(finished):
+    result = json.loads((finished / "result.json").read_text())
+    again = lra.test(f"init={finished}", "batch.eval=7")
+    assert again["test"]["accuracy"] == pytest.approx(result["test"]["accuracy"])
+    assert again["fresh"]["loss"] == pytest.approx(result["fresh"]["loss"], rel=1e-5)
+
+
+def test_load_gives_a_module_that_predicts(finished):
+    from lra.data import listops
+    from lra.data.split import Split
+
+    module = lra.load(finished)
+    tokens = listops.tokenize("[MAX 2 9 [MIN 4 7 ] 0 ]")
+    split = Split.from_offsets(tokens, torch.tensor([0, len(tokens)]).numpy(), torch.tensor([9]).numpy())
+    assert module(split.gather([0], "cpu", max_length=32)).shape == (1, 10)
+
+
+def interrupt_at(step: int, monkeypatch) -> None:
+    """The run dies in the middle of an epoch, between two checkpoints."""
+    original = Step.__call__
+
+    def call(self, module, batches):
+        if module.trainer.global_step == step:
+            raise RuntimeError("power cut")
+        original(self, module, batches)
+
+    monkeypatch.setattr(Step, "__call__", call)
+
+
+@pytest.mark.parametrize("attn", ["flash", "standard"])
+def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn):
+    unbroken = small("name=unbroken", f"attn={attn}")
+    with monkeypatch.context() as patch:
+        interrupt_at(7, patch)
+        with pytest.raises(RuntimeError, match="power cut"):
+            small("name=broken", f"attn={attn}")
+    resumed = small("name=broken", f"attn={attn}", "resume=auto")
+    for name in ("best.ckpt", "last.ckpt"):
+        a, b = (torch.load(f"{result['directory']}/{name}", weights_only=True) for result in (unbroken, resumed))
+        assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
+        moments = [list(c["optimizer_states"][0]["state"].values()) for c in (a, b)]
+        assert all(torch.equal(x[key], y[key]) for x, y in zip(*moments, strict=True) for key in x)
+    curves = [open(f"{result['directory']}/metrics.csv").read() for result in (unbroken, resumed)]
+    assert curves[0] == curves[1]
+    assert all(unbroken[split] == resumed[split] for split in ("val", "test", "fresh"))
+
+
+def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(7, patch)
+        with pytest.raises(RuntimeError):
+            small()
+    with pytest.raises(UsageError, match="resume=auto"):
+        small()
+    assert small("resume=true")["steps"] == 12
+
+
+def test_another_configuration_in_a_directory_is_refused(small):
+    small("name=mine")
+    with pytest.raises(UsageError, match=r"another configuration \(model.d_ff: 128 -> 64\)"):
+        small("name=mine", "model.d_ff=64")
+
+
+def test_nothing_to_resume_is_an_error_for_true_and_none_for_auto(small, tmp_path):
+    with pytest.raises(UsageError, match="resume=true, but"):
+        small("resume=true")
+    with pytest.raises(UsageError, match="no such checkpoint"):
+        small("resume=no/such.ckpt")
+    assert not (tmp_path / "checkpoints").exists()
+    assert small("resume=auto")["status"] == "finished"
+
+
+def test_init_starts_from_another_run(small, finished):
+    weights, _ = checkpoints.read(finished)
+    started = small(f"init={finished}", "optim.lr=1e-12", "optim.weight_decay=0")
+    after, _ = checkpoints.read(started["directory"])
+    assert all(torch.allclose(weights[key], after[key], atol=1e-6) for key in weights)
+
+
+def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):
+    with pytest.raises(UsageError, match=r"does not fit this model: .*\[32, 128\] here \[32, 64\]|does not fit this model"):
+        small(f"init={finished}", "model.d_ff=64")
+    with pytest.raises(UsageError, match="no checkpoint at"):
+        small("init=nowhere")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes((finished / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UsageError, match="can't be read as a checkpoint"):
+        small(f"init={broken}")
+    pickled = tmp_path / "pickled.ckpt"
+    torch.save({"state_dict": {}, "lra": print}, pickled)
+    with pytest.raises(UsageError, match="was not loaded"):
+        small(f"init={pickled}")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(small, finished, tmp_path):
+    checkpoint = torch.load(finished / "best.ckpt", weights_only=True)
+    checkpoint["lra"] |= {"vocabulary": "0" * 64, "task": "text@1"}
+    torch.save(checkpoint, tmp_path / "text.ckpt")
+    for use in ("init", "resume"):
+        with pytest.raises(UsageError, match="vocabulary of text@1, not of listops@1"):
+            small(f"{use}={tmp_path / 'text.ckpt'}")
+
+
+def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Step, "__call__", full)
+    with pytest.raises(UsageError, match=r"set batch.micro=4, gradients are then accumulated to batch.size=8"):
+        small("name=oom")
+    result = json.loads((tmp_path / "checkpoints/runs/listops/flash/oom-s0/result.json").read_text())
+    assert result["status"] == "oom" and "batch.micro=4" in result["error"]
+
+
+def test_the_run_does_not_depend_on_the_layout(small):
+    plain = ("model.dropout=0", "model.attn_dropout=0")
+    packed, padded = small(*plain, "name=packed"), small(*plain, "batch.layout=padded", "name=padded")
+    assert packed["test"]["loss"] == pytest.approx(padded["test"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"], ["-m", "lra"]])
+def test_two_processes_share_a_batch(launcher, tmp_path, small):
+    """Under torchrun and under Lightning's own launcher: the same sequences, so without dropout the same result."""
+    plain = ("model.dropout=0", "model.attn_dropout=0")
+    one = small(*plain, "name=one")
+    devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
+    command = [sys.executable, *launcher, "fit", *arguments(*plain, "name=two", *devices)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
+    assert two["world_size"] == 2
+    for split in ("test", "fresh"):
+        assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)

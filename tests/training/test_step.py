@@ -1,0 +1,64 @@
+"""Schedules, seeds, and the step's arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+import lra
+from lra.config.schema import OptimConfig
+from lra.training.checkpoints import read
+from lra.training.fit import build
+from lra.training.seeding import derive
+from lra.training.step import NotFinite, learning_rate
+
+
+def rates(schedule: str, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
+    config = OptimConfig(lr=lr, schedule=schedule, warmup=warmup)
+    return [learning_rate(config, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warmup_rises_to_the_peak(schedule):
+    assert rates(schedule, 4, 10)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_decay_ends_at_zero_with_the_last_update():
+    linear, cosine = rates("linear", 2, 10), rates("cosine", 2, 10)
+    assert linear[-1] == 0 and math.isclose(cosine[-1], 0, abs_tol=1e-12)
+    assert math.isclose(linear[5], 0.5) and math.isclose(cosine[5], 0.5)
+    assert rates("constant", 2, 10)[-1] == 1
+
+
+def test_rsqrt_peaks_at_lr_over_the_root_of_the_warmup():
+    values = rates("rsqrt", 100, 400, lr=0.05)
+    assert math.isclose(max(values), 0.005) and values.index(max(values)) == 99
+    assert math.isclose(values[399], 0.05 / 20)
+
+
+def test_seeds_differ_by_purpose_and_step_and_stay_put():
+    seeds = {derive(0, p, s) for p in ("dropout", "attention") for s in range(100)} | {derive(1, "dropout", 0)}
+    assert len(seeds) == 201 and all(0 <= seed < 1 << 62 for seed in seeds)
+    assert derive(0, "dropout", 7) == 1856790709148308229
+
+
+def test_accumulation_does_not_change_the_run(small):
+    plain = ("model.dropout=0", "model.attn_dropout=0")
+    whole, parts = small(*plain, "name=whole"), small(*plain, "batch.micro=3", "name=parts")
+    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    assert all(torch.allclose(a[key], b[key], atol=1e-5) for key in a)
+
+
+def test_clipping_bounds_the_update(small):
+    # with a large eps AdamW's update is proportional to the gradient
+    clipped = small("name=clipped", "optim.clip=1e-9", "optim.eps=1", "optim.weight_decay=0")
+    start = build(lra.load(clipped["directory"]).run)[1].model.state_dict()
+    free = small("name=free", "optim.clip=null", "optim.eps=1", "optim.weight_decay=0")
+    moved = {r["directory"]: sum((w - start[k]).norm() for k, w in read(r["directory"])[0].items()) for r in (clipped, free)}
+    assert moved[clipped["directory"]] < 1e-6 < moved[free["directory"]]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
+    with pytest.raises(NotFinite, match=r"training loss is (nan|inf) at step"):
+        small("optim.lr=1e30", "optim.clip=null", "optim.warmup=0", "name=nan")
+    assert '"status": "failed"' in (tmp_path / "checkpoints/runs/listops/flash/nan-s0/result.json").read_text()
