@@ -12,12 +12,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lra.kernels.flash.backward import launch_backward
@@ -64,7 +64,7 @@ def describe(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "name": kernel.metadata.name,
@@ -77,7 +77,7 @@ def describe(kernel: Any) -> dict[str, Any]:
 
 
 def main(cases: list[dict[str, Any]]) -> None:
-    triton.runtime.driver.set_active(CompileOnlyDriver())
+    driver.set_active(cast(Any, CompileOnlyDriver()))
     kernels: list[Any] = []
     JITFunction.run = capture(JITFunction.run, kernels)
     for case in cases:

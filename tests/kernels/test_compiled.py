@@ -41,8 +41,8 @@ def test_compiles_for_hopper():
         assert sorted(kernels) == ["delta_kernel", "dkdv_kernel", "dq_kernel", "forward_kernel"]
         for name, kernel in kernels.items():
             where = f"{name} of {result}: {kernel}"
-            # ptxas 13 puts a register or two aside by choice; running out of registers costs much more
-            assert kernel["stack"] <= 16, where
+            # ptxas 13 puts a few registers aside by choice; running out of registers costs much more
+            assert kernel["stack"] <= 32, where
             assert kernel["shared"] <= SHARED_LIMIT, where
             if name != "delta_kernel":
                 assert bool(kernel["wgmma"]) == (result["dtype"] != "float32"), where

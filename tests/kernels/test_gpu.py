@@ -12,10 +12,7 @@ from lra.kernels import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.testing import Error, check, largest, random_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def memory(gib: int) -> pytest.MarkDecorator:
@@ -37,7 +34,7 @@ def test_random_cases(seed):
     assert not failures, "\n" + "\n".join(failures)
 
 
-@memory(70)
+@memory(40)
 def test_more_than_2_to_the_31_elements():
     """8,448 sequences of 256 rows, 1,024 numbers wide: the last two sequences lie past 2^31 in every tensor."""
     size, n, heads, d, dtype = 8448, 256, 8, 128, torch.bfloat16
@@ -84,7 +81,8 @@ def test_65536_rows_with_dropout(dtype):
 
     def reference(precision: torch.dtype) -> list[Tensor]:
         rows, keys, values, gradient = (x.detach().flatten(0, 2).to(precision) for x in (q, k, v, do))
-        total = [torch.zeros(n, d, dtype=max(precision, torch.float32, key=lambda t: t.itemsize), device="cuda") for _ in range(4)]
+        accumulator = torch.promote_types(precision, torch.float32)
+        total = [torch.zeros(n, d, dtype=accumulator, device="cuda") for _ in range(4)]
         keys.requires_grad_()
         values.requires_grad_()
         for first in range(0, n, chunk):

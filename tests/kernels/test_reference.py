@@ -23,7 +23,8 @@ def words(text: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, result):
-    assert philox(words(counter), words(key)) == words(result)
+    k0, k1 = words(key)
+    assert philox(words(counter), (k0, k1)) == words(result)
 
 
 @pytest.mark.parametrize("threshold", [0x28, 0x67, 0x9B, 0xDB])
@@ -75,8 +76,8 @@ def test_reference_is_softmax_attention(causal):
     start, length = torch.tensor([0, 5, 5]), torch.tensor([5, 0, 6])
     out = reference_attention(q, k, v, start=start, length=length, causal=causal, scale=0.7)
     for rows in (slice(0, 5), slice(5, 11)):
-        one = [x[rows].transpose(0, 1) for x in (q, k, v)]
-        expected = scaled_dot_product_attention(*one, is_causal=causal, scale=0.7).transpose(0, 1)
+        q_one, k_one, v_one = (x[rows].transpose(0, 1) for x in (q, k, v))
+        expected = scaled_dot_product_attention(q_one, k_one, v_one, is_causal=causal, scale=0.7).transpose(0, 1)
         torch.testing.assert_close(out[rows], expected)
     assert not out[11:].any()
 
@@ -84,7 +85,8 @@ def test_reference_is_softmax_attention(causal):
 def test_reference_dropout_scales_what_is_kept_by_the_true_keep_rate():
     v = torch.eye(8, dtype=torch.float64)[:, None, :]
     seed, rows = torch.tensor(5), torch.arange(8)
-    options = dict(start=torch.tensor([0]), length=torch.tensor([8]), seed=seed, index=torch.tensor([2]))
-    out = reference_attention(torch.zeros_like(v), v, v, dropout=0.5, **options)[:, 0]
+    start, length, index = torch.tensor([0]), torch.tensor([8]), torch.tensor([2])
+    q = torch.zeros_like(v)
+    out = reference_attention(q, v, v, start=start, length=length, dropout=0.5, seed=seed, index=index)[:, 0]
     keep = keep_mask(seed, 2, torch.tensor(0), rows[:, None], rows, 128)
     torch.testing.assert_close(out, keep.double() / 8 * 2.0)

@@ -62,23 +62,22 @@ def flash_attention(
     """
     impl = resolve_impl(impl, q.device)
     _check_inputs(q, k, v)
-    rows = [x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v)]
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = _sequences(q, start, length, max_length)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
     seed, index = _randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
-    padded = len(rows[0]) == len(start) * max_length
+    padded = len(q_rows) == len(start) * max_length
     problem = Problem(start, length, max_length, padded, causal, scale, threshold, seed, index)
 
     if impl == "sdpa":
-        return sdpa_attention(*rows, problem).view(q.shape)
-    if q.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"impl='triton' needs a head dimension of at most {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='sdpa'")
+        return sdpa_attention(q_rows, k_rows, v_rows, problem).view(q.shape)
+    _check_triton(q)
     from lra.kernels.flash.autograd import TritonAttention  # here, so that a machine without Triton has the other path
 
-    return TritonAttention.apply(*rows, problem).view(q.shape)
+    return TritonAttention.apply(q_rows, k_rows, v_rows, problem).view(q.shape)
 
 
 def resolve_impl(impl: str, device: torch.device) -> str:
@@ -101,10 +100,10 @@ def resolve_impl(impl: str, device: torch.device) -> str:
 
 def _interpreted() -> bool:
     try:
-        import triton
+        from triton import knobs
     except ImportError:
         return False
-    return triton.knobs.runtime.interpret
+    return knobs.runtime.interpret
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -120,7 +119,18 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
-def _sequences(q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None) -> tuple[Tensor, Tensor, int]:
+def _check_triton(q: Tensor) -> None:
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"impl='triton' takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='sdpa'"
+        )
+    if q.dtype == torch.bfloat16 and q.device.type != "cuda":
+        raise TypeError("Triton's interpreter multiplies bfloat16 wrongly: use float16, float32 or impl='sdpa'")
+
+
+def _sequences(
+    q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None
+) -> tuple[Tensor, Tensor, int]:
     """`start`, `length` and `max_length` of the ragged form, checked as far as possible without a synchronisation."""
     if q.dim() == 4:
         size, rows = q.shape[:2]
@@ -137,7 +147,8 @@ def _sequences(q: Tensor, start: Tensor | None, length: Tensor | None, max_lengt
     _check_per_sequence("length", length, start.numel(), q.device)
     if len(q) > start.numel() * max_length:
         raise ValueError(
-            f"{len(q)} rows do not fit {start.numel()} sequences of at most {max_length}: max_length must be max(length) or more"
+            f"{len(q)} rows do not fit {start.numel()} sequences of at most {max_length}: "
+            "max_length must be max(length) or more"
         )
     return start.contiguous(), length.contiguous(), int(max_length)
 

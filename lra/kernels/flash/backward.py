@@ -1,10 +1,11 @@
 """Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135), as three kernels without atomics, so deterministic.
 
-First delta = rowsum(dO * O) (its D_i, appendix B.2), then dK and dV with a tile of keys for each program, then dQ with a
-tile of queries for each program. Both recompute the softmax from q, k and the saved log-sum-exp.
+First delta = rowsum(dO * O) (its D_i, appendix B.2), then dK and dV with a tile of keys for each program, then dQ with
+a tile of queries for each program. Both recompute the softmax from q, k and the saved log-sum-exp.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -16,8 +17,17 @@ from torch import Tensor
 from lra.kernels.flash.forward import Tile, block_dim
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
-    LOG2_E, head_pointer, keep_tile, load_rows, program_tile, score_gradient, store_rows, visible,
-)  # fmt: skip
+    LOG2_E,
+    add_dot,
+    alone,
+    head_pointer,
+    keep_tile,
+    load_rows,
+    program_tile,
+    score_gradient,
+    store_rows,
+    visible,
+)
 
 DELTA_ROWS = 64
 
@@ -79,9 +89,7 @@ def dkdv_kernel(
         seed = tl.load(seed_ptr)
         index = tl.load(index_ptr + b)
 
-    begin = 0
-    if CAUSAL:
-        begin = first_column // BLOCK_M * BLOCK_M
+    begin = first_column if CAUSAL else 0
     begin = tl.where(first_column < length, begin, length)  # a tile of padding has only zeros to store
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -96,10 +104,11 @@ def dkdv_kernel(
         if DROPOUT:
             keep_NM = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, True)
         p_NM, ds_NM = score_gradient(
-            k_ND, q_MD, v_ND, do_MD, lse_M[None, :], delta_M[None, :], seen_NM, keep_NM, scale_log2, keep_scale, DROPOUT
-        )
-        dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision="ieee")
-        dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
+            k_ND, q_MD, v_ND, do_MD, lse_M[None, :], delta_M[None, :], seen_NM, alone(rows_M, length, CAUSAL)[None, :],
+            keep_NM, scale_log2, keep_scale, DROPOUT,
+        )  # fmt: skip
+        dv_ND = add_dot(dv_ND, p_NM.to(do_MD.dtype), do_MD)
+        dk_ND = add_dot(dk_ND, ds_NM.to(q_MD.dtype), q_MD)
 
     row = heads * D
     store_rows(head_pointer(dk_ptr, start, head, row, D), dk_ND * scale, columns_N, length, owned, row, D, BLOCK_D)
@@ -149,9 +158,10 @@ def dq_kernel(
         if DROPOUT:
             keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
         _, ds_MN = score_gradient(
-            q_MD, k_ND, do_MD, v_ND, lse_M[:, None], delta_M[:, None], seen_MN, keep_MN, scale_log2, keep_scale, DROPOUT
-        )
-        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
+            q_MD, k_ND, do_MD, v_ND, lse_M[:, None], delta_M[:, None], seen_MN, alone(rows_M, length, CAUSAL)[:, None],
+            keep_MN, scale_log2, keep_scale, DROPOUT,
+        )  # fmt: skip
+        dq_MD = add_dot(dq_MD, ds_MN.to(k_ND.dtype), k_ND)
 
     row = heads * D
     store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
@@ -160,7 +170,7 @@ def dq_kernel(
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous `[T, H, D]`, from what `launch_forward` returned and the gradient of its result, of any strides."""
+    """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
     total, heads, head_dim = q.shape
     block_d = block_dim(head_dim)
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
@@ -174,8 +184,9 @@ def launch_backward(
     shared = dict(D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=problem.threshold > 0)
     with torch.cuda.device_of(q):
         delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
-            out, do, delta, *do.stride(), heads, total, D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True
-        )
+            out, do, delta, *do.stride(), heads, total,
+            D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
+        )  # fmt: skip
         tile = dkdv_tile(block_d, q.dtype)
         dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
             q, k, v, do, lse, delta, dk, dv, *sequences, *strides, *scalars, **shared, **tile.options()

@@ -4,6 +4,7 @@ A program owns a tile of queries of one head and runs over the keys, so that not
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E, attend, head_pointer, keep_tile, load_rows, program_tile, store_rows, visible
+from lra.kernels.flash.tiles import (
+    LOG2_E,
+    attend,
+    head_pointer,
+    keep_tile,
+    load_rows,
+    program_tile,
+    store_rows,
+    visible,
+)
 
 
 class Tile(NamedTuple):

@@ -27,7 +27,7 @@ def reference_attention(
 
     Any dtype (float64 for tests), differentiable by autograd. Rows that no sequence owns give zeros.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     threshold = dropout_threshold(dropout)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for b, (first, count) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):

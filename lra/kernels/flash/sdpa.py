@@ -14,7 +14,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     total, size, max_length = len(q), problem.size, problem.max_length
     position = torch.arange(max_length, device=q.device)
     real = position < problem.length[:, None]  # [B, N]
-    slot = torch.where(real, problem.start[:, None] + position, total).flatten()  # row `total` stands for every padding row
+    slot = torch.where(real, problem.start[:, None] + position, total).flatten()  # `total`: padding
 
     def pad(rows: Tensor) -> Tensor:  # [T, H, D] -> [B, H, N, D], zeros past each length whatever the rows there hold
         with_zero_row = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def program_tile(tiles, heads):
-    """(tile, head, sequence) of this program; the tiles of one head are neighbours, so that they share K and V in L2."""
+    """(tile, head, sequence) of this program; tiles of one head are neighbours, so that they share K and V in L2."""
     program = tl.program_id(0)
     return program % tiles, program // tiles % heads, program // tiles // heads
 
@@ -55,6 +55,15 @@ def visible(row, column, length, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def alone(row, length, CAUSAL: tl.constexpr):
+    """Whether a query sees one column only. Its weight is 1 whatever the score, so the score has no gradient."""
+    single = (row * 0 + length) == 1
+    if CAUSAL:
+        single = single | (row == 0)
+    return single
+
+
+@triton.jit
 def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Dropout mask `[M, BLOCK_N]`, or `[BLOCK_N, M]`, of the columns from `first_column` on, a multiple of 16.
 
@@ -67,34 +76,40 @@ def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.co
     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(M, BLOCK_N // 4, 1)
     byte = (word >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
     keep = byte.to(tl.int32) >= threshold
-    if TRANSPOSED:
-        tile = keep.permute(1, 2, 0).reshape(BLOCK_N, M)
+    return keep.permute(1, 2, 0).reshape(BLOCK_N, M) if TRANSPOSED else keep.reshape(M, BLOCK_N)
+
+
+@triton.jit
+def add_dot(acc, a, b):
+    """acc + a b. In fp32 each product is summed apart: one chain over thousands of rows would round once for each."""
+    if a.dtype == tl.float32:
+        # a plain sum would be compiled back into the chain
+        acc = tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, acc)
     else:
-        tile = keep.reshape(M, BLOCK_N)
-    return tile
+        acc = tl.dot(a, b, acc)
+    return acc
 
 
 @triton.jit
 def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT: tl.constexpr):
-    """Take one tile of keys into the running softmax (Algorithm 1, lines 10 to 12, normalised only at the end).
+    """Take one tile of keys into the running softmax (Algorithm 1, lines 9 to 12, normalised only at the end).
 
     `top` is the maximum score so far, `total` the sum of exp2(score - top) and `acc` the same sum weighted by v.
     Dropout leaves `total` alone: it applies to the normalised weights.
     """
-    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
-    s_MN = tl.where(seen_MN, s_MN, float("-inf"))
-    new_top_M = tl.maximum(top_M, tl.max(s_MN, 1))
-    p_MN = tl.exp2(s_MN - new_top_M[:, None])
+    raw_MN = tl.where(seen_MN, tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), float("-inf"))
+    new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1) * scale_log2)
+    p_MN = tl.exp2(raw_MN * scale_log2 - new_top_M[:, None])  # one fused operation, so one rounding
     shrink_M = tl.exp2(top_M - new_top_M)
     total_M = total_M * shrink_M + tl.sum(p_MN, 1)
     if DROPOUT:
         p_MN = tl.where(keep_MN, p_MN, 0.0)
-    acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision="ieee")
+    acc_MD = add_dot(acc_MD * shrink_M[:, None], p_MN.to(v_ND.dtype), v_ND)
     return new_top_M, total_M, acc_MD
 
 
 @triton.jit
-def score_gradient(a, b, a_v, b_v, lse, delta, seen, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
+def score_gradient(a, b, a_v, b_v, lse, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
     """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
 
     With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
@@ -109,4 +124,4 @@ def score_gradient(a, b, a_v, b_v, lse, delta, seen, keep, scale_log2, keep_scal
         dp = tl.where(keep, dp * keep_scale, 0.0)
     else:
         kept = p
-    return kept, p * (dp - delta)
+    return kept, tl.where(single, 0.0, p * (dp - delta))

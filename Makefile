@@ -1,0 +1,57 @@
+# make demo, make test: everything from a fresh clone, with Python and make only. make help lists the rest.
+
+VENV ?= .venv
+DIR ?= .
+MIN_PYTHON := 3.11
+
+ifeq ($(strip $(VENV)),)  # the current environment, as it is
+  PY := python3
+  READY :=
+  export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+  PY := $(abspath $(VENV))/bin/python
+  READY := $(VENV)/.installed
+endif
+
+# the full-size task where PyTorch sees a GPU, minutes on two cores elsewhere
+RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_available() else "demo")')
+PYTEST = $(PY) -m pytest -q -n auto --maxprocesses=8 --dist=worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: demo test test-all lint clean help
+
+demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
+	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
+
+test: $(READY)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(READY)  ## every test; on a GPU host and with LRA_TEST_DATA none is skipped
+	@$(PYTEST) $(PYTEST_ARGS)
+
+lint: $(READY)  ## ruff and pyright
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
+
+clean:  ## remove the environment, builds and caches; checkpoints and prepared data stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find lra tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1: \2/p' $(firstword $(MAKEFILE_LIST))
+	@echo "VENV=<folder> puts the environment there; VENV= (empty) uses the current one and installs nothing."
+	@echo "No GPU? PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo saves gigabytes of CUDA libraries."
+
+# torch first: the pinned one brings its own Triton and setuptools, with which lra is then installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@python=; for name in python3 python3.13 python3.12 python3.11 python3.14; do \
+	  $$name -c 'import sys; sys.exit(sys.version_info < tuple(map(int, "$(MIN_PYTHON)".split("."))))' 2>/dev/null \
+	    && python=$$name && break; \
+	done; \
+	[ -n "$$python" ] || { echo "lra needs Python $(MIN_PYTHON) or newer and finds none: install it, or name an environment that has it with VENV=" >&2; exit 1; }; \
+	echo "installing into $(VENV) with $$($$python --version): some minutes, once"; \
+	$$python -m venv "$(VENV)"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt setuptools torch
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,132 @@
+"""What this machine has, for `lra doctor`: versions, GPUs, kernels that run, prepared data, disk."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lra import environment
+
+if TYPE_CHECKING:
+    import torch
+
+Row = tuple[str, str]
+
+
+def report() -> Iterator[Row]:
+    """Rows of (subject, state). What is missing or broken is a row that says so, never an exception."""
+    sections = {
+        "platform": _platform,
+        "versions": _versions,
+        "GPU": _gpus,
+        "kernels": _kernels,
+        "flash-attn": _flash_attn,
+        "data": _data,
+        "disk": _disk,
+    }
+    for subject, section in sections.items():
+        yield from _guarded(subject, section)
+
+
+def _guarded(subject: str, section: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from section()
+    except Exception as error:  # whatever a broken installation raises is what this command is asked for
+        yield subject, f"fails: {_first_line(error)}"
+
+
+def _platform() -> Iterator[Row]:
+    yield "Python", f"{platform.python_version()}, {sys.executable}"
+    yield "platform", platform.platform()
+    yield "lra", f"{environment.versions()['lra'] or 'not installed, run'} from {Path(__file__).parent}"
+
+
+def _versions() -> Iterator[Row]:
+    for name, version in environment.versions().items():
+        if name not in ("python", "lra"):
+            yield name, version or "not installed"
+
+
+def _gpus() -> Iterator[Row]:
+    import torch
+
+    yield "CUDA of PyTorch", torch.version.cuda or "none: this PyTorch is built for the CPU"
+    if not torch.cuda.is_available():
+        yield "GPU", f"none: {_why_no_gpu()}"
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        yield f"GPU {index}", f"{gpu.name}, {capability}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return _first_line(error)
+    return "PyTorch sees no device"
+
+
+def _kernels() -> Iterator[Row]:
+    import torch
+
+    if torch.cuda.is_available():
+        yield from _guarded("flash", lambda: _flash("cuda", torch.bfloat16))
+    else:
+        yield "flash", "SDPA on the CPU (Triton needs a GPU)"
+
+
+def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """Runs the Triton kernels once, forward and backward, and compares them with their reference."""
+    from lra.kernels.testing import Case, check
+
+    errors = check(Case(lengths=(100, 0, 37), head_dim=32, dtype=dtype, dropout=0.1), device, "triton")
+    verdict = "Triton works" if all(error.ok for error in errors.values()) else "Triton is WRONG here"
+    measured = ", ".join(f"{name} {e.error:.1g} (budget {e.budget:.1g})" for name, e in errors.items())
+    yield "flash", f"{verdict}; largest error in {str(dtype).removeprefix('torch.')}: {measured}"
+
+
+def _flash_attn() -> Iterator[Row]:
+    if importlib.util.find_spec("flash_attn") is None:
+        yield "flash-attn", "not installed (optional, for comparison)"
+    else:
+        yield "flash-attn", importlib.import_module("flash_attn").__version__
+
+
+def _data() -> Iterator[Row]:
+    from lra.data import store
+
+    root = store.root()
+    yield "data", f"{root}" + ("" if root.exists() else " (does not exist yet)")
+    for path in sorted(root.glob("[!.]*@*")):
+        yield from _guarded(f"  {path.name}", lambda path=path: _store(path))
+
+
+def _store(path: Path) -> Iterator[Row]:
+    from lra.data.store import Store
+
+    manifest = Store.open(path).manifest
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    splits = ", ".join(f"{name} {split['count']:,}" for name, split in manifest["splits"].items())
+    yield f"  {path.name}", f"{size / 1e6:.1f} MB: {splits}"
+
+
+def _disk() -> Iterator[Row]:
+    from lra.data import store
+
+    for subject, folder in (("for data", store.root()), ("for runs", Path.cwd())):
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        yield f"disk {subject}", f"{shutil.disk_usage(there).free / 1e9:.1f} GB free in {there}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,35 @@
+"""What every test runs under: its own data folder, no network, and Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before PyTorch starts its threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA GPU"
+    if "LRA_TEST_DATA" not in os.environ:
+        missing["realdata"] = "needs the real data sets: LRA_TEST_DATA names no folder"
+    for item in items:
+        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data goes to a folder of this session, never the user's; xdist's workers share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["LRA_DATA"] = str(folder / "lra-data")

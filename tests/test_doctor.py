@@ -1,0 +1,83 @@
+"""`lra doctor`: a row for everything, whatever is missing or broken."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lra import doctor
+from lra.cli import app
+from lra.data.store import Content, prepare
+
+
+def test_every_subject_has_a_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "nowhere" / "yet"))
+    rows = dict(doctor.report())
+    assert {
+        "Python",
+        "lra",
+        "torch",
+        "triton",
+        "CUDA of PyTorch",
+        "flash",
+        "flash-attn",
+        "disk for data",
+    } <= rows.keys()
+    assert "does not exist yet" in rows["data"]
+    assert "GB free" in rows["disk for data"] and "GB free" in rows["disk for runs"]
+    if not torch.cuda.is_available():
+        assert rows["GPU"].startswith("none: ") and rows["flash"] == "SDPA on the CPU (Triton needs a GPU)"
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_named_and_the_kernels_are_run():
+    rows = dict(doctor.report())
+    assert torch.cuda.get_device_name(0) in rows["GPU 0"] and "GB free" in rows["GPU 0"]
+    assert rows["flash"].startswith("Triton works; ")
+
+
+def test_the_kernel_check_compares_every_gradient():
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there interpreted, by the root conftest
+    ((subject, state),) = doctor._flash(device, torch.float32)
+    assert subject == "flash" and state.startswith("Triton works; ")
+    assert all(f"{name} " in state for name in ("out", "dq", "dk", "dv"))
+
+
+def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path))
+    for version in (1, 2, 3):
+        content = Content("toy", version, {}, "generated", ("a", "b"), "toy@1", 0)
+        store = prepare(content, lambda writer: writer.add("train", [np.zeros(5, np.uint8)] * 3, [0, 1, 0]))
+        if version == 2:
+            (store.path / "manifest.json").write_text("{")
+        if version == 3:
+            manifest = json.loads((store.path / "manifest.json").read_text())
+            (store.path / "manifest.json").write_text(json.dumps(manifest | {"splits": None}))
+    (tmp_path / ".toy@9-00000000.partial").mkdir()
+    rows = dict(doctor.report())
+    sound, unreadable, strange = (state for subject, state in rows.items() if subject.startswith("  toy@"))
+    assert sound.endswith("MB: train 3")
+    assert "manifest.json is missing or unreadable" in unreadable
+    assert strange.startswith("fails: ")
+    assert not any("toy@9" in subject for subject in rows)
+
+
+def test_what_raises_is_a_row(tmp_path, monkeypatch):
+    def broken():
+        raise OSError("libcuda.so: cannot open\nand so on")
+
+    monkeypatch.setattr(doctor, "_gpus", broken)
+    (tmp_path / "flash_attn.py").write_text('raise ImportError("undefined symbol: _ZN3c104cuda9SetDeviceEab")')
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = dict(doctor.report())
+    assert rows["GPU"] == "fails: libcuda.so: cannot open"
+    assert rows["flash-attn"] == "fails: undefined symbol: _ZN3c104cuda9SetDeviceEab"
+
+
+def test_the_command_prints_the_rows():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "torch" in result.output and "disk for data" in result.output

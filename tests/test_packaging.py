@@ -1,0 +1,101 @@
+"""The wheel installs the package `lra` and nothing else, and light commands stay light."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str | Path, **options) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def source_files() -> set[str]:
+    """Files of the package in the checkout, relative to it."""
+    return {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.yaml") for path in (ROOT / "lra").rglob(pattern)}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the checkout: building leaves files beside the sources."""
+    copy, dist = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    for name in ("lra", "tests", "tasks", "models", "kernels", "configs"):
+        if (ROOT / name).exists():  # a checkout may lack the links
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, copy)
+    (file,) = dist.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """An empty virtual environment with the wheel, and its site-packages. No network: `needs` adds the dependencies."""
+    home = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", home)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    return home, Path(site)
+
+
+@pytest.fixture(scope="module")
+def needs(installed):
+    """Lends the environment this one's dependencies. A .pth file only appends folders: the checkout is none of them,
+    and the hooks by which an editable install finds it are not run."""
+    folders = [path for path in sys.path if Path(path).is_dir() and Path(path).resolve() != ROOT]
+    (installed[1] / "borrowed.pth").write_text("\n".join(folders) + "\n")
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A folder that is not the checkout, and an environment that does not mention it."""
+    return {"cwd": tmp_path, "env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}}
+
+
+def test_only_lra_is_installed(installed):
+    home, site = installed
+    assert {path.name for path in site.iterdir()} - {"borrowed.pth"} == {"lra", "lra-0.1.0.dist-info"}
+    assert (home / "bin" / "lra").exists()
+    assert (site / "lra-0.1.0.dist-info" / "licenses" / "LICENSE").exists()
+
+
+def test_every_module_and_yaml_is_inside(installed):
+    _, site = installed
+    there = {str(path.relative_to(site)) for path in (site / "lra").rglob("*") if path.is_file()}
+    assert there == source_files()
+    assert "lra/configs/task/listops.yaml" in there
+
+
+def test_the_command_works_from_another_folder(installed, needs, elsewhere):
+    home, site = installed
+    where = run(home / "bin" / "python", "-c", "import lra; print(lra.__file__)", **elsewhere)
+    assert where.strip() == str(site / "lra" / "__init__.py")
+    assert "listops" in run(home / "bin" / "lra", "ls", "tasks", **elsewhere)
+    assert "learned" in run(home / "bin" / "lra", "config", "show", "task=listops", "attn=standard", **elsewhere)
+
+
+@pytest.mark.parametrize("what", ["tasks", "attns", "recipes"])
+def test_listing_imports_neither_pytorch_nor_lightning(what):
+    program = f"""
+import sys
+from lra.cli import main
+sys.argv = ["lra", "ls", "{what}"]
+try:
+    main()
+finally:
+    print("imported:", *sorted({{"torch", "pytorch_lightning", "triton", "datasets", "numba"}} & sys.modules.keys()))
+"""
+    output = run(sys.executable, "-c", program, cwd=ROOT)
+    assert output.splitlines()[-1].strip() == "imported:"
+    assert {"tasks": "listops", "attns": "flash", "recipes": "xiong2021"}[what] in output
