@@ -23,6 +23,7 @@ from lra.kernels.flash.tiles import (
     head_pointer,
     keep_tile,
     load_rows,
+    load_statistics,
     program_tile,
     score_gradient,
     store_rows,
@@ -82,8 +83,6 @@ def dkdv_kernel(
     v_ND = load_rows(head_pointer(v_ptr, start, head, v_row, v_head), columns_N, length, v_row, v_d, D, BLOCK_D)
     q_ptr = head_pointer(q_ptr, start, head, q_row, q_head)
     do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
-    lse_ptr = head_pointer(lse_ptr, start, head, 1, total)
-    delta_ptr = head_pointer(delta_ptr, start, head, 1, total)
     keep_scale = 256.0 / (256 - threshold)
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -97,15 +96,14 @@ def dkdv_kernel(
         rows_M = first_row + tl.arange(0, BLOCK_M)
         q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
         do_MD = load_rows(do_ptr, rows_M, length, do_row, do_d, D, BLOCK_D)
-        lse_M = tl.load(lse_ptr + rows_M, mask=rows_M < length, other=float("inf"))  # so that p = 0 past the length
-        delta_M = tl.load(delta_ptr + rows_M, mask=rows_M < length, other=0.0)
+        top_M, log_total_M, delta_M = load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows_M, length)
         seen_NM = visible(rows_M[None, :], columns_N[:, None], length, CAUSAL)
         keep_NM = seen_NM
         if DROPOUT:
             keep_NM = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, True)
         p_NM, ds_NM = score_gradient(
-            k_ND, q_MD, v_ND, do_MD, lse_M[None, :], delta_M[None, :], seen_NM, alone(rows_M, length, CAUSAL)[None, :],
-            keep_NM, scale_log2, keep_scale, DROPOUT,
+            k_ND, q_MD, v_ND, do_MD, top_M[None, :], log_total_M[None, :], delta_M[None, :],
+            seen_NM, alone(rows_M, length, CAUSAL)[None, :], keep_NM, scale_log2, keep_scale, DROPOUT,
         )  # fmt: skip
         dv_ND = add_dot(dv_ND, p_NM.to(do_MD.dtype), do_MD)
         dk_ND = add_dot(dk_ND, ds_NM.to(q_MD.dtype), q_MD)
@@ -135,8 +133,7 @@ def dq_kernel(
     rows_M = first_row + tl.arange(0, BLOCK_M)
     q_MD = load_rows(head_pointer(q_ptr, start, head, q_row, q_head), rows_M, length, q_row, q_d, D, BLOCK_D)
     do_MD = load_rows(head_pointer(do_ptr, start, head, do_row, do_head), rows_M, length, do_row, do_d, D, BLOCK_D)
-    lse_M = tl.load(head_pointer(lse_ptr, start, head, 1, total) + rows_M, mask=rows_M < length, other=float("inf"))
-    delta_M = tl.load(head_pointer(delta_ptr, start, head, 1, total) + rows_M, mask=rows_M < length, other=0.0)
+    top_M, log_total_M, delta_M = load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows_M, length)
     k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
     v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
     keep_scale = 256.0 / (256 - threshold)
@@ -158,8 +155,8 @@ def dq_kernel(
         if DROPOUT:
             keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
         _, ds_MN = score_gradient(
-            q_MD, k_ND, do_MD, v_ND, lse_M[:, None], delta_M[:, None], seen_MN, alone(rows_M, length, CAUSAL)[:, None],
-            keep_MN, scale_log2, keep_scale, DROPOUT,
+            q_MD, k_ND, do_MD, v_ND, top_M[:, None], log_total_M[:, None], delta_M[:, None],
+            seen_MN, alone(rows_M, length, CAUSAL)[:, None], keep_MN, scale_log2, keep_scale, DROPOUT,
         )  # fmt: skip
         dq_MD = add_dot(dq_MD, ds_MN.to(k_ND.dtype), k_ND)
 
@@ -174,7 +171,7 @@ def launch_backward(
     total, heads, head_dim = q.shape
     block_d = block_dim(head_dim)
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse[0])
     sequences = (problem.start, problem.length, problem.seed, problem.index)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
     scalars = (

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 def forward_tile(block_d: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
-        return Tile(64, 32, 8, 2) if block_d <= 64 else Tile(32, 32, 8, 2)
+        return Tile(64, 32, 8, 2) if block_d <= 64 else Tile(32, 16, 8, 2)
     return Tile(128, 64, 8, 3) if block_d <= 64 else Tile(128, 64, 8, 2)
 
 
@@ -103,18 +103,19 @@ def forward_kernel(
     out_row = heads * D
     out_ptr = head_pointer(out_ptr, start, head, out_row, D)
     store_rows(out_ptr, acc_MD * norm_M[:, None], rows_M, length, owned, out_row, D, BLOCK_D)
-    lse_ptr = head_pointer(lse_ptr, start, head, 1, total)
-    tl.store(lse_ptr + rows_M, top_M + tl.log2(total_M), mask=rows_M < length)
+    tl.store(head_pointer(lse_ptr, start, head, 1, total) + rows_M, top_M, mask=rows_M < length)
+    tl.store(head_pointer(lse_ptr, start, heads + head, 1, total) + rows_M, tl.log2(total_M), mask=rows_M < length)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The result, contiguous `[T, H, D]`, and the base-2 log-sum-exp of each score row, fp32 `[H, T]`.
+    """The result, contiguous `[T, H, D]`, and the base-2 log-sum-exp of each score row in two parts, fp32 `[2, H, T]`.
 
-    The log-sum-exp of rows past a length is left unwritten and never read.
+    The parts are the row's maximum and the logarithm of what exp2(score - maximum) sums to: added, they would be
+    rounded once more. Rows past a length are left unwritten and never read.
     """
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     block_d = block_dim(head_dim)
     tile = forward_tile(block_d, q.dtype)
     programs = triton.cdiv(problem.max_length, tile.rows) * heads * problem.size

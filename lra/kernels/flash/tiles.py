@@ -80,6 +80,16 @@ def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.co
 
 
 @triton.jit
+def load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows, length):
+    """(maximum, log2 of the sum, delta) of score rows; past the length they make every weight 0."""
+    real = rows < length
+    top = tl.load(head_pointer(lse_ptr, start, head, 1, total) + rows, mask=real, other=float("inf"))
+    log_total = tl.load(head_pointer(lse_ptr, start, heads + head, 1, total) + rows, mask=real, other=0.0)
+    delta = tl.load(head_pointer(delta_ptr, start, head, 1, total) + rows, mask=real, other=0.0)
+    return top, log_total, delta
+
+
+@triton.jit
 def add_dot(acc, a, b):
     """acc + a b. In fp32 each product is summed apart: one chain over thousands of rows would round once for each."""
     if a.dtype == tl.float32:
@@ -109,15 +119,19 @@ def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log
 
 
 @triton.jit
-def score_gradient(a, b, a_v, b_v, lse, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
+def score_gradient(a, b, a_v, b_v, top, log_total, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
     """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
 
     With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
-    row statistics `lse` and `delta` broadcast over the columns. The kept entries of P are not yet multiplied by
+    row statistics `top`, `log_total` (of `attend`) and `delta` broadcast over the columns. The kept entries of P are not yet multiplied by
     `keep_scale`, and dS not by the scale: the caller does that once, at the end.
     """
     s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
-    p = tl.where(seen, tl.exp2(s - lse), 0.0)
+    if a.dtype == tl.float32:
+        s = s - top - log_total
+    else:
+        s = s - (top + log_total)
+    p = tl.where(seen, tl.exp2(s), 0.0)
     dp = tl.dot(a_v, tl.trans(b_v), input_precision="ieee")
     if DROPOUT:
         kept = tl.where(keep, p, 0.0)
