@@ -44,7 +44,8 @@ def fit(fields: Fields = None) -> None:
     if result:  # only rank 0 has one
         _print_scores(result)
         folder = result["directory"]
-        console.print(f"checkpoint {folder}/best.ckpt   curves {folder}/metrics.csv   config {folder}/config.yaml")
+        for what, file in (("checkpoint", "best.ckpt"), ("curves", "metrics.csv"), ("config", "config.yaml")):
+            console.print(f"{what:10} {folder}/{file}")
 
 
 @app.command()
@@ -165,6 +166,8 @@ def _print_scores(result: dict[str, Any]) -> None:
     for name, accuracy in result["baselines"].items():
         table.add_row(f"baseline: {name}", f"{100 * accuracy:.2f}%", "", "", style="dim")
     console.print(table)
+    reached, majority = result["test"]["accuracy"], result["baselines"]["majority"]
+    console.print(f"test accuracy {100 * reached:.1f}%, the majority class {100 * majority:.1f}%")
 
 
 def main() -> None:

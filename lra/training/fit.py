@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -60,6 +61,7 @@ def fit(*args: str) -> dict[str, Any]:
     if directory.finished:
         return directory.result() or {}
     _quiet()
+    atexit.register(_leave_process_group)
     data, module = build(run)
     data.prepare_data()  # on every rank: the store's lock lets one of them work
     if run.init:
@@ -83,8 +85,6 @@ def fit(*args: str) -> dict[str, Any]:
             f"{directory.path}: {_count(module):,} parameters, batch {_batch(run, trainer)}, {run.trainer.precision}, {_device(trainer)}"
         )
         trainer.fit(module, datamodule=data, ckpt_path=directory.checkpoint(), weights_only=True)
-        if trainer.interrupted:
-            raise KeyboardInterrupt
         trainer.test(module, datamodule=data, ckpt_path=str(directory.best), weights_only=True, verbose=False)
     except torch.cuda.OutOfMemoryError:
         advice = _smaller(run, trainer)
@@ -245,6 +245,12 @@ def _device(trainer: pl.Trainer) -> str:
 
 def _count(module: TaskModule) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _leave_process_group() -> None:
+    """Lightning leaves gloo's threads running, and a process that exits over them may abort."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @rank_zero_only
