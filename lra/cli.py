@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lra.errors import UsageError
 
-console = Console(highlight=False, soft_wrap=True)
+# a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
+console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 1000)
 app = typer.Typer(
     help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
     no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
@@ -49,11 +50,13 @@ def fit(fields: Fields = None) -> None:
 
 
 @app.command()
-def test(fields: Annotated[list[str], typer.Argument(metavar="init=<run or checkpoint> [field=value …]")]) -> None:
+def test(
+    fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
+) -> None:
     """Score a checkpoint on its task's test sets."""
     from lra.training.fit import test as run
 
-    _print_scores(run(*fields))
+    _print_scores(run(*(fields or ())))
 
 
 @app.command()
@@ -63,7 +66,7 @@ def doctor() -> None:
 
     table = Table(show_header=False, box=None)
     for name, state in report():
-        table.add_row(name, escape(state))
+        table.add_row(name, state)
     console.print(table)
 
 
@@ -109,7 +112,7 @@ def config_show(fields: Fields = None) -> None:
         value = str(values[field])
         if field == "model.attn_dropout":
             value += f" (the kernels drop {effective_dropout(values[field]):.4f})"
-        table.add_row(field, escape(value), origin)
+        table.add_row(field, value, origin)
     console.print(table)
 
 
@@ -134,9 +137,9 @@ def data_info(fields: TaskFields = None) -> None:
     """Counts, lengths, label balance and hashes of a prepared store."""
     from lra.training.data import info
 
-    table = Table("", "")
+    table = Table(Column(), Column(overflow="fold"), show_header=False)
     for key, value in info(fields or ()):
-        table.add_row(key, escape(str(value)))
+        table.add_row(key, str(value))
     console.print(table)
 
 

@@ -54,6 +54,6 @@ def describe() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
         "commit": commit(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
     }

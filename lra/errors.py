@@ -1,8 +1,21 @@
 """The one error a user can mend."""
 
+from __future__ import annotations
+
+import errno
+
 
 class UsageError(Exception):
     """Bad input: one line that says what is wrong and how to mend it.
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -11,7 +11,9 @@ def batch(lengths: list[int], padded: bool) -> Batch:
     start = torch.arange(len(lengths), dtype=torch.int32) * longest if padded else (length.cumsum(0) - length).int()
     total = len(lengths) * longest if padded else sum(lengths)
     index = torch.arange(len(lengths), dtype=torch.int32)
-    return Batch(torch.randint(0, 9, (total,)), start, length, longest, torch.zeros(len(lengths), dtype=torch.long), index)
+    return Batch(
+        torch.randint(0, 9, (total,)), start, length, longest, torch.zeros(len(lengths), dtype=torch.long), index
+    )
 
 
 def test_positions_count_within_each_sequence():

@@ -77,10 +77,10 @@ def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, A
     selected, overrides = _split(args, tuple(registries))
     kept = dict(saved)
     for name in registries:
-        chosen = selected.get(name, saved[name]["name"])
+        before: str = saved[name]["name"]
+        selected.setdefault(name, before)
         # another component's options would not fit the chosen one
-        kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if chosen == saved[name]["name"] else {}
-        selected[name] = chosen
+        kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
     tree = _Tree(schema, {name: registry.get(selected[name]).Config() for name, registry in registries.items()})
     tree.merge("saved configuration", kept)
     tree.override(overrides)
@@ -179,10 +179,14 @@ class _Tree:
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         """Sets the command line's fields and returns them as `field=value` with complete names, sorted."""
-        full = [(self.resolve(field), text) for field, text in overrides]
-        for field, text in full:
+        full: dict[str, str] = {}
+        for short, text in overrides:
+            field = self.resolve(short)
+            if field in full:
+                raise UsageError(f"{field}= is given twice")
+            full[field] = text
             self.set("command line", field, self.parse(field, text))
-        return tuple(sorted(f"{field}={text}" for field, text in full))
+        return tuple(sorted(f"{field}={text}" for field, text in full.items()))
 
     def build(self) -> Any:
         return OmegaConf.to_object(self.node)
@@ -198,7 +202,8 @@ class _Tree:
         options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         if text == "null" and type(None) in options:
             return None
-        if any(option is str or typing.get_origin(option) is typing.Literal for option in options):
+        literals = [value for option in options for value in typing.get_args(option)]
+        if str in options or any(isinstance(value, str) for value in literals):
             return text
         try:
             return typing.cast(Any, OmegaConf.create(f"value: {text}")).value

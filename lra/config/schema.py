@@ -39,6 +39,8 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
+        if round(256 * self.attn_dropout) == 256:
+            raise UsageError(f"model.attn_dropout={self.attn_dropout} is 1 in steps of 1/256: use at most 0.998")
 
     @property
     def head_dim(self) -> int:
@@ -121,3 +123,9 @@ class RunConfig:
     init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
     name: str | None = None  # names the run's directory instead of its recipe and overrides
     resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
+        if len((self.name or "").encode()) > 200:
+            raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")

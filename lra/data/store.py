@@ -12,7 +12,6 @@ A store is a folder named after its content, with three arrays per split and a m
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from filelock import FileLock
 from lra import environment
 from lra.data.split import Split
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, disk_full
 
 FORMAT = 1  # of the files and the manifest; readers refuse any other
 
@@ -68,17 +67,22 @@ class Content:
 
 
 def prepare(
-    content: Content, build: Callable[[Writer], None], *, path: Path | None = None, force: bool = False
+    content: Content,
+    build: Callable[[Writer], None],
+    *,
+    path: Path | None = None,
+    force: bool = False,
+    command: str = "",
 ) -> Store:
     """The store of `content`, built by `build` if it does not exist yet (or anew if `force`).
 
     The store appears in place at once and complete, or not at all. Of several processes that prepare it at
     the same time one builds and the others wait for it. Raises UsageError where the disk is full or the
-    folder (by default `content.path`) cannot be written.
+    folder (by default `content.path`) cannot be written. `command` as in `Store.open`.
     """
     path = path or content.path
     if path.exists() and not force:
-        return Store.open(path)
+        return Store.open(path, command)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,12 +93,12 @@ def prepare(
         if force or not path.exists():
             _build(path, content, build)
     except Exception as error:
-        if _disk_full(error):
+        if disk_full(error):
             raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
         raise
     finally:
         lock.release()
-    return Store.open(path)
+    return Store.open(path, command)
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,19 @@ class Store:
 
     path: Path
     manifest: Mapping[str, Any]
+    command: str  # that prepares it
 
     @classmethod
-    def open(cls, path: Path) -> Store:
-        """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file."""
+    def open(cls, path: Path, command: str = "") -> Store:
+        """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file.
+
+        The errors name `command` as the one that prepares this store, by default that of the task as it is.
+        """
         task = path.name.split("@")[0]
+        command = command or f"lra data prepare task={task}"
         if not path.exists():
-            raise UsageError(f"{task} is not prepared: no {path}; run: lra data prepare task={task}")
-        mend = f"run: lra data prepare task={task} force=true"
+            raise UsageError(f"{task} is not prepared: no {path}; run: {command}")
+        mend = f"run: {command} force=true"
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
             version, files = manifest["format"], manifest["files"]
@@ -122,7 +131,7 @@ class Store:
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != file["bytes"]:
                 raise UsageError(f"{path}/{name} has {size} bytes instead of {file['bytes']}; {mend}")
-        return cls(path, manifest)
+        return cls(path, manifest, command)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -142,11 +151,10 @@ class Store:
 
     def verify(self) -> None:
         """Read every byte again; UsageError names the first file that is not what was written."""
-        Store.open(self.path)
-        mend = f"run: lra data prepare task={self.manifest['task']} force=true"
+        Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
-                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {mend}")
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); run: {self.command} force=true")
 
 
 def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:
@@ -197,12 +205,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -16,7 +17,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lra.batch import Batch
-from lra.config.compose import to_dict
+from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order
 from lra.data.split import Split
@@ -88,6 +89,7 @@ class EvalBatches:
 class TaskData(pl.LightningDataModule):
     """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `baselines`."""
 
+    trainer: pl.Trainer  # Lightning sets it before it asks for batches
     vocabulary: ClassVar[Sequence[str]]
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
 
@@ -114,24 +116,34 @@ class TaskData(pl.LightningDataModule):
     def accuracy_of(self, feature: Callable[[Split], np.ndarray]) -> float:
         """Test accuracy of the best rule that sees one integer feature: per value, its commonest label in train."""
         train, test = self.parts["train"], self.parts["test"]
-        seen = feature(train)
-        counts = np.zeros((int(seen.max()) + 1, int(train.labels.max()) + 1))
+        seen, asked = feature(train), feature(test)
+        counts = np.zeros((int(max(seen.max(), asked.max())) + 1, int(train.labels.max()) + 1))
         np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)
-        return float((counts.argmax(1)[feature(test)] == np.asarray(test.labels)).mean())
+        return float((counts.argmax(1)[asked] == np.asarray(test.labels)).mean())
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists; UsageError if it exists from another source than the one asked for."""
         content = self.content()
-        store = prepare(content, self.build, force=force)
+        store = prepare(content, self.build, force=force, command=self.command())
         asked = self.config.source != type(self.config)().source
         if asked and store.manifest["source"] != content.source:
             raise UsageError(
-                f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}: "
-                f"run lra data prepare task={content.task} source={content.source} force=true"
+                f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}; "
+                f"run: {self.command()} force=true"
             )
 
+    def open(self) -> Store:
+        """The prepared store; UsageError if it is not there or damaged."""
+        return Store.open(self.content().path, self.command())
+
+    def command(self) -> str:
+        """What prepares this store: the task, and the fields in which it differs from the task's defaults."""
+        ours, default = (dict(flatten(to_dict(config))) for config in (self.config, type(self.config)()))
+        changed = [f"task.{field}={value}" for field, value in ours.items() if value != default[field]]
+        return shlex.join(["lra", "data", "prepare", f"task={self.config.name}", *changed])
+
     def setup(self, stage: str | None = None) -> None:
-        self.store = Store.open(self.content().path)
+        self.store = self.open()
         self.parts = self.splits(self.store)
 
     def train_dataloader(self) -> TrainBatches:

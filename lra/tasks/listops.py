@@ -75,8 +75,7 @@ class ListOps(TaskModule):
             if min(self.train, self.val, self.test, self.fresh) < 1:
                 raise UsageError("task.train, task.val, task.test and task.fresh must be at least 1")
             if not 1 <= self.min_length <= self.max_length:
-                raise UsageError(
-                    f"task.min_length={self.min_length} must be at least 1 and at most task.max_length={self.max_length}"
-                )
+                limits = f"at least 1 and at most task.max_length={self.max_length}"
+                raise UsageError(f"task.min_length={self.min_length} must be {limits}")
 
     Data = ListOpsData

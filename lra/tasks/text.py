@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lra.data import order, text
@@ -21,7 +22,9 @@ class TextData(TaskData):
 
     def content(self) -> Content:
         # named after the data set, not the source: any mirror of it holds the same reviews
-        return Content("text", 1, {"dataset": text.HUB}, self.config.source, text.VOCABULARY, text.GENERATOR, None)
+        folder = Path(self.config.source).expanduser()
+        source = str(folder.resolve()) if folder.is_dir() else self.config.source
+        return Content("text", 1, {"dataset": text.HUB}, source, text.VOCABULARY, text.GENERATOR, None)
 
     def build(self, writer: Writer) -> None:
         text.build(writer, self.config.source)
@@ -42,13 +45,12 @@ class Text(TaskModule):
     class Config:
         source: str = text.HUB  # or a folder with a mirror of it
         max_length: int = 4096  # bytes; the start of a longer review is kept
-        protocol: Literal["heldout", "lra"] = (
-            "heldout"  # val: a seeded tenth of train, or (as in LRA's code) the test set
-        )
+        # val: a seeded tenth of train, or (as in LRA's code) the test set
+        protocol: Literal["heldout", "lra"] = "heldout"
         data_seed: int = 0  # of the held-out tenth
 
         def __post_init__(self) -> None:
-            if self.max_length < 1:
-                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+            if self.max_length < 1 or self.data_seed < 0:
+                raise UsageError("task.max_length must be at least 1, task.data_seed not negative")
 
     Data = TextData

@@ -13,7 +13,7 @@ from rich.console import Console
 from lra.config.schema import RunConfig
 from lra.training.curves import record
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 class Clock(pl.Callback):
@@ -82,7 +82,7 @@ class Narrator(pl.Callback):
     def _say(self, trainer: pl.Trainer, text: str) -> None:
         bar = trainer.progress_bar_callback
         live = isinstance(bar, RichProgressBar) and bar.progress is not None
-        (bar.progress.console if live else console).print(text)  # type: ignore[union-attr]
+        (bar.progress.console if live else console).print(text, markup=False)  # type: ignore[union-attr]
 
 
 def duration(seconds: float) -> str:

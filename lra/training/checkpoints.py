@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
@@ -42,7 +42,8 @@ def check_vocabulary(path: str | Path, identity: dict[str, Any], module: TaskMod
     here = module.identity()
     if identity["vocabulary"] != here["vocabulary"]:
         raise UsageError(
-            f"{path} was trained on the vocabulary of {identity['task']}, not of {here['task']}: choose a checkpoint of this task"
+            f"{path} was trained on the vocabulary of {identity['task']}, not of {here['task']}: "
+            "choose a checkpoint of this task"
         )
 
 
@@ -59,7 +60,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     own = module.model.state_dict()
     wrong = sorted(own.keys() ^ weights.keys()) + [
         f"{key} {list(weights[key].shape)} here {list(own[key].shape)}"
-        for key in own.keys() & weights.keys()
+        for key in sorted(own.keys() & weights.keys())
         if own[key].shape != weights[key].shape
     ]
     if wrong:
@@ -70,9 +71,15 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     module.model.load_state_dict(weights)
 
 
+def steps_done(path: str | Path) -> int:
+    """How many optimisation steps a `.ckpt` has behind it."""
+    return torch.load(path, map_location="cpu", weights_only=True)["global_step"]
+
+
 def save_weights(module: TaskModule, path: Path) -> None:
     """The model alone, as safetensors that carry their identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
     aside = path.with_name(f".{path.name}")
-    save_file(weights, aside, metadata={"lra": json.dumps(module.identity())})
+    # save_file would make a file that only its owner can read
+    aside.write_bytes(save(weights, metadata={"lra": json.dumps(module.identity())}))
     aside.replace(path)

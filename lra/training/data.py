@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lra.data.store import Store
+from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
@@ -14,13 +15,12 @@ from lra.training.fit import configure
 
 def _data(args: Sequence[str]) -> TaskData:
     """The data module of `task=… [recipe=…] [task fields]`; fields of anything but the task are refused."""
-    if any(arg.startswith("attn=") for arg in args):
-        raise UsageError("attn= has no meaning for data: leave it out")
-    composed = configure([*args, "attn=standard"])
-    foreign = [text for text in composed.overrides if not text.startswith("task.")]
-    if foreign:
-        raise UsageError(f"{foreign[0]} has no meaning for data: give fields of the task only")
-    return TASKS.get(composed.config.task.name).Data(composed.config)
+    foreign = {field.name for field in dataclasses.fields(RunConfig)} - {"task", "recipe"}
+    for arg in args:
+        if arg.partition("=")[0].partition(".")[0] in foreign:
+            raise UsageError(f"{arg} has no meaning for data: give task=, recipe= and fields of the task")
+    run = configure([*args, "attn=standard"]).config
+    return TASKS.get(run.task.name).Data(run)
 
 
 def prepare(args: Sequence[str]) -> str:
@@ -35,19 +35,16 @@ def prepare(args: Sequence[str]) -> str:
 
 def verify(args: Sequence[str]) -> str:
     """Reads every byte; UsageError naming the first file that differs from the manifest."""
-    data = _data(args)
-    path = data.content().path
-    Store.open(path).verify()
-    return f"{path}: every file is as the manifest says"
+    store = _data(args).open()
+    store.verify()
+    return f"{store.path}: every file is as the manifest says"
 
 
 def info(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """What the manifest says, as rows of a table."""
-    data = _data(args)
-    path = data.content().path
-    manifest = Store.open(path).manifest
-    yield "folder", path
-    for key, value in manifest.items():
+    store = _data(args).open()
+    yield "folder", store.path
+    for key, value in store.manifest.items():
         if isinstance(value, dict):
             yield from ((f"{key} {name}", content) for name, content in value.items())
         else:

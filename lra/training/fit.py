@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -22,8 +23,9 @@ from pytorch_lightning.utilities import rank_zero_only
 from lra import environment
 from lra.config.compose import Composed, compose, restore
 from lra.config.schema import RunConfig
-from lra.errors import UsageError
+from lra.errors import UsageError, disk_full
 from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
@@ -63,42 +65,53 @@ def fit(*args: str) -> dict[str, Any]:
     _quiet()
     atexit.register(_leave_process_group)
     data, module = build(run)
-    data.prepare_data()  # on every rank: the store's lock lets one of them work
-    if run.init:
-        names = checkpoints.initialise(module, run.init)
-        _say(f"init: {len(names)} tensors of {run.init}, all of this model's")
     trainer, clock = _trainer(run, directory)
-    started = time.perf_counter()
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
+    attention = _attention(module, trainer)
+    checkpoint = directory.checkpoint()
+    if checkpoint is not None:
+        checkpoints.initialise(module, checkpoint)  # Lightning loads it again, and says less well what does not fit
+        done = checkpoints.steps_done(checkpoint)
+        if done >= run.trainer.steps and not directory.best.exists():
+            raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
+    elif run.init:
+        names = checkpoints.initialise(module, run.init)
+        _say(f"init: {len(names)} tensors of {run.init}, all of this model's")
+    data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
+    started = time.perf_counter()
     if trainer.is_global_zero:
-        checkpoint = directory.checkpoint()
-        if checkpoint is not None:
-            checkpoints.check_vocabulary(checkpoint, checkpoints.read(checkpoint)[1], module)
         directory.open()
 
     def facts() -> dict[str, Any]:
         return _facts(composed, module, trainer, clock) | {"session_seconds": round(time.perf_counter() - started, 1)}
 
     try:
-        _say(
-            f"{directory.path}: {_count(module):,} parameters, batch {_batch(run, trainer)}, {run.trainer.precision}, {_device(trainer)}"
-        )
-        trainer.fit(module, datamodule=data, ckpt_path=directory.checkpoint(), weights_only=True)
+        what = (attention, f"{_count(module):,} parameters", f"batch {_batch(run, trainer)}", run.trainer.precision)
+        _say(f"{directory.path}: {', '.join(what)}, {_device(trainer)}")
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
+        # now, as testing takes the callbacks back to the best checkpoint
+        trained = facts() | {"val": {"accuracy": float(best)}}
         trainer.test(module, datamodule=data, ckpt_path=str(directory.best), weights_only=True, verbose=False)
+        if not trainer.is_global_zero:
+            return {}
+        checkpoints.save_weights(module, directory.weights)
+        outcome = _scores(module, data, trainer) | {"session_seconds": facts()["session_seconds"]}
+        return directory.finish("finished", trained | outcome)
     except torch.cuda.OutOfMemoryError:
         advice = _smaller(run, trainer)
-        directory.finish("oom", facts() | {"error": advice})
+        if trainer.is_global_zero:
+            directory.finish("oom", facts() | {"error": advice})
         raise UsageError(advice) from None
     except Exception as error:
-        directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
+        full = disk_full(error)
+        with contextlib.suppress(OSError) if full else contextlib.nullcontext():  # no room for this either, perhaps
+            if trainer.is_global_zero:
+                directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
+        if full:
+            raise UsageError(f"no space left for {directory.path}: free some, then add resume=auto") from error
         raise
-    if not trainer.is_global_zero:
-        return {}
-    checkpoints.save_weights(module, directory.weights)
-    best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-    outcome = _scores(module, data, trainer)
-    return directory.finish("finished", facts() | {"val": {"accuracy": float(best)}} | outcome)
 
 
 def test(*args: str) -> dict[str, Any]:
@@ -115,8 +128,10 @@ def test(*args: str) -> dict[str, Any]:
     _quiet()
     data, module = build(run)
     checkpoints.load(module, weights, identity, path)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = pl.Trainer(**_hardware(run), **quiet, enable_progress_bar=console.is_terminal)
+    _attention(module, trainer)
     data.prepare_data()
-    trainer = pl.Trainer(**_hardware(run), logger=False, enable_checkpointing=False, enable_model_summary=False)
     trainer.test(module, datamodule=data, verbose=False)
     return {"checkpoint": path} | _scores(module, data, trainer)
 
@@ -182,6 +197,13 @@ def _hardware(run: RunConfig) -> dict[str, Any]:
     return {"accelerator": accelerator, "devices": local, "num_nodes": world // local, "precision": precision}
 
 
+def _attention(module: TaskModule, trainer: pl.Trainer) -> str:
+    """What computes attention on the trainer's device; UsageError if it can't."""
+    device = trainer.strategy.root_device
+    used = {part.resolve(device) for part in module.modules() if isinstance(part, Attention)}
+    return "attention " + ", ".join(sorted(used))
+
+
 def _facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
     """What every result says, however the run ended."""
     identity, run = module.identity(), composed.config
@@ -212,7 +234,7 @@ def _scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str
         scores[split] = {"accuracy": p, "plus_minus": round(1.96 * math.sqrt(p * (1 - p) / n), 4), "loss": loss, "n": n}
     manifest = data.store.manifest
     return scores | {
-        "protocol": getattr(module.run.task, "protocol", "heldout"),
+        "protocol": getattr(module.run.task, "protocol", None),  # None: the task has a validation split of its own
         "data": {"source": manifest["source"], "store": data.store.path.name},
         "baselines": {name: round(value, 4) for name, value in data.baselines().items()},
     }
@@ -222,8 +244,14 @@ def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
     share = run.batch.size // trainer.world_size
     micro = min(run.batch.micro or share, share)
     if micro == 1:
-        return "out of GPU memory with one sequence at a time: use attn=flash, a shorter task.max_length or a smaller model"
-    return f"out of GPU memory at batch.micro={micro}: set batch.micro={micro // 2}, gradients are then accumulated to batch.size={run.batch.size}"
+        return (
+            "out of GPU memory with one sequence at a time: "
+            "use attn=flash, a shorter task.max_length or a smaller model"
+        )
+    return (
+        f"out of GPU memory at batch.micro={micro}: set batch.micro={micro // 2}, "
+        f"gradients are then accumulated to batch.size={run.batch.size}"
+    )
 
 
 def _batch(run: RunConfig, trainer: pl.Trainer) -> str:

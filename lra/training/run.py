@@ -48,10 +48,9 @@ class RunDirectory:
 
     def check(self) -> None:
         """Refuses to go on in a directory that belongs to another configuration or holds an unfinished run."""
-        if self.resume not in ("false", "true", "auto") and not Path(self.resume).is_file():
-            raise UsageError(
-                f"resume={self.resume}: no such checkpoint; resume is false, true, auto or a checkpoint's path"
-            )
+        path = Path(self.resume)
+        if self.resume not in ("false", "true", "auto") and not (path.suffix == ".ckpt" and path.is_file()):
+            raise UsageError(f"resume={self.resume}: no such checkpoint; resume is false, true, auto or a .ckpt file")
         file = self.path / "config.yaml"
         if file.exists():
             changed = differences(yaml.safe_load(file.read_text()), self.config)
@@ -76,10 +75,13 @@ class RunDirectory:
 
     def open(self) -> None:
         """Creates the directory with its configuration and environment."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "result.json").unlink(missing_ok=True)
-        write(self.path / "env.json", json.dumps(environment.describe(), indent=2) + "\n")
-        write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "result.json").unlink(missing_ok=True)
+            write(self.path / "env.json", json.dumps(environment.describe(), indent=2) + "\n")
+            write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        except OSError as error:
+            raise UsageError(f"cannot write to {self.path} ({error.strerror}): start in another folder") from error
 
     def finish(self, status: Literal["finished", "oom", "failed"], result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.config.schema import OptimConfig, RunConfig
+from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
 from lra.training.seeding import derive
@@ -32,7 +33,7 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * (left if config.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
-class NotFinite(RuntimeError):
+class NotFinite(UsageError):
     """The training loss is NaN or infinite."""
 
 

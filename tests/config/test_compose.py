@@ -72,6 +72,7 @@ def test_text_fields_are_not_read_as_yaml():
 def test_values_are_typed():
     config = make(*BASE, "optim.lr=1e-4", "optim.betas=[0.5,0.6]", "optim.clip=1", "batch.micro=null").config
     assert (config.optim.lr, config.optim.betas, config.optim.clip, config.batch.micro) == (1e-4, (0.5, 0.6), 1.0, None)
+    assert make(*BASE, "model.axes=2", "model.pooling=max").config.model.axes == 2  # a choice of numbers, and of words
 
 
 def test_the_result_is_frozen():
@@ -101,6 +102,11 @@ def test_the_result_is_frozen():
         ((*BASE, "attn="), "'attn=' is not of the form"),
         ((*BASE, "seed=1", "seed=2"), "seed= is given twice"),
         ((*BASE, "attn=standard"), "attn= is given twice"),
+        ((*BASE, "train=5", "task.train=6"), "task.train= is given twice"),
+        ((*BASE, "seed=-1"), "seed=-1 is negative"),
+        ((*BASE, "name=" + "x" * 201), "too long for a folder"),
+        ((*BASE, "model.attn_dropout=0.999"), "use at most 0.998"),
+        ((*BASE, "model.axes=3"), "expected one of"),
         ((*BASE, "model.d_model=65"), "model.d_model=65 is not a multiple of model.heads=2"),
         ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
         ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),

@@ -1,7 +1,9 @@
 """Components are found by name and listed without being imported."""
 
+import importlib
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -39,8 +41,7 @@ def registry(tmp_path, monkeypatch):
     (package / "ghost.py").write_text(SOURCE.format(requires='"no_such_package",').replace("cube", "ghost"))
     (package / "tools.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    import shapes
-
+    shapes: Any = importlib.import_module("shapes")
     shapes.SHAPES = Registry("shape", "shapes", Facts)
     yield shapes.SHAPES
     for name in [name for name in sys.modules if name.split(".")[0] == "shapes"]:

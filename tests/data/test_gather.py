@@ -84,7 +84,6 @@ def test_rows_outside_and_unknown_layouts_are_errors():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_gather_on_the_gpu_is_gather_on_the_cpu(layout, dtype):

@@ -15,6 +15,7 @@ from lra.data import listops
 from lra.data.expressions import CLOSE, MAX, MED, MIN, SM, draw
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
+from tests.fixtures import write_listops
 
 COUNT = 10_000
 REFERENCE = 120_000  # expressions behind the reference statistics
@@ -198,25 +199,12 @@ def test_build_makes_disjoint_splits(tmp_path, sample):
         prepare(content(), lambda w: listops.build(w, seed=-1), path=tmp_path / "other")
 
 
-def parenthesised(tokens):
-    """LRA's left-branching binary form of the expression that ends a reversed list of tokens."""
-    text = tokens.pop()
-    if text.isdigit():
-        return text
-    while tokens[-1] != "]":
-        text = f"( {text} {parenthesised(tokens)} )"
-    return f"( {text} {tokens.pop()} )"
-
-
 @pytest.fixture
 def official(tmp_path, sample):
-    folder = tmp_path / "listops-1000"
-    folder.mkdir()
-    for start, split in ((0, "train"), (10, "val"), (20, "test")):
-        some = zip(sample[0][start : start + 10], sample[1][start : start + 10], strict=True)
-        rows = [f"{parenthesised(listops.decode(ids).split()[::-1])}\t{label}\r\n" for ids, label in some]
-        (folder / f"basic_{split}.tsv").write_bytes("".join(["Source\tTarget\r\n", *rows]).encode())
-    return folder
+    parts = {"train": slice(0, 10), "val": slice(10, 20), "test": slice(20, 30)}
+    return write_listops(
+        tmp_path / "listops-1000", **{k: (sample[0][part], sample[1][part]) for k, part in parts.items()}
+    )
 
 
 def test_official_files(official, sample, tmp_path):

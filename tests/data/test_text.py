@@ -8,23 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from lra.data import text
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
+from tests.fixtures import IMDB_CARD, write_imdb
 
-CARD = """---
-configs:
-- config_name: plain_text
-  data_files:
-  - split: train
-    path: plain_text/train-*
-  - split: test
-    path: plain_text/test-*
----
-"""
 TEXTS = ["Fine.", "naïve — 映画", "", "a\nb\t<br />c\x00"]
 
 
@@ -33,13 +23,8 @@ def mirror(tmp_path):
     """Makes a mirror; a split's columns can be replaced."""
 
     def make(**splits):
-        folder = tmp_path / "hub" / "imdb"
-        (folder / "plain_text").mkdir(parents=True)
-        (folder / "README.md").write_text(CARD)
-        for split in ("train", "test"):
-            table = pa.table(splits.get(split, {"text": TEXTS, "label": [0, 1, 0, 1]}))
-            pq.write_table(table, folder / "plain_text" / f"{split}-00000-of-00001.parquet")
-        return folder
+        columns = {split: {"text": TEXTS, "label": [0, 1, 0, 1]} for split in ("train", "test")}
+        return write_imdb(tmp_path / "hub" / "imdb", **(columns | splits))
 
     return make
 
@@ -80,7 +65,7 @@ def test_other_data_is_refused(mirror, tmp_path, train, message):
 
 def test_missing_split(mirror, tmp_path):
     source = mirror()
-    (source / "README.md").write_text(CARD.replace("split: test", "split: validation"))
+    (source / "README.md").write_text(IMDB_CARD.replace("split: test", "split: validation"))
     with pytest.raises(UsageError, match="no rows in its split 'test'"):
         store(source, tmp_path)
 
@@ -132,7 +117,6 @@ def test_no_network_is_one_line_at_once(tmp_path):
 
 
 @pytest.mark.realdata
-@pytest.mark.skipif("LRA_TEST_DATA" not in os.environ, reason="LRA_TEST_DATA names no folder with stanfordnlp/imdb")
 def test_real_imdb(tmp_path):
     made = store(Path(os.environ["LRA_TEST_DATA"]) / text.HUB, tmp_path)
     for name, unique in (("train", 24_904), ("test", 24_801)):

@@ -24,7 +24,9 @@ def packed_batch() -> Batch:
     length = torch.tensor(LENGTHS, dtype=torch.int32)
     start, total = (length.cumsum(0) - length).int(), int(length.sum())
     index = torch.arange(len(LENGTHS), dtype=torch.int32)
-    return Batch(torch.zeros(total, dtype=torch.int32), start, length, max(LENGTHS), torch.zeros(len(LENGTHS)).long(), index)
+    return Batch(
+        torch.zeros(total, dtype=torch.int32), start, length, max(LENGTHS), torch.zeros(len(LENGTHS)).long(), index
+    )
 
 
 def inputs(seed: int = 0):
@@ -32,7 +34,7 @@ def inputs(seed: int = 0):
     return [torch.randn(sum(LENGTHS), 2, 16, generator=generator) for _ in range(3)]
 
 
-def attend(attention, q, k, v, batch):
+def attend(attention, batch, q, k, v):
     """The attention as the model calls it: padded unless it is ragged."""
     if attention.facts.ragged or batch.padded:
         return attention(q, k, v, batch)
@@ -45,7 +47,7 @@ def attend(attention, q, k, v, batch):
 def test_exact_attention_is_softmax_attention_of_each_sequence(name):
     q, k, v = inputs()
     batch = packed_batch()
-    out = attend(build(name).eval(), q, k, v, batch)
+    out = attend(build(name).eval(), batch, q, k, v)
     for start, length in zip(batch.start.tolist(), LENGTHS, strict=True):
         rows = slice(start, start + length)
         scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / 4
@@ -74,7 +76,7 @@ def test_what_is_past_a_length_influences_nothing(name):
 def test_packed_and_padded_agree(name):
     attention, batch = build(name).eval(), packed_batch()
     q, k, v = inputs()
-    packed = attend(attention, q, k, v, batch)
+    packed = attend(attention, batch, q, k, v)
     padded = batch.to_padded()
     again = batch.unpad(padded.pad(attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)))
     torch.testing.assert_close(packed, again, atol=1e-6, rtol=1e-6)
@@ -84,20 +86,20 @@ def test_packed_and_padded_agree(name):
 def test_sequences_do_not_see_each_other(name):
     attention, batch = build(name).eval(), packed_batch()
     q, k, v = inputs()
-    out = attend(attention, q, k, v, batch)
+    out = attend(attention, batch, q, k, v)
     first = batch.start[2]
     changed = [x.clone() for x in (q, k, v)]
     for x in changed:
         x[first:] = 3.0
-    assert torch.equal(attend(attention, *changed, batch)[:first], out[:first])
+    assert torch.equal(attend(attention, batch, *changed)[:first], out[:first])
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_strided_views_give_the_same_as_copies(name):
     attention, batch = build(name).eval(), packed_batch()
     fused = torch.stack(inputs(), 1)
-    views = attend(attention, *fused.unbind(1), batch)
-    assert torch.equal(views, attend(attention, *(x.contiguous() for x in fused.unbind(1)), batch))
+    views = attend(attention, batch, *fused.unbind(1))
+    assert torch.equal(views, attend(attention, batch, *(x.contiguous() for x in fused.unbind(1))))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if ATTENTIONS.get(name).facts.dropout])
@@ -108,13 +110,13 @@ def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
 
     def draw():
         torch.manual_seed(0)
-        return attend(attention, q, k, v, batch)
+        return attend(attention, batch, q, k, v)
 
     attention.train()
     assert torch.equal(draw(), draw())
     attention.eval()
     evaluated = draw()
-    assert torch.equal(evaluated, attend(attention, q, k, v, dataclasses.replace(batch, seed=None)))
+    assert torch.equal(evaluated, attend(attention, dataclasses.replace(batch, seed=None), q, k, v))
     attention.train()
     assert not torch.allclose(draw(), evaluated)
 
@@ -123,14 +125,16 @@ def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
 def test_half_precision_runs_forward_and_backward(name):
     attention, batch = build(name).eval(), packed_batch()
     q, k, v = (x.bfloat16().requires_grad_() for x in inputs())
-    out = attend(attention, q, k, v, batch)
+    out = attend(attention, batch, q, k, v)
     assert out.dtype == torch.bfloat16
     out.float().pow(2).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
-    exact = attend(attention, *inputs(), batch)
+    exact = attend(attention, batch, *inputs())
     torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
 
 
 def test_a_head_dimension_outside_the_range_names_the_alternative():
-    with pytest.raises(UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"):
+    with pytest.raises(
+        UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"
+    ):
         build("flash", head_dim=8)

@@ -1,6 +1,8 @@
 """The encoder: padding invariance for every position and pooling, CLS, two axes, options that act."""
 
+import dataclasses
 import itertools
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,23 +12,28 @@ from lra.config.schema import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.positions import angles, rotate
+from lra.models.positions import LearnedPositions, angles, rotate
 from lra.models.transformer import Encoder
 
 POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
 
 
-def encoder(attn: str = "flash", grid=None, **fields) -> Encoder:
+def encoder(attn: str = "flash", grid=None, **fields: Any) -> Encoder:
     torch.manual_seed(0)
-    config = ModelConfig(**({"d_model": 32, "d_ff": 48} | fields))
+    small: dict[str, Any] = {"d_model": 32, "d_ff": 48}
+    config = ModelConfig(**(small | fields))
     return Encoder(config, ATTENTIONS.get(attn).Config(), vocabulary=9, max_length=16, grid=grid).eval()
 
 
-def sequences(lengths: tuple[int, ...], model: Encoder, layout="packed", max_length: int = 16) -> Batch:
+def sequences(
+    lengths: tuple[int, ...], model: Encoder, layout: Literal["packed", "padded"] = "packed", max_length: int = 16
+) -> Batch:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(9, (n,), generator=generator).numpy().astype("uint8") for n in lengths]
     offsets = torch.tensor([0, *lengths]).cumsum(0).numpy()
-    split = Split.from_offsets(torch.tensor([t for s in tokens for t in s], dtype=torch.uint8).numpy(), offsets, offsets[:-1] * 0)
+    split = Split.from_offsets(
+        torch.tensor([t for s in tokens for t in s], dtype=torch.uint8).numpy(), offsets, offsets[:-1] * 0
+    )
     rows = range(len(lengths))
     return split.gather(rows, "cpu", layout=layout, max_length=max_length, prefix=model.prefix)
 
@@ -62,8 +69,8 @@ def test_order_matters(positions, axes):
 def test_explicit_positions_replace_the_count():
     model = encoder()
     batch = sequences((3, 2), model)
-    counted = Batch(*(getattr(batch, f) for f in ("tokens", "start", "length", "max_length", "label", "index")), torch.tensor([0, 1, 2, 0, 1]))
-    moved = Batch(*(getattr(batch, f) for f in ("tokens", "start", "length", "max_length", "label", "index")), torch.tensor([3, 1, 2, 0, 1]))
+    counted = dataclasses.replace(batch, positions=torch.tensor([0, 1, 2, 0, 1]))
+    moved = dataclasses.replace(batch, positions=torch.tensor([3, 1, 2, 0, 1]))
     assert torch.equal(model(batch), model(counted))
     assert not torch.allclose(model(batch)[0], model(moved)[0]) and torch.allclose(model(batch)[1], model(moved)[1])
 
@@ -75,6 +82,7 @@ def test_two_axes_need_an_image():
 
 def test_two_axes_place_a_token_by_its_row_and_column():
     model = encoder(axes=2, grid=(4, 4), positions="learned")
+    assert isinstance(model.positions, LearnedPositions)
     rows, columns = model.positions.tables
     place = torch.tensor([[2, 3]])
     assert torch.equal(model.positions(place)[0], rows[2] + columns[3])
@@ -101,7 +109,7 @@ def test_dropout_acts_in_training_alone():
 
 def test_attention_sees_views_of_one_projection():
     model, seen = encoder(), []
-    model.blocks[0].attention.register_forward_hook(lambda _, args, out: seen.append(args[:3]))
+    model.blocks[0].get_submodule("attention").register_forward_hook(lambda _, args, out: seen.append(args[:3]))
     model(sequences((9, 4), model))
     q, k, v = seen[0]
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()

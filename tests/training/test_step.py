@@ -1,6 +1,7 @@
 """Schedules, seeds, and the step's arithmetic."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lra.training.seeding import derive
 from lra.training.step import NotFinite, learning_rate
 
 
-def rates(schedule: str, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
+def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
     config = OptimConfig(lr=lr, schedule=schedule, warmup=warmup)
     return [learning_rate(config, step, steps) for step in range(steps)]
 
@@ -54,7 +55,9 @@ def test_clipping_bounds_the_update(small):
     clipped = small("name=clipped", "optim.clip=1e-9", "optim.eps=1", "optim.weight_decay=0")
     start = build(lra.load(clipped["directory"]).run)[1].model.state_dict()
     free = small("name=free", "optim.clip=null", "optim.eps=1", "optim.weight_decay=0")
-    moved = {r["directory"]: sum((w - start[k]).norm() for k, w in read(r["directory"])[0].items()) for r in (clipped, free)}
+    moved = {
+        r["directory"]: sum((w - start[k]).norm() for k, w in read(r["directory"])[0].items()) for r in (clipped, free)
+    }
     assert moved[clipped["directory"]] < 1e-6 < moved[free["directory"]]
 
 

@@ -52,7 +52,7 @@ def delta_kernel(
     out_ptr, do_ptr, delta_ptr, do_row, do_head, do_d, heads, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, head, _ = program_tile(tl.cdiv(total, ROWS), heads)
+    tile, head, _ = program_tile(tl.cdiv(total, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     rows_M = tile * ROWS + tl.arange(0, ROWS)
     out_row = heads * D
     out_MD = load_rows(head_pointer(out_ptr, 0, head, out_row, D), rows_M, total, out_row, 1, D, BLOCK_D)
@@ -70,7 +70,7 @@ def dkdv_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_N), heads)
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_N), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     start = tl.load(start_ptr + b)
     length = tl.load(length_ptr + b)
     owned = tl.maximum(length, padded_length)
@@ -122,7 +122,7 @@ def dq_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     start = tl.load(start_ptr + b)
     length = tl.load(length_ptr + b)
     owned = tl.maximum(length, padded_length)

@@ -51,7 +51,7 @@ def forward_tile(block_d: int, dtype: torch.dtype) -> Tile:
 
 def block_dim(head_dim: int) -> int:
     """The head dimension inside the kernels: a power of two, and at least the 16 that tl.dot needs."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, triton.next_power_of_2(head_dim))  # pyright: ignore[reportReturnType] - a plain int for a plain int
 
 
 @triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
@@ -63,7 +63,7 @@ def forward_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)
+    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     start = tl.load(start_ptr + b)
     length = tl.load(length_ptr + b)
     owned = tl.maximum(length, padded_length)

@@ -71,7 +71,7 @@ def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.co
     """
     M: tl.constexpr = rows_M.shape[0]
     group = first_column // 16 + tl.arange(0, BLOCK_N // 16)
-    w0, w1, w2, w3 = tl.philox(seed, group[None, :], rows_M[:, None], index, head, 10)
+    w0, w1, w2, w3 = tl.philox(seed, group[None, :], rows_M[:, None], index, head, 10)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high bit
     word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(M, BLOCK_N // 4, 1)
     byte = (word >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
@@ -92,12 +92,8 @@ def load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows, length)
 @triton.jit
 def add_dot(acc, a, b):
     """acc + a b. In fp32 each product is summed apart: one chain over thousands of rows would round once for each."""
-    if a.dtype == tl.float32:
-        # a plain sum would be compiled back into the chain
-        acc = tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, acc)
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
+    # fma, as a plain sum would be compiled back into the chain
+    return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, acc) if a.dtype == tl.float32 else tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -119,18 +115,17 @@ def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log
 
 
 @triton.jit
-def score_gradient(a, b, a_v, b_v, top, log_total, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
+def score_gradient(
+    a, b, a_v, b_v, top, log_total, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr
+):
     """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
 
     With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
-    row statistics `top`, `log_total` (of `attend`) and `delta` broadcast over the columns. The kept entries of P are not yet multiplied by
-    `keep_scale`, and dS not by the scale: the caller does that once, at the end.
+    row statistics `top`, `log_total` (of `attend`) and `delta` broadcast over the columns. The kept entries of P are
+    not yet multiplied by `keep_scale`, and dS not by the scale: the caller does that once, at the end.
     """
     s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
-    if a.dtype == tl.float32:
-        s = s - top - log_total
-    else:
-        s = s - (top + log_total)
+    s = s - top - log_total if a.dtype == tl.float32 else s - (top + log_total)
     p = tl.where(seen, tl.exp2(s), 0.0)
     dp = tl.dot(a_v, tl.trans(b_v), input_precision="ieee")
     if DROPOUT:

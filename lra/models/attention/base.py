@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lra.batch import Batch
@@ -48,6 +50,12 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
+
+    def resolve(self, device: torch.device) -> str:
+        """What computes this attention on the device, for the user; UsageError if nothing does."""
+        if self.facts.needs_gpu and device.type != "cuda":
+            self._refuse("GPUs only", operator.not_, "needs_gpu")
+        return self.name
 
     def dropout_seed(self, batch: Batch) -> Tensor | None:
         """The seed of this layer's dropout in this step, int64 on the device; None where nothing is dropped."""

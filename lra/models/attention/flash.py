@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lra.batch import Batch
+from lra.errors import UsageError
 from lra.kernels import flash_attention
+from lra.kernels.flash import resolve_impl
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
@@ -27,6 +30,12 @@ class FlashAttention(Attention):
     @dataclass(frozen=True)
     class Config:
         impl: Literal["auto", "triton", "sdpa"] = "auto"  # auto: triton on a GPU, sdpa elsewhere
+
+    def resolve(self, device: torch.device) -> str:
+        try:
+            return f"{super().resolve(device)} by {resolve_impl(self.config.impl, device)}"
+        except ValueError as error:
+            raise UsageError(f"attn.{error}") from None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)

@@ -1,0 +1,187 @@
+"""Makes the tables of README.md from lra's registries and from the measurements in benchmarks/results.
+
+    python benchmarks/readme.py [--check]
+
+A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
+the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, or `<kernel>-exactness.json` of
+benchmarks/exactness.py. With --check nothing is written, and the exit code is 1 if README.md is not what would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lra.config.compose import read_recipe, recipes
+from lra.config.registry import Registry
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# overrides that change only where a run reads, writes or goes on, or what another column shows
+NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
+
+Row = Sequence[str]
+
+
+def tasks(_: Path) -> str:
+    def row(name: str, facts: dict[str, Any], what: str) -> Row:
+        covered = [recipe for recipe in recipes() if name in read_recipe(recipe)["tasks"]]
+        version = f"`{name}@{facts['version']}`"
+        return version, what, f"{facts['length']:,}", str(facts["classes"]), " ".join(covered), facts["paper"]
+
+    header = ("task", "what", "longest", "classes", "recipes", "source")
+    return _table(header, (row(*entry) for entry in _catalogue(TASKS)))
+
+
+def attentions(_: Path) -> str:
+    def row(name: str, facts: dict[str, Any], what: str) -> Row:
+        low, high = facts["head_dims"]
+        return (
+            f"`{name}`", what, _yes(facts["exact"]), _yes(facts["dropout"]), _yes(facts["ragged"]), f"{low} to {high}",
+            facts["paper"],
+        )  # fmt: skip
+
+    header = ("attention", "what", "exact", "dropout", "ragged", "head dimension", "source")
+    return _table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
+
+
+def runs(results: Path) -> str:
+    header = (
+        "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
+        "best baseline, %", "peak GPU memory", "wall time", "GPU",
+    )  # fmt: skip
+    found = [(file, _read(file)) for file in _files(results) if not file.name.endswith("-exactness.json")]
+    found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
+    return _table(header, (_run(*pair) for pair in found))
+
+
+def _run(file: Path, result: dict[str, Any]) -> Row:
+    recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
+    ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
+    baselines = result.get("baselines") or {}
+    best = max(baselines, key=baselines.__getitem__, default=None)
+    seconds = result.get("session_seconds")
+    if seconds is not None and seconds < result["train_seconds"]:
+        seconds = None  # the last session of a resumed run: the whole was not measured
+    return (
+        f"[{result['task']}](benchmarks/results/{file.name})",
+        result["attn"],
+        recipe,
+        str(result["seed"]),
+        result.get("protocol", ""),
+        _score(result.get("test")) or ended,
+        _score(result.get("fresh")),
+        "" if best is None else f"{100 * baselines[best]:.1f} ({best})",
+        _bytes(result["peak_gpu_bytes"]),
+        "" if seconds is None else f"{seconds / 60:.1f} min",
+        _gpus(result["environment"]["gpu"], result["world_size"]),
+    )
+
+
+def _changes(overrides: Iterable[str]) -> Iterable[str]:
+    """What a run changed of its recipe; of another run's weights the name, as paths mean nothing elsewhere."""
+    for text in overrides:
+        field, _, value = text.partition("=")
+        if field not in NOT_SHOWN:
+            yield f"init={Path(value).name}" if field == "init" else text
+
+
+def exactness(results: Path) -> str:
+    rows, notes = [], []
+    for file in _files(results):
+        if not file.name.endswith("-exactness.json"):
+            continue
+        result = _read(file)
+        link = f"[{file.stem.removesuffix('-exactness')}](benchmarks/results/{file.name})"
+        for dtype, entry in result["dtypes"].items():
+            worst = ("" if ratio is None else f"{ratio:.3g}" for ratio in entry["worst"].values())
+            rows.append((link, dtype, str(entry["cases"]), *worst, str(entry["failures"])))
+        notes.append(_covered(result))
+    table = _table(("kernel", "dtype", "cases", "out", "dq", "dk", "dv", "failed"), rows)
+    return "\n".join([table, *(f"\n{note}" for note in notes)])
+
+
+def _covered(result: dict[str, Any]) -> str:
+    cover, made_with = result["coverage"], result["environment"]
+    low, high = cover["length"]
+    assembler = f", ptxas {result['ptxas']}" if result["ptxas"] else ""
+    return (
+        f"{result['cases']} cases, {cover['dropout']} with dropout, {cover['packed']} packed, {cover['padded']} "
+        f"padded, {cover['causal']} causal, lengths {low} to {high:,}, head dimensions {cover['head_dim'][0]} to "
+        f"{cover['head_dim'][-1]}; {made_with['gpu']}, PyTorch {made_with['versions']['torch']}, Triton "
+        f"{made_with['versions']['triton']}{assembler}, {made_with['date'][:10]}."
+    )
+
+
+MADE: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (tasks, attentions, runs, exactness)}
+
+
+def make(text: str, results: Path = RESULTS) -> str:
+    """`text` with every block made anew; ValueError if a block is missing, unknown or there twice."""
+    names = [match[2] for match in BLOCK.finditer(text)]
+    if sorted(names) != sorted(MADE):
+        raise ValueError(f"README.md has the blocks {', '.join(names)}, not {', '.join(MADE)}")
+    return BLOCK.sub(lambda match: f"{match[1]}{MADE[match[2]](results)}\n{match[3]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make the tables of README.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if README.md is stale")
+    check = parser.parse_args(arguments).check
+    text = README.read_text(encoding="utf-8")
+    made = make(text)
+    if check and made != text:
+        print("README.md is stale: run python benchmarks/readme.py", file=sys.stderr)
+        return 1
+    if not check:
+        README.write_text(made, encoding="utf-8")
+    return 0
+
+
+def _files(results: Path) -> list[Path]:
+    return sorted(results.glob("[!.]*.json"))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
+    for entry in registry.catalogue().values():
+        yield entry.name, registry.facts.__dict__ | entry.facts, entry.summary.rstrip(".")
+
+
+def _table(header: Row, rows: Iterable[Row]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return ""
+    return f"{100 * score['accuracy']:.2f} ± {100 * score['plus_minus']:.2f} of {score['n']:,}"
+
+
+def _bytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e9:.2f} GB"
+
+
+def _gpus(name: str | None, count: int) -> str:
+    return "" if name is None else name if count == 1 else f"{count} × {name}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The tasks' data modules: which rows each split holds, what each rank and step sees of them, what a guess reaches."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lra
+from lra.data import listops, order
+from lra.data.split import Split
+from lra.errors import UsageError
+from lra.tasks import TASKS
+from lra.tasks.base import EvalBatches, Rank, TrainBatches
+from lra.training.data import prepare
+from lra.training.fit import build, configure
+from tests.fixtures import write_imdb, write_listops
+
+SHORT = ("recipe=demo", "task.train=300", "task.val=20", "task.test=100", "task.fresh=30", "task.max_length=32")
+CPU = torch.device("cpu")
+WHOLE: dict[str, Any] = {"max_length": 4096}
+
+
+def run_of(*args: str, attn: str = "flash") -> Any:
+    return configure([*args, f"attn={attn}"]).config
+
+
+def data_of(*args: str) -> Any:
+    """The prepared data module of these fields."""
+    run = run_of(*args)
+    data = TASKS.get(run.task.name).Data(run)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def texts(split: Split) -> list[str]:
+    return [split[i].tobytes().decode() for i in range(len(split))]
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+
+
+def reviews(what: str, count: int) -> dict[str, Any]:
+    """Different reviews of different lengths, the last one with more bytes than characters."""
+    return {
+        "text": [f"{what} {i} " + "so " * (i % 7) + "—" * (i == count - 1) for i in range(count)],
+        "label": [i % 3 % 2 for i in range(count)],
+    }
+
+
+TRAIN, TEST = reviews("train", 40), reviews("test", 20)
+
+
+@pytest.fixture
+def imdb(tmp_path):
+    return write_imdb(tmp_path / "mirror" / "imdb", train=TRAIN, test=TEST)
+
+
+# --- Text
+
+
+def test_heldout_validates_on_a_seeded_tenth_of_train(imdb):
+    parts = data_of("task=text", f"source={imdb}").parts
+    assert {name: len(split) for name, split in parts.items()} == {"train": 36, "val": 4, "test": 20}
+    train, val = texts(parts["train"]), texts(parts["val"])
+    assert sorted(train + val) == sorted(TRAIN["text"]) and not set(train) & set(val)
+    labels = dict(zip(TRAIN["text"], TRAIN["label"], strict=True))
+    for name in ("train", "val"):
+        assert parts[name].labels.tolist() == [labels[text] for text in texts(parts[name])]
+    assert texts(parts["test"]) == TEST["text"] and parts["test"].labels.tolist() == TEST["label"]
+
+
+def test_the_held_out_tenth_is_the_same_every_time(imdb):
+    first = texts(data_of("task=text", f"source={imdb}").parts["val"])
+    assert texts(data_of("task=text", f"source={imdb}", "seed=7", "batch.size=3").parts["val"]) == first
+    assert texts(data_of("task=text", f"source={imdb}", "task.data_seed=1").parts["val"]) != first
+
+
+def test_lra_protocol_validates_on_test(imdb):
+    parts = data_of("task=text", f"source={imdb}", "protocol=lra").parts
+    assert texts(parts["train"]) == TRAIN["text"]
+    assert texts(parts["val"]) == texts(parts["test"]) == TEST["text"]
+
+
+def test_max_length_keeps_the_start_of_a_longer_review(imdb):
+    whole = data_of("task=text", f"source={imdb}").parts["test"]
+    data = data_of("task=text", f"source={imdb}", "max_length=9")
+    assert texts(data.parts["test"]) == texts(whole)  # the store holds all of it: one store serves every length
+    data.trainer = trainer_of(data.run)
+    (batch,) = data.test_dataloader()[0]
+    for start, length, text in zip(batch.start.tolist(), batch.length.tolist(), TEST["text"], strict=True):
+        kept = text.encode()[:9]
+        assert length == len(kept) and bytes(batch.tokens[start : start + length].tolist()) == kept
+
+
+def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
+    other = write_imdb(tmp_path / "other", train=reviews("else", 40), test=TEST)
+    data_of("task=text", f"source={imdb}")
+    with pytest.raises(UsageError, match=f"text was prepared from {imdb}, not from {other}; run: ") as caught:
+        data_of("task=text", f"source={other}")
+    mend = str(caught.value).rpartition("run: lra data prepare ")[2].split()
+    assert mend == ["task=text", f"task.source={other}", "force=true"]
+
+    default = data_of("task=text")  # no source asked for: what there is, is IMDB
+    assert "train 0 " in texts(default.parts["train"]) + texts(default.parts["val"])
+    monkeypatch.chdir(tmp_path)
+    data_of("task=text", "source=mirror/imdb")  # the same folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data_of("task=text", "source=~/mirror/imdb")
+
+    assert "is ready in" in prepare(mend)
+    assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
+
+
+def test_text_has_the_majority_baseline(imdb):
+    data = data_of("task=text", f"source={imdb}", "protocol=lra")
+    assert data.baselines() == {"majority": TEST["label"].count(0) / 20}
+
+
+# --- ListOps
+
+
+def test_listops_has_the_sizes_asked_for_and_no_row_twice():
+    parts = data_of("task=listops", *SHORT).parts
+    assert {name: len(split) for name, split in parts.items()} == {"train": 300, "val": 20, "test": 100, "fresh": 30}
+    every = [split[i].tobytes() for split in parts.values() for i in range(len(split))]
+    assert len(set(every)) == 450 and max(map(len, every)) <= 32 and min(map(len, every)) >= 8
+
+
+def test_listops_baselines_are_what_counting_gives():
+    data = data_of("task=listops", *SHORT)
+    expressions = {
+        name: [(listops.decode(split[i]).split()[0], int(split.labels[i])) for i in range(len(split))]
+        for name, split in data.parts.items()
+    }
+
+    def commonest(labels: list[int]) -> int:
+        counts = Counter(labels)
+        return min(counts, key=lambda label: (-counts[label], label))
+
+    by_root = defaultdict(list)
+    for root, label in expressions["train"]:
+        by_root[root].append(label)
+    assert set(by_root) == {"[MAX", "[MED", "[MIN", "[SM"}
+    guess = {root: commonest(labels) for root, labels in by_root.items()}
+    majority = commonest([label for _, label in expressions["train"]])
+    test = expressions["test"]
+    assert data.baselines() == {
+        "majority": pytest.approx(sum(label == majority for _, label in test) / 100),
+        "root operator": pytest.approx(sum(guess[root] == label for root, label in test) / 100),
+    }
+
+
+def test_baselines_survive_an_operator_that_train_lacks():
+    data = data_of("task=listops", *SHORT)
+    train, test = (listops.tokenize(text) for text in ("[MAX 2 9 ]", "[SM 2 9 ]"))
+    parts = {"train": (train, 9), "test": (test, 1)}
+    data.parts = {k: Split.from_offsets(t, np.array([0, len(t)]), np.array([label])) for k, (t, label) in parts.items()}
+    assert data.baselines() == {"majority": 0.0, "root operator": 0.0}
+
+
+def test_the_official_files_are_prepared_and_fitted(tmp_path, monkeypatch):
+    sequences, labels = listops.generate(140, seed=3, min_length=8, max_length=32)
+    parts = {"train": slice(0, 100), "val": slice(100, 120), "test": slice(120, 140)}
+    folder = write_listops(tmp_path / "lra_release", **{k: (sequences[p], labels[p]) for k, p in parts.items()})
+    monkeypatch.chdir(tmp_path)
+    result = lra.fit(
+        "task=listops", "attn=flash", "recipe=demo", "source=lra_release", "task.fresh=30", "task.max_length=32",
+        "batch.size=8", "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu",
+    )  # fmt: skip
+    assert result["data"]["source"] == str(folder) and (result["test"]["n"], result["fresh"]["n"]) == (20, 30)
+    data = data_of("task=listops", *SHORT, f"source={folder}")
+    for name, part in parts.items():
+        split = data.parts[name]
+        assert split.labels.tolist() == labels[part].tolist()
+        assert all(np.array_equal(split[i], ids) for i, ids in enumerate(sequences[part]))
+
+
+# --- what every rank and step sees
+
+
+def numbered(count: int) -> Split:
+    """Sequence i is [i] and its label i % 10, so that a batch shows which rows it holds."""
+    return Split.from_offsets(np.arange(count, dtype=np.uint8), np.arange(count + 1), np.arange(count) % 10)
+
+
+def train_batches(rank: int, world: int, first: int = 0, **batch: int) -> TrainBatches:
+    fields = {"size": 12} | batch
+    run = run_of("task=listops", *SHORT, "trainer.steps=40", "seed=5", *(f"batch.{k}={v}" for k, v in fields.items()),
+                 "trainer.eval_every=40", "trainer.log_every=40")  # fmt: skip
+    return TrainBatches(numbered(50), run, Rank(rank, world, CPU), WHOLE, lambda: first)
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 12), (1, 5), (2, 6), (2, 4), (3, 1), (3, 9)])
+def test_micro_batches_and_ranks_partition_a_step_in_order(world, micro):
+    ranks = [train_batches(rank, world, micro=micro) for rank in range(world)]
+    assert all(len(batches) == 40 for batches in ranks)
+    for step, shares in enumerate(zip(*ranks, strict=True)):
+        parts = list(itertools.chain(*shares))
+        assert all(1 <= part.size <= min(micro, 12 // world) for part in parts)
+        assert all(len(share) == len(shares[0]) for share in shares)  # or some rank would wait for a gradient
+        rows = order.rows(5, step, 12, 50)
+        assert torch.cat([part.tokens for part in parts]).tolist() == rows.tolist()
+        assert torch.cat([part.label for part in parts]).tolist() == (rows % 10).tolist()
+        assert torch.cat([part.index for part in parts]).tolist() == list(range(12))
+
+
+def test_an_epoch_holds_every_row_once():
+    seen = torch.cat([batch.tokens for step in train_batches(0, 1, size=10) for batch in step]).tolist()
+    for epoch in range(8):
+        assert sorted(seen[50 * epoch : 50 * epoch + 50]) == list(range(50))
+
+
+@pytest.mark.parametrize("first", [0, 3, 4, 5, 39, 40])
+def test_starting_at_a_step_goes_on_with_the_same_batches(first):
+    unbroken = list(train_batches(1, 2, micro=4))[first:]
+    resumed = list(train_batches(1, 2, first, micro=4))
+    assert len(resumed) == len(unbroken) == 40 - first
+    for ours, theirs in zip(resumed, unbroken, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.tokens, b.tokens) and torch.equal(a.index, b.index) and torch.equal(a.label, b.label)
+
+
+@pytest.mark.parametrize(("count", "size"), [(20, 4), (19, 4), (3, 4), (2, 4)])
+def test_evaluation_over_three_ranks_covers_each_row_once(count, size):
+    ranks = [EvalBatches(numbered(count), size, Rank(rank, 3, CPU), WHOLE) for rank in range(3)]
+    batches = [list(rank) for rank in ranks]
+    assert [len(rank) for rank in ranks] == [len(some) for some in batches]
+    assert all(1 <= batch.size <= size for some in batches for batch in some)
+    seen = [token for some in batches for batch in some for token in batch.tokens.tolist()]
+    assert sorted(seen) == list(range(count))
+
+
+def trainer_of(run: Any, step: int = 0) -> Any:
+    """As much of a Trainer as the data module asks for."""
+    strategy = SimpleNamespace(root_device=CPU)
+    return SimpleNamespace(
+        global_step=step, global_rank=0, world_size=1, strategy=strategy, lightning_module=build(run)[1]
+    )
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_cls_pooling_puts_its_token_before_every_sequence(layout):
+    fields = ("task=listops", *SHORT, f"batch.layout={layout}", "batch.size=8", "batch.micro=3")
+    plain, cls = data_of(*fields), data_of(*fields, "model.pooling=cls")
+    plain.trainer, cls.trainer = trainer_of(plain.run), trainer_of(cls.run)
+    token = len(listops.VOCABULARY)  # the id after the last
+    pairs = [
+        *zip(next(iter(plain.train_dataloader())), next(iter(cls.train_dataloader())), strict=True),
+        *zip(plain.val_dataloader(), cls.val_dataloader(), strict=True),
+        *zip(plain.test_dataloader()[1], cls.test_dataloader()[1], strict=True),
+    ]
+    assert len(pairs) > 4
+    for without, batch in pairs:
+        assert torch.equal(batch.length, without.length + 1) and batch.max_length == without.max_length + 1
+        assert (batch.tokens[batch.start.long()] == token).all() and int((batch.tokens == token).sum()) == batch.size
+        for b, (start, length) in enumerate(zip(without.start.tolist(), without.length.tolist(), strict=True)):
+            first = int(batch.start[b]) + 1
+            assert torch.equal(batch.tokens[first : first + length], without.tokens[start : start + length])
+    scores = cls.trainer.lightning_module(pairs[0][1])
+    assert scores.shape == (3, 10) and scores.isfinite().all()
+
+
+def test_the_test_sets_come_in_the_order_of_their_names():
+    data = data_of("task=listops", *SHORT)
+    data.trainer = trainer_of(data.run)
+    sets = dict(zip(data.test_sets, data.test_dataloader(), strict=True))
+    for name, batches in sets.items():
+        labels = torch.cat([batch.label for batch in batches]).tolist()
+        assert labels == data.parts[name].labels.tolist() and len(labels) == {"test": 100, "fresh": 30}[name]
+
+
+def test_training_begins_at_the_trainers_step():
+    data = data_of("task=listops", *SHORT)
+    data.trainer = trainer_of(data.run, step=7)
+    (batch,) = next(iter(data.train_dataloader()))
+    rows = order.rows(0, 7, 64, 300)
+    assert batch.label.tolist() == data.parts["train"].labels[rows].tolist()
+
+
+DIGEST = """
+import sys
+from tests.tasks.test_data import digest
+print(*(digest(*arguments.split()) for arguments in sys.argv[1:]))
+"""
+
+
+def digest(*args: str) -> str:
+    """Identity of a training batch, prepared from scratch."""
+    data = data_of(*args)
+    data.trainer = trainer_of(data.run)
+    parts = hashlib.sha256(data.store.vocabulary_hash.encode())
+    for batch in next(iter(data.train_dataloader())):
+        for field in (batch.tokens, batch.start, batch.length, batch.label):
+            parts.update(field.numpy().tobytes())
+    return parts.hexdigest()
+
+
+def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
+    root = str(Path(lra.__file__).parents[1])
+    asked = [" ".join(("task=listops", *SHORT)), f"task=text source={imdb}"]
+    running = []
+    for seed in ("1", "2"):
+        changes = {"PYTHONHASHSEED": seed, "PYTHONPATH": root, "LRA_DATA": str(tmp_path / seed), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", DIGEST, *asked]
+        running.append(subprocess.Popen(command, env=os.environ | changes, stdout=subprocess.PIPE, text=True))
+    one, two = (process.communicate(timeout=120)[0].split() for process in running)
+    assert one == two and len(set(one)) == 2 and all(len(part) == 64 for part in one)

@@ -1,0 +1,357 @@
+"""The command line as its users meet it: what it prints, and one line for everything they can mend."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from lra import cli
+from lra.data.writer import Writer
+from lra.training.step import Step
+
+ROOT = Path(__file__).parent.parent
+DATA = ("task=listops", "recipe=demo", "task.train=50", "task.val=10", "task.test=10", "task.fresh=10")
+SHORT = ("trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu", "batch.size=4")
+RUN = (*DATA, *SHORT, "attn=flash")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The cells of the printed tables, headers left out."""
+        lines = (line for line in self.out.splitlines() if line.startswith("│"))
+        return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def lra(*arguments: str) -> Done:
+    """`lra …` in this process, with a wide terminal."""
+    out, err = io.StringIO(), io.StringIO()
+    cli.console.width = 1000
+    with (
+        mock.patch.object(sys, "argv", ["lra", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+        sys.exit(0)
+    return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def process(*arguments: str, **changes: str) -> Done:
+    """`python -m lra …` in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
+    command = [sys.executable, "-m", "lra", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def refused(done: Done, message: str = "") -> str:
+    """The one line of a refusal."""
+    assert done.code == 2, done
+    assert done.err.startswith("lra: ") and done.err.count("\n") == 1 and done.err.endswith("\n"), done.err
+    assert re.search(message, done.err), done.err
+    return done.err
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The empty folder that each test runs in, with an empty data folder elsewhere."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What a finished run printed, and its directory: not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("LRA_DATA", str(folder / "data"))
+        done = lra("fit", *RUN, "name=done")
+        return done, folder / "checkpoints/runs/listops/flash/done-s0"
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A prepared store, to be damaged."""
+    assert lra("data", "prepare", *DATA).code == 0
+    (path,) = (path for path in (tmp_path / "data").iterdir() if path.is_dir())
+    return path
+
+
+def test_tasks_are_listed():
+    done = lra("ls", "tasks")
+    assert done.code == 0 and not done.err
+    rows = {row[0]: row[1:] for row in done.rows}
+    assert rows["listops"][:4] == ["1", "10", "1999", "yes"] and rows["listops"][4].startswith("ListOps: ")
+    assert rows["text"][:4] == ["1", "2", "4096", "yes"]
+
+
+def test_attentions_are_listed():
+    rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
+    assert rows["flash"][:5] == ["yes", "yes", "yes", "16-128", "yes"] and "FlashAttention" in rows["flash"][5]
+    assert rows["standard"][2] == "no"
+
+
+def test_recipes_are_listed():
+    rows = {row[0]: row[1:] for row in lra("ls", "recipes").rows}
+    assert rows["demo"] == ["listops", "minutes on two CPU cores, with short expressions"]
+    assert {"listops", "text"} <= set(rows["xiong2021"][0].split()) and "tay2021" in rows
+
+
+def test_the_configuration_is_shown_with_its_origins():
+    done = lra("config", "show", *RUN, "model.d_ff=9", "model.attn_dropout=0.1")
+    rows = {field: (value, origin) for field, value, origin in done.rows}
+    assert rows["model.d_ff"] == ("9", "command line")
+    assert rows["model.d_model"] == ("64", "recipe/demo.yaml")
+    assert rows["batch.eval"] == ("250", "recipe/demo.yaml listops")
+    assert rows["task.data_seed"] == ("0", "default")
+    assert rows["recipe"] == ("demo", "command line")
+    assert rows["model.attn_dropout"] == ("0.1 (the kernels drop 0.1016)", "command line")
+    assert rows["optim.betas"][0] == "[0.9, 0.98]"
+
+
+def test_the_default_recipe_is_the_tasks():
+    rows = {field: (value, origin) for field, value, origin in lra("config", "show", "task=text", "attn=flash").rows}
+    assert rows["recipe"] == ("xiong2021", "task/text.yaml")
+
+
+def test_data_is_prepared_verified_and_described(here, tmp_path):
+    first, again = lra("data", "prepare", *DATA), lra("data", "prepare", *DATA)
+    assert first == again and first.code == 0
+    assert re.fullmatch(rf"listops is ready in {tmp_path}/data/listops@1-[0-9a-f]{{8}}\n", first.out)
+    assert lra("data", "verify", *DATA).out.endswith(": every file is as the manifest says\n")
+    rows = dict(lra("data", "info", *DATA).rows)
+    assert rows["params train"] == "50" and rows["source"] == "generated" and "'count': 50" in rows["splits train"]
+    assert re.fullmatch("[0-9a-f]{64}", rows["vocabulary_hash"])
+    date = rows["date"]
+    with mock.patch.object(Writer, "finish", lambda _: pytest.fail("built again")):
+        assert dict(lra("data", "info", *DATA).rows)["date"] == date
+        assert lra("data", "prepare", *DATA, "force=false").code == 0
+    with mock.patch.object(Writer, "finish", autospec=True, side_effect=Writer.finish) as built:
+        assert lra("data", "prepare", *DATA, "force=true").code == 0
+    assert built.call_count == 1 and not list(here.iterdir())
+
+
+def test_fit_ends_with_the_scores_and_where_its_files_lie(trained):
+    done, directory = trained
+    result = json.loads((directory / "result.json").read_text())
+    assert done.code == 0 and not done.err
+    rows = {row[0]: row[1:] for row in done.rows}
+    assert list(rows) == ["test", "fresh", "baseline: majority", "baseline: root operator"]
+    assert rows["test"][0] == f"{100 * result['test']['accuracy']:.2f}%" and rows["fresh"][2] == "10"
+    *_, summary, checkpoint, curves, config = done.out.splitlines()
+    accuracy, majority = result["test"]["accuracy"], result["baselines"]["majority"]
+    assert summary == f"test accuracy {100 * accuracy:.1f}%, the majority class {100 * majority:.1f}%"
+    for line, what, name in (
+        (checkpoint, "checkpoint", "best.ckpt"),
+        (curves, "curves", "metrics.csv"),
+        (config, "config", "config.yaml"),
+    ):
+        assert line.split() == [what, f"checkpoints/runs/listops/flash/done-s0/{name}"]
+        assert (directory / name).is_file()
+
+
+def test_the_same_command_prints_the_same_result(trained, monkeypatch):
+    first, directory = trained
+    monkeypatch.chdir(directory.parents[4])
+    with mock.patch.object(Step, "__call__", lambda *_: pytest.fail("trained again")):
+        again = lra("fit", *RUN, "name=done")
+    assert again.code == 0 and len(again.out.splitlines()) > 5 and first.out.endswith(again.out)
+
+
+def test_brackets_in_a_name_are_no_markup():
+    done = lra("fit", *RUN, "name=[red]x[/b]")
+    assert done.code == 0 and done.out.count("checkpoints/runs/listops/flash/[red]x[/b]-s0") == 4
+
+
+def test_a_checkpoint_is_scored(trained, here):
+    first, directory = trained
+    for init in (directory, directory / "best.ckpt", directory / "model.safetensors"):
+        done = lra("test", f"init={init}")
+        assert done.code == 0 and done.rows == first.rows
+    assert not list(here.iterdir())
+
+
+def test_a_finished_run_may_be_read_by_others(trained):
+    """A file that only its owner can read helps nobody who shares the folder."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in trained[1].iterdir() if path.is_file()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_doctor_answers():
+    done = lra("doctor")
+    assert done.code == 0 and not done.err and "Python" in done.out and str(Path.cwd().parent / "data") in done.out
+
+
+@pytest.mark.parametrize("arguments", [["fits"], ["ls", "task"], ["fit", "--resume"], []])
+def test_what_typer_refuses_exits_with_2_too(arguments):
+    done = lra(*arguments)
+    assert done.code == 2 and "Traceback" not in done.out + done.err
+
+
+FIT = ["fit", *RUN]
+REFUSED = {
+    # what is asked for does not exist, or is not written so
+    "fit": "task= and attn= missing: task= is one of listops, text",
+    "fit task=listop attn=flash": "unknown task 'listop': did you mean 'listops'",
+    "fit task=listops attn=flas": "unknown attention 'flas': did you mean 'flash'",
+    "fit task=listops attn=flash recipe=dem": "unknown recipe 'dem': did you mean 'demo'",
+    "fit task=text attn=flash recipe=demo": "recipe 'demo' has no section for task 'text'",
+    "fit task=listops attn=flash model.dmodel=3": "unknown field 'model.dmodel': did you mean 'model.d_model'",
+    "fit task=listops attn=flash task.protocol=lra": "unknown field 'task.protocol'",
+    "fit task=listops attn=flash resume": "'resume' is not of the form field=value",
+    "fit task=listops attn=flash [/b]": r"'\[/b\]' is not of the form field=value",
+    "fit task=listops attn=flash optim.lr=": "'optim.lr=' is not of the form field=value",
+    "fit task=listops attn=flash seed=1 seed=1": "seed= is given twice",
+    "fit task=listops attn=flash train=5 task.train=6": "task.train= is given twice",
+    "fit task=listops attn=flash batch.size=many": "batch.size=many",
+    "config show task=listops attn=flash model.pooling=sum": "model.pooling=sum",
+    # values that can't be
+    "fit task=listops attn=flash seed=-1": "seed=-1 is negative",
+    "fit task=text attn=flash task.data_seed=-1": "task.data_seed not negative",
+    "fit task=listops attn=flash task.train=0": "task.train, .* must be at least 1",
+    "fit task=listops attn=flash model.heads=3": "model.d_model=64 is not a multiple of model.heads=3",
+    "fit task=listops attn=flash model.attn_dropout=0.999": "model.attn_dropout=0.999 .* use at most 0.998",
+    "config show task=listops attn=flash model.attn_dropout=0.999": "use at most 0.998",
+    "fit task=listops attn=flash trainer.eval_every=10000": "no validation",
+    f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
+    "fit task=listops attn=flash model.heads=8": "attn=flash supports head dimensions 16 to 128, not 8",
+    "fit task=listops attn=flash model.axes=2": "model.axes=2 needs an image task",
+    # what is said before any data is prepared
+    "fit task=listops attn=flash resume=true": "resume=true, but checkpoints/runs/.* has no last.ckpt",
+    "fit task=listops attn=flash resume=yes": "resume=yes: no such checkpoint; resume is false, true, auto",
+    "fit task=listops attn=flash init=nowhere": "no checkpoint at nowhere",
+    "fit task=listops attn=flash init=[/b]": r"no checkpoint at \[/b\]",
+    "fit task=listops attn=flash trainer.accelerator=gpu": "PyTorch finds no GPU: lra doctor says",
+    "fit task=listops attn=flash trainer.devices=2 batch.size=5": "batch.size=5 is not a multiple of the 2 devices",
+    "fit task=listops attn=flash attn.impl=triton": "attn.impl='triton' needs CUDA tensors, got cpu: use impl='sdpa'",
+    # test
+    "test": "lra test needs one init=",
+    "test task=listops": "lra test needs one init=",
+    "test init=a init=b": "lra test needs one init=",
+    "test init=nowhere": "no checkpoint at nowhere",
+    # data
+    "data prepare": "task= missing: task= is one of",
+    "data prepare task=listops model.d_model=3": "model.d_model=3 has no meaning for data",
+    "data prepare task=listops seed=3": "seed=3 has no meaning for data",
+    "data prepare task=listops attn=flash": "attn=flash has no meaning for data",
+    "data prepare task=listops force=yes": "force=yes: force is true or false",
+    "data prepare task=listops force": "'force' is not of the form field=value",
+    "data prepare task=listops source=/nowhere": "/nowhere/basic_train.tsv: No such file",
+    "data prepare task=text source=/nowhere": "cannot load IMDB from /nowhere",
+    "data info task=listops": "listops is not prepared: .*; run: lra data prepare task=listops$",
+    "data verify task=text": "text is not prepared: .*; run: lra data prepare task=text$",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED, ids=lambda command: command[:60])
+def test_bad_input_is_one_line_and_leaves_nothing(command, here, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("lra.kernels.flash.api._interpreted", lambda: False)  # which the tests may be
+    monkeypatch.setattr(Writer, "add", lambda *_: pytest.fail("prepared data before refusing"))
+    refused(lra(*command.split()), REFUSED[command])
+    assert not list(here.iterdir())
+
+
+def test_the_command_that_mends_is_the_one_for_this_store(here):
+    """The recipe, too, changes what a task's data is: the plain command would prepare another store."""
+    error = refused(lra("data", "info", *DATA), "is not prepared")
+    command = error.strip().rpartition("run: lra ")[2].split()
+    assert lra(*command).code == 0 and lra("data", "info", *DATA).code == 0
+
+
+def test_no_data_and_no_network(here, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    hub = {"HOME": str(home), "HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = process("fit", "task=text", "attn=flash", "trainer.accelerator=cpu", **hub)
+    refused(done, "cannot load IMDB from stanfordnlp/imdb .*lra data prepare task=text source=<folder")
+    assert not list(here.iterdir())
+
+
+def test_a_flipped_byte_is_found_by_verify(store, here):
+    file = store / "train.tokens.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    error = refused(lra("data", "verify", *DATA), f"{file} is corrupt")
+    assert lra(*error.strip().rpartition("run: lra ")[2].split()).code == 0  # prepares it anew
+    assert lra("data", "verify", *DATA).code == 0 and not list(here.iterdir())
+
+
+def test_a_truncated_file_is_refused_by_every_verb(store, here, trained):
+    file = store / "test.labels.npy"
+    os.truncate(file, file.stat().st_size - 1)
+    message = f"{file} has 207 bytes instead of 208; run: lra data prepare task=listops .*force=true"
+    for verb in (["data", "verify", *DATA], ["data", "info", *DATA], ["data", "prepare", *DATA], FIT):
+        refused(lra(*verb), message)
+    refused(lra("test", f"init={trained[1]}"), message)
+    refused(process(*FIT), message)  # no warning of a library above it
+    assert not list(here.iterdir())
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(trained, here, tmp_path):
+    checkpoint = torch.load(trained[1] / "best.ckpt", weights_only=True)
+    checkpoint["lra"] |= {"vocabulary": "0" * 64, "task": "text@1"}
+    torch.save(checkpoint, tmp_path / "text.ckpt")
+    message = "trained on the vocabulary of text@1, not of listops@1: choose a checkpoint of this task"
+    for use in ("init", "resume"):
+        refused(lra(*FIT, f"{use}={tmp_path / 'text.ckpt'}"), message)
+    refused(lra("test", f"init={tmp_path / 'text.ckpt'}"), message)
+    refused(lra("test", f"init={trained[1]}", "task=text"), "vocabulary of listops@1, not of text@1")
+    assert not list(here.iterdir())
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(trained, here, tmp_path):
+    for use in ("init", "resume"):
+        path = trained[1] / "last.ckpt"
+        refused(lra(*FIT, "model.d_ff=64", f"{use}={path}"), rf"{path} does not fit this model: .*\[128\] here \[64\]")
+    refused(lra(*FIT, f"resume={trained[1]}"), "no such checkpoint; resume is")
+    refused(lra(*FIT, f"resume={trained[1] / 'model.safetensors'}"), "no such checkpoint; resume is .* or a .ckpt file")
+    refused(lra(*FIT, f"resume={trained[1] / 'last.ckpt'}"), "has 4 steps behind it: raise trainer.steps")
+    (tmp_path / "broken.ckpt").write_bytes((trained[1] / "last.ckpt").read_bytes()[:5000])
+    for use in ("init", "resume"):
+        refused(lra(*FIT, f"{use}={tmp_path / 'broken.ckpt'}"), "broken.ckpt can't be read as a checkpoint")
+    assert not list(here.iterdir())
+
+
+def test_an_unwritable_folder_is_one_line(here):
+    (here / "checkpoints").write_text("a file where the folder would be")
+    refused(lra(*FIT), r"cannot write to checkpoints/runs/.* \(Not a directory\): start in another folder")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(here):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch("lra.training.checkpoints.save_weights", full):
+        refused(lra(*FIT, "name=full"), "no space left for checkpoints/runs/listops/flash/full-s0: .*resume=auto")
+    result = json.loads((here / "checkpoints/runs/listops/flash/full-s0/result.json").read_text())
+    assert result["status"] == "failed"
+    assert lra(*FIT, "name=full", "resume=auto").code == 0
+
+
+def test_a_pipe_cuts_nothing(store):
+    done = process("data", "info", *DATA)
+    assert done.code == 0 and not done.err and re.search(r" vocabulary_hash +│ [0-9a-f]{64} ", done.out)

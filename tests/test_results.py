@@ -1,0 +1,174 @@
+"""README.md and docs say what is so: their tables are the measurements', their commands parse, their code runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer.core
+import typer.main
+
+ROOT = Path(__file__).parent.parent
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = DOCUMENTS[0].read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """`script("readme")` imports benchmarks/readme.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+@pytest.fixture
+def run_here(tmp_path):
+    """Runs Python in an empty folder, on the CPU, with the checkout's `lra`; returns the finished process."""
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        command = (sys.executable, *map(str, command))
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_readme_is_what_the_results_make_it(run_here):
+    done = run_here(ROOT / "benchmarks" / "readme.py", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_a_result_says_where_it_comes_from(file):
+    result = json.loads(file.read_text(encoding="utf-8"))
+    made_with = result["environment"]
+    assert made_with["command"] and made_with["date"] and made_with["versions"]["torch"]
+    assert "gpu" in made_with  # null on a CPU
+    if "attn" in result:  # of a run
+        task, name = result["task"].partition("@")[0], result["config"]["name"] or result["recipe"]
+        assert file.stem == f"{task}-{result['attn']}-{name}-s{result['seed']}"
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_of_the_readme_runs(number, run_here):
+    done = run_here("-c", PYTHON[number])
+    assert done.returncode == 0, done.stderr
+
+
+def commands() -> list[str]:
+    """The arguments of every `lra …` in README's shell blocks and inline code."""
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
+    found = (re.match(r"(?:torchrun .*-m )?lra (.+)", text) for text in [*lines, *inline])
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_readme_parse(command):
+    from lra.cli import app
+    from lra.training.fit import configure
+
+    verb = typer.main.get_command(app)
+    arguments, path = shlex.split(command, comments=True), []
+    while isinstance(verb, typer.core.TyperGroup):
+        assert arguments and arguments[0] in verb.commands, f"lra {command}"
+        path.append(arguments.pop(0))
+        verb = verb.commands[path[-1]]
+    fields = verb.make_context(path[-1], arguments).params.get("fields") or []
+    if path == ["test"]:
+        assert sum(field.startswith("init=") for field in fields) == 1
+    elif fields:
+        configure([*fields, "attn=standard"] if path[0] == "data" else fields)
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)
+    assert named and set(named) <= set(targets)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+def test_relative_links_resolve(document):
+    links = re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if ":" not in link and not (document.parent / link.partition("#")[0]).exists()]
+    assert not missing
+
+
+def test_imports_go_down_the_layers_of_the_picture():
+    layers = ("cli",), ("training", "doctor"), ("tasks",), ("data", "models"), ("kernels", "config")
+    level = {name: depth for depth, names in enumerate((*layers, ("batch", "errors", "environment"))) for name in names}
+    for file in (ROOT / "lra").rglob("*.py"):
+        own = file.relative_to(ROOT / "lra").parts[0].removesuffix(".py")
+        if own in ("__init__", "__main__"):  # above all
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] != "lra":
+                continue
+            parts = str(node.module).split(".")
+            for name in parts[1:2] or [alias.name for alias in node.names]:
+                assert name == own or level[name] > level[own], f"{file} imports lra.{name}"
+
+
+def test_tables_show_every_result(script, tmp_path):
+    """A run that ended badly keeps its row; what was not measured is an empty cell."""
+    readme = script("readme")
+    made_with = {"gpu": "GPU", "date": "2026-01-02T03:04:05Z", "versions": {"torch": "2.0", "triton": "3.0"}}
+    base = {
+        "task": "listops@1", "attn": "flash", "recipe": "xiong2021", "overrides": ["optim.lr=0.1", "task.source=/here"],
+        "seed": 0, "train_seconds": 60.0, "session_seconds": 90.0, "peak_gpu_bytes": None, "world_size": 1,
+        "environment": made_with,
+    }  # fmt: skip
+    scores = {
+        "protocol": "heldout", "test": {"accuracy": 0.375, "plus_minus": 0.0212, "n": 2000},
+        "baselines": {"majority": 0.171, "root operator": 0.363},
+    }  # fmt: skip
+    results = {
+        "a": base | scores | {"status": "finished"},
+        "b": base | {"status": "oom", "seed": 1, "peak_gpu_bytes": 2 * 10**9, "world_size": 4},
+        "c": base | {"status": "failed", "seed": 2, "session_seconds": 30.0},
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.runs(tmp_path).splitlines()[2:]]
+    recipe = "xiong2021 `optim.lr=0.1`"
+    assert [row[1:] for row in rows] == [
+        ["flash", recipe, "0", "heldout", "37.50 ± 2.12 of 2,000", "", "36.3 (root operator)", "", "1.5 min", "GPU"],
+        ["flash", recipe, "1", "", "OOM", "", "", "2.00 GB", "1.5 min", "4 × GPU"],
+        ["flash", recipe, "2", "", "failed", "", "", "", "", "GPU"],
+    ]
+    assert len(readme.runs(tmp_path / "nothing").splitlines()) == 2
+
+
+def test_exactness_leaves_no_case_out(script, tmp_path):
+    from lra.kernels.testing import Case
+
+    readme, exactness = script("readme"), script("exactness")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case((20, 0), dtype=torch.float16, head_dim=16, dropout=0.1)
+    outcomes = [exactness.measure(number, one, device) for number, one in enumerate([case, Case((9,), head_dim=200)])]
+    result = {"environment": {"gpu": "GPU", "date": "2026-01-02", "versions": {"torch": "2", "triton": "3"}}}
+    result |= {"ptxas": None} | exactness.summarise(outcomes)
+    assert [failure["number"] for failure in result["failures"]] == [1]
+    assert "head dimensions up to 128" in result["failures"][0]["error"]
+    assert all(0 < result["ratios"][name][0] <= 1 and result["ratios"][name][1] is None for name in result["ratios"])
+    assert result["dtypes"]["float32"]["worst"]["out"] is None
+
+    exactness.write(result, tmp_path / "flash-exactness.json")
+    table = readme.exactness(tmp_path)
+    assert table.count("\n| [flash]") == 2
+    assert "2 cases, 1 with dropout, 2 packed, 0 padded, 0 causal, lengths 0 to 20" in table
+
+
+def test_exactness_needs_a_gpu(run_here):
+    done = run_here(ROOT / "benchmarks" / "exactness.py", "--out", "none.json")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
