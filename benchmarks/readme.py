@@ -57,7 +57,7 @@ def attentions(_: Path) -> str:
 def runs(results: Path) -> str:
     header = (
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
-        "best baseline, %", "peak GPU memory", "wall time", "GPU",
+        "peak GPU memory", "wall time", "GPU",
     )  # fmt: skip
     found = [(file, _read(file)) for file in _files(results) if not file.name.endswith("-exactness.json")]
     found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
@@ -67,8 +67,6 @@ def runs(results: Path) -> str:
 def _run(file: Path, result: dict[str, Any]) -> Row:
     recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
     ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    baselines = result.get("baselines") or {}
-    best = max(baselines, key=baselines.__getitem__, default=None)
     seconds = result.get("session_seconds")
     if seconds is not None and seconds < result["train_seconds"]:
         seconds = None  # the last session of a resumed run: the whole was not measured
@@ -77,10 +75,9 @@ def _run(file: Path, result: dict[str, Any]) -> Row:
         result["attn"],
         recipe,
         str(result["seed"]),
-        result.get("protocol", ""),
+        result.get("protocol") or "",
         _score(result.get("test")) or ended,
         _score(result.get("fresh")),
-        "" if best is None else f"{100 * baselines[best]:.1f} ({best})",
         _bytes(result["peak_gpu_bytes"]),
         "" if seconds is None else f"{seconds / 60:.1f} min",
         _gpus(result["environment"]["gpu"], result["world_size"]),
@@ -103,7 +100,7 @@ def exactness(results: Path) -> str:
         result = _read(file)
         link = f"[{file.stem.removesuffix('-exactness')}](benchmarks/results/{file.name})"
         for dtype, entry in result["dtypes"].items():
-            worst = ("" if ratio is None else f"{ratio:.3g}" for ratio in entry["worst"].values())
+            worst = ("" if ratio is None else f"{ratio:.3f}" for ratio in entry["worst"].values())
             rows.append((link, dtype, str(entry["cases"]), *worst, str(entry["failures"])))
         notes.append(_covered(result))
     table = _table(("kernel", "dtype", "cases", "out", "dq", "dk", "dv", "failed"), rows)
@@ -168,7 +165,9 @@ def _table(header: Row, rows: Iterable[Row]) -> str:
 def _score(score: dict[str, Any] | None) -> str:
     if score is None:
         return ""
-    return f"{100 * score['accuracy']:.2f} ± {100 * score['plus_minus']:.2f} of {score['n']:,}"
+    best = max(score["baselines"], key=score["baselines"].__getitem__)
+    reached = f"{100 * score['accuracy']:.2f} ± {100 * score['plus_minus']:.2f} of {score['n']:,}"
+    return f"{reached}; {best} {100 * score['baselines'][best]:.2f}"
 
 
 def _bytes(count: int | None) -> str:

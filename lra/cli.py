@@ -160,17 +160,19 @@ def _cell(value: Any) -> str:
 
 
 def _print_scores(result: dict[str, Any]) -> None:
-    table = Table("test set", "accuracy", "95% bound", "sequences")
+    baselines = result["test"]["baselines"]
+    table = Table("test set", "accuracy", "95% bound", "sequences", *(f"baseline: {name}" for name in baselines))
     for name, score in result.items():
         if isinstance(score, dict) and "plus_minus" in score:
-            table.add_row(
-                name, f"{100 * score['accuracy']:.2f}%", f"± {100 * score['plus_minus']:.2f}", f"{score['n']:,}"
-            )
-    for name, accuracy in result["baselines"].items():
-        table.add_row(f"baseline: {name}", f"{100 * accuracy:.2f}%", "", "", style="dim")
+            bound, beside = f"± {100 * score['plus_minus']:.2f}", map(_percent, score["baselines"].values())
+            table.add_row(name, _percent(score["accuracy"]), bound, f"{score['n']:,}", *beside)
     console.print(table)
-    reached, majority = result["test"]["accuracy"], result["baselines"]["majority"]
-    console.print(f"test accuracy {100 * reached:.1f}%, the majority class {100 * majority:.1f}%")
+    reached = _percent(result["test"]["accuracy"])
+    console.print(f"test accuracy {reached}, the majority class {_percent(baselines['majority'])}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
 
 
 def main() -> None:

@@ -129,8 +129,11 @@ def test_tables_show_every_result(script, tmp_path):
         "environment": made_with,
     }  # fmt: skip
     scores = {
-        "protocol": "heldout", "test": {"accuracy": 0.375, "plus_minus": 0.0212, "n": 2000},
-        "baselines": {"majority": 0.171, "root operator": 0.363},
+        "protocol": "heldout",
+        "test": {
+            "accuracy": 0.375, "plus_minus": 0.0212, "n": 2000,
+            "baselines": {"majority": 0.171, "root operator": 0.363},
+        },
     }  # fmt: skip
     results = {
         "a": base | scores | {"status": "finished"},
@@ -142,9 +145,9 @@ def test_tables_show_every_result(script, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.runs(tmp_path).splitlines()[2:]]
     recipe = "xiong2021 `optim.lr=0.1`"
     assert [row[1:] for row in rows] == [
-        ["flash", recipe, "0", "heldout", "37.50 ± 2.12 of 2,000", "", "36.3 (root operator)", "", "1.5 min", "GPU"],
-        ["flash", recipe, "1", "", "OOM", "", "", "2.00 GB", "1.5 min", "4 × GPU"],
-        ["flash", recipe, "2", "", "failed", "", "", "", "", "GPU"],
+        ["flash", recipe, "0", "heldout", "37.50 ± 2.12 of 2,000; root operator 36.30", "", "", "1.5 min", "GPU"],
+        ["flash", recipe, "1", "", "OOM", "", "2.00 GB", "1.5 min", "4 × GPU"],
+        ["flash", recipe, "2", "", "failed", "", "", "", "GPU"],
     ]
     assert len(readme.runs(tmp_path / "nothing").splitlines()) == 2
 

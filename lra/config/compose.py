@@ -74,7 +74,9 @@ def compose(schema: type, registries: Mapping[str, Registry], args: Sequence[str
 
 def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Sequence[str] = ()) -> Any:
     """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top."""
-    selected, overrides = _split(args, tuple(registries))
+    selected, overrides = _split(args, (*registries, "recipe"))
+    if "recipe" in selected:
+        raise UsageError("recipe= chooses fields of a new run: the saved one has its own, give those to change")
     kept = dict(saved)
     for name in registries:
         before: str = saved[name]["name"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from lra.errors import UsageError
@@ -127,5 +128,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
+        if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
+            raise UsageError(f"name={self.name} is not the name of a folder: leave out slashes")
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")

@@ -109,13 +109,13 @@ class TaskData(pl.LightningDataModule):
         """`train`, `val` and the test sets, by the protocol."""
         return {name: store.split(name) for name in store.splits}
 
-    def baselines(self) -> dict[str, float]:
-        """Test accuracy of predictors that compute nothing; the majority class of train is one for every task."""
-        return {"majority": self.accuracy_of(lambda split: np.zeros(len(split), np.int64))}
+    def baselines(self, name: str) -> dict[str, float]:
+        """Accuracy on a test set of predictors that compute nothing; every task has train's majority class."""
+        return {"majority": self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)}
 
-    def accuracy_of(self, feature: Callable[[Split], np.ndarray]) -> float:
-        """Test accuracy of the best rule that sees one integer feature: per value, its commonest label in train."""
-        train, test = self.parts["train"], self.parts["test"]
+    def accuracy_of(self, feature: Callable[[Split], np.ndarray], name: str) -> float:
+        """Accuracy on a test set of the best rule that sees one integer: its value's commonest label in train."""
+        train, test = self.parts["train"], self.parts[name]
         seen, asked = feature(train), feature(test)
         counts = np.zeros((int(max(seen.max(), asked.max())) + 1, int(train.labels.max()) + 1))
         np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)

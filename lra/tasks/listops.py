@@ -41,8 +41,8 @@ class ListOpsData(TaskData):
             listops.build_from_tsv(writer, c.source, max_length=c.max_length)
             writer.add("fresh", *listops.generate(c.fresh, seed=c.data_seed, **limits))
 
-    def baselines(self) -> dict[str, float]:
-        return super().baselines() | {"root operator": self.accuracy_of(root_operator)}
+    def baselines(self, name: str) -> dict[str, float]:
+        return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}
 
 
 def root_operator(split: Split) -> np.ndarray:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        path = Path(path)
+        aside = path.with_name(f".{path.name}.partial")
+        with aside.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-import math
 import os
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra import environment
 from lra.config.compose import Composed, compose, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, disk_full
@@ -28,7 +26,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
-from lra.training import checkpoints
+from lra.training import checkpoints, result
 from lra.training.callbacks import Clock, Narrator, console
 from lra.training.curves import Curves
 from lra.training.run import RunDirectory
@@ -58,7 +56,8 @@ def fit(*args: str) -> dict[str, Any]:
     composed = configure(args)
     run: RunConfig = composed.config
     directory = RunDirectory(composed)
-    if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]; the other ranks arrive in the directory that rank 0 opened
+    # the other ranks arrive in the directory that rank 0 opened
+    if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]
         directory.check()
     if directory.finished:
         return directory.result() or {}
@@ -84,10 +83,16 @@ def fit(*args: str) -> dict[str, Any]:
         directory.open()
 
     def facts() -> dict[str, Any]:
-        return _facts(composed, module, trainer, clock) | {"session_seconds": round(time.perf_counter() - started, 1)}
+        spent = {"session_seconds": round(time.perf_counter() - started, 1)}
+        return result.facts(composed, module, trainer, clock) | spent
 
-    try:
-        what = (attention, f"{_count(module):,} parameters", f"batch {_batch(run, trainer)}", run.trainer.precision)
+    with _recorded(directory, run, trainer, facts):
+        what = (
+            attention,
+            f"{result.count(module):,} parameters",
+            f"batch {_batch(run, trainer)}",
+            run.trainer.precision,
+        )
         _say(f"{directory.path}: {', '.join(what)}, {_device(trainer)}")
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
@@ -97,8 +102,17 @@ def fit(*args: str) -> dict[str, Any]:
         if not trainer.is_global_zero:
             return {}
         checkpoints.save_weights(module, directory.weights)
-        outcome = _scores(module, data, trainer) | {"session_seconds": facts()["session_seconds"]}
-        return directory.finish("finished", trained | outcome)
+        scores = result.scores(module, data, trainer) | {"session_seconds": facts()["session_seconds"]}
+        return directory.finish("finished", trained | scores)
+
+
+@contextmanager
+def _recorded(
+    directory: RunDirectory, run: RunConfig, trainer: pl.Trainer, facts: Callable[[], dict[str, Any]]
+) -> Iterator[None]:
+    """Leaves a result.json also when the run inside fails; what the user can mend becomes a UsageError."""
+    try:
+        yield
     except torch.cuda.OutOfMemoryError:
         advice = _smaller(run, trainer)
         if trainer.is_global_zero:
@@ -106,7 +120,7 @@ def fit(*args: str) -> dict[str, Any]:
         raise UsageError(advice) from None
     except Exception as error:
         full = disk_full(error)
-        with contextlib.suppress(OSError) if full else contextlib.nullcontext():  # no room for this either, perhaps
+        with suppress(OSError) if full else nullcontext():  # no room for this either, perhaps
             if trainer.is_global_zero:
                 directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
         if full:
@@ -133,7 +147,7 @@ def test(*args: str) -> dict[str, Any]:
     _attention(module, trainer)
     data.prepare_data()
     trainer.test(module, datamodule=data, verbose=False)
-    return {"checkpoint": path} | _scores(module, data, trainer)
+    return {"checkpoint": path} | result.scores(module, data, trainer)
 
 
 def load(path: str | Path) -> TaskModule:
@@ -170,6 +184,7 @@ def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
         logger=[Curves(directory.curves), TensorBoardLogger(directory.path, name="", version="tensorboard")],
+        plugins=[checkpoints.WholeFiles()],
         callbacks=[
             clock,
             Narrator(run),
@@ -200,44 +215,9 @@ def _hardware(run: RunConfig) -> dict[str, Any]:
 def _attention(module: TaskModule, trainer: pl.Trainer) -> str:
     """What computes attention on the trainer's device; UsageError if it can't."""
     device = trainer.strategy.root_device
-    used = {part.resolve(device) for part in module.modules() if isinstance(part, Attention)}
+    precision = module.run.trainer.precision
+    used = {part.resolve(device, precision) for part in module.modules() if isinstance(part, Attention)}
     return "attention " + ", ".join(sorted(used))
-
-
-def _facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
-    """What every result says, however the run ended."""
-    identity, run = module.identity(), composed.config
-    device = trainer.strategy.root_device
-    return {
-        "task": identity["task"],
-        "attn": run.attn.name,
-        "recipe": run.recipe,
-        "overrides": list(composed.overrides),
-        "seed": run.seed,
-        "parameters": _count(module),
-        "steps": trainer.global_step,
-        "train_seconds": round(clock.seconds, 1),
-        "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "world_size": trainer.world_size,
-        "environment": environment.describe(),
-        "config": identity["config"],
-    }
-
-
-def _scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
-    """Per test set: accuracy, its 95% bound from sampling, loss and size; and what the baselines reach."""
-    scores: dict[str, Any] = {}
-    for split in data.test_sets:
-        n = len(data.parts[split])
-        p, loss = (float(trainer.callback_metrics[f"{split}/{name}"]) for name in ("accuracy", "loss"))
-        scores[split] = {"accuracy": p, "plus_minus": round(1.96 * math.sqrt(p * (1 - p) / n), 4), "loss": loss, "n": n}
-    manifest = data.store.manifest
-    return scores | {
-        "protocol": getattr(module.run.task, "protocol", None),  # None: the task has a validation split of its own
-        "data": {"source": manifest["source"], "store": data.store.path.name},
-        "baselines": {name: round(value, 4) for name, value in data.baselines().items()},
-    }
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
@@ -269,10 +249,6 @@ def _device(trainer: pl.Trainer) -> str:
     return (
         torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
     )
-
-
-def _count(module: TaskModule) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _leave_process_group() -> None:

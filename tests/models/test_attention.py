@@ -138,3 +138,11 @@ def test_a_head_dimension_outside_the_range_names_the_alternative():
         UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"
     ):
         build("flash", head_dim=8)
+
+
+def test_an_attention_that_needs_a_gpu_says_so_before_training():
+    attention = build("standard")
+    attention.facts = dataclasses.replace(attention.facts, needs_gpu=True)
+    assert attention.resolve(torch.device("cuda"), "bf16") == "standard"
+    with pytest.raises(UsageError, match=r"attn=standard supports GPUs only, or use attn=flash"):
+        attention.resolve(torch.device("cpu"), "bf16")

@@ -127,7 +127,7 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
 
 def test_text_has_the_majority_baseline(imdb):
     data = data_of("task=text", f"source={imdb}", "protocol=lra")
-    assert data.baselines() == {"majority": TEST["label"].count(0) / 20}
+    assert data.baselines("test") == {"majority": TEST["label"].count(0) / 20}
 
 
 # --- ListOps
@@ -157,11 +157,12 @@ def test_listops_baselines_are_what_counting_gives():
     assert set(by_root) == {"[MAX", "[MED", "[MIN", "[SM"}
     guess = {root: commonest(labels) for root, labels in by_root.items()}
     majority = commonest([label for _, label in expressions["train"]])
-    test = expressions["test"]
-    assert data.baselines() == {
-        "majority": pytest.approx(sum(label == majority for _, label in test) / 100),
-        "root operator": pytest.approx(sum(guess[root] == label for root, label in test) / 100),
-    }
+    for name in ("test", "fresh"):
+        rows = expressions[name]
+        assert data.baselines(name) == {
+            "majority": pytest.approx(sum(label == majority for _, label in rows) / len(rows)),
+            "root operator": pytest.approx(sum(guess[root] == label for root, label in rows) / len(rows)),
+        }
 
 
 def test_baselines_survive_an_operator_that_train_lacks():
@@ -169,7 +170,7 @@ def test_baselines_survive_an_operator_that_train_lacks():
     train, test = (listops.tokenize(text) for text in ("[MAX 2 9 ]", "[SM 2 9 ]"))
     parts = {"train": (train, 9), "test": (test, 1)}
     data.parts = {k: Split.from_offsets(t, np.array([0, len(t)]), np.array([label])) for k, (t, label) in parts.items()}
-    assert data.baselines() == {"majority": 0.0, "root operator": 0.0}
+    assert data.baselines("test") == {"majority": 0.0, "root operator": 0.0}
 
 
 def test_the_official_files_are_prepared_and_fitted(tmp_path, monkeypatch):

@@ -51,8 +51,11 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
 
-    def resolve(self, device: torch.device) -> str:
-        """What computes this attention on the device, for the user; UsageError if nothing does."""
+    def resolve(self, device: torch.device, precision: str) -> str:
+        """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
+        if precision not in self.facts.dtypes:
+            supported = f"trainer.precision={'|'.join(self.facts.dtypes)}, not {precision}"
+            self._refuse(supported, lambda dtypes: precision in dtypes, "dtypes")
         if self.facts.needs_gpu and device.type != "cuda":
             self._refuse("GPUs only", operator.not_, "needs_gpu")
         return self.name

@@ -22,7 +22,6 @@ from lra.models.attention.base import Attention
     causal=True,
     head_dims=(16, 128),
     paper="Dao et al. 2022, arXiv 2205.14135",
-    dtypes=("fp32", "bf16", "fp16"),
 )
 class FlashAttention(Attention):
     """The Triton kernels of `lra.kernels.flash` on a GPU, PyTorch's SDPA elsewhere."""
@@ -31,9 +30,9 @@ class FlashAttention(Attention):
     class Config:
         impl: Literal["auto", "triton", "sdpa"] = "auto"  # auto: triton on a GPU, sdpa elsewhere
 
-    def resolve(self, device: torch.device) -> str:
+    def resolve(self, device: torch.device, precision: str) -> str:
         try:
-            return f"{super().resolve(device)} by {resolve_impl(self.config.impl, device)}"
+            return f"{super().resolve(device, precision)} by {resolve_impl(self.config.impl, device)}"
         except ValueError as error:
             raise UsageError(f"attn.{error}") from None
 

@@ -1,0 +1,55 @@
+"""What result.json says of a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from lra import environment
+from lra.config.compose import Composed
+from lra.tasks.base import TaskData, TaskModule
+from lra.training.callbacks import Clock
+
+
+def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
+    """What every result says, however the run ended."""
+    identity, run = module.identity(), composed.config
+    device = trainer.strategy.root_device
+    return {
+        "task": identity["task"],
+        "attn": run.attn.name,
+        "recipe": run.recipe,
+        "overrides": list(composed.overrides),
+        "seed": run.seed,
+        "parameters": count(module),
+        "steps": trainer.global_step,
+        "train_seconds": round(clock.seconds, 1),
+        "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "world_size": trainer.world_size,
+        "environment": environment.describe(),
+        "config": identity["config"],
+    }
+
+
+def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
+    """Per test set: accuracy, its 95% bound from sampling, loss, size, and what the baselines reach on it."""
+    scored: dict[str, Any] = {}
+    for split in data.test_sets:
+        n = len(data.parts[split])
+        p, loss = (float(trainer.callback_metrics[f"{split}/{name}"]) for name in ("accuracy", "loss"))
+        bound = round(1.96 * math.sqrt(p * (1 - p) / n), 4)
+        baselines = {name: round(value, 4) for name, value in data.baselines(split).items()}
+        scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
+    manifest = data.store.manifest
+    return scored | {
+        "protocol": getattr(module.run.task, "protocol", None),  # None: the task has a validation split of its own
+        "data": {"source": manifest["source"], "store": data.store.path.name},
+    }
+
+
+def count(module: TaskModule) -> int:
+    return sum(p.numel() for p in module.parameters())
