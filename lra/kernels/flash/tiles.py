@@ -90,6 +90,20 @@ def load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows, length)
 
 
 @triton.jit
+def products(a_MD, b_ND):
+    """a b^T, one product of two rows for each score. In fp32 over the even and the odd d apart: half the roundings."""
+    D: tl.constexpr = a_MD.shape[1]
+    if a_MD.dtype == tl.float32 and D >= 32:  # tl.dot needs 16 of each
+        even_a, odd_a = tl.split(a_MD.reshape(a_MD.shape[0], D // 2, 2))
+        even_b, odd_b = tl.split(b_ND.reshape(b_ND.shape[0], D // 2, 2))
+        s = tl.dot(even_a, tl.trans(even_b), input_precision="ieee")
+        s = tl.fma(tl.dot(odd_a, tl.trans(odd_b), input_precision="ieee"), 1.0, s)
+    else:
+        s = tl.dot(a_MD, tl.trans(b_ND), input_precision="ieee")
+    return s
+
+
+@triton.jit
 def add_dot(acc, a, b):
     """acc + a b. In fp32 each product is summed apart: one chain over thousands of rows would round once for each."""
     # fma, as a plain sum would be compiled back into the chain
@@ -103,7 +117,7 @@ def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log
     `top` is the maximum score so far, `total` the sum of exp2(score - top) and `acc` the same sum weighted by v.
     Dropout leaves `total` alone: it applies to the normalised weights.
     """
-    raw_MN = tl.where(seen_MN, tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), float("-inf"))
+    raw_MN = tl.where(seen_MN, products(q_MD, k_ND), float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1) * scale_log2)
     p_MN = tl.exp2(raw_MN * scale_log2 - new_top_M[:, None])  # one fused operation, so one rounding
     shrink_M = tl.exp2(top_M - new_top_M)
@@ -124,10 +138,10 @@ def score_gradient(
     row statistics `top`, `log_total` (of `attend`) and `delta` broadcast over the columns. The kept entries of P are
     not yet multiplied by `keep_scale`, and dS not by the scale: the caller does that once, at the end.
     """
-    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
+    s = products(a, b) * scale_log2
     s = s - top - log_total if a.dtype == tl.float32 else s - (top + log_total)
     p = tl.where(seen, tl.exp2(s), 0.0)
-    dp = tl.dot(a_v, tl.trans(b_v), input_precision="ieee")
+    dp = products(a_v, b_v)
     if DROPOUT:
         kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
