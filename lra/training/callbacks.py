@@ -55,6 +55,16 @@ class Clock(pl.Callback):
         self.seconds, self.steps = state["seconds"], state["steps"]
 
 
+class Progress(RichProgressBar):
+    """Lightning's bar without what means nothing here: the number of the only epoch and the logger's version."""
+
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {key: value for key, value in super().get_metrics(*args, **kwargs).items() if key != "v_num"}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "training"
+
+
 class Narrator(pl.Callback):
     """One line when the first steps show what the run will cost, and one per validation."""
 

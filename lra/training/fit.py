@@ -15,7 +15,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
@@ -27,7 +27,7 @@ from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints, result
-from lra.training.callbacks import Clock, Narrator, console
+from lra.training.callbacks import Clock, Narrator, Progress, console
 from lra.training.curves import Curves
 from lra.training.run import RunDirectory
 from lra.training.seeding import derive
@@ -188,7 +188,7 @@ def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock
         callbacks=[
             clock,
             Narrator(run),
-            *([RichProgressBar(refresh_rate=10)] if console.is_terminal else []),
+            *([Progress(refresh_rate=10)] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),
         ],
