@@ -27,14 +27,10 @@ class RunDirectory:
         overrides = [text for text in composed.overrides if text.partition("=")[0] not in NOT_NAMED]
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
+        self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
+        self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
         self.config = {key: value for key, value in to_dict(run).items() if key != "resume"}
         self.resume = run.resume
-
-    def __getattr__(self, name: str) -> Path:
-        files = {"best": "best.ckpt", "last": "last.ckpt", "weights": "model.safetensors", "curves": "metrics.csv"}
-        if name in files:
-            return self.path / files[name]
-        raise AttributeError(name)
 
     def result(self) -> dict[str, Any] | None:
         """The result of a run that ended by itself."""
