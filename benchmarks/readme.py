@@ -154,7 +154,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
     for entry in registry.catalogue().values():
-        yield entry.name, registry.facts.__dict__ | entry.facts, entry.summary.rstrip(".")
+        yield entry.name, vars(registry.declared(entry)), entry.summary.rstrip(".")
 
 
 def _table(header: Row, rows: Iterable[Row]) -> str:

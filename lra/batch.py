@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ class Batch:
     label: Tensor  # int64 [B]
     index: Tensor  # int32 [B], place of each sequence in the global batch: dropout depends on it, not on the rank
     positions: Tensor | None = None  # int [T]; None means 0, 1, ... within the sequence
-    seed: Tensor | None = (
-        None  # int64 scalar of this training step, the source of attention dropout; None at evaluation
-    )
+    seed: Tensor | None = None  # int64 scalar, source of this step's attention dropout; None at evaluation
 
     @property
     def size(self) -> int:
@@ -61,14 +60,13 @@ class Batch:
         shape = (self.size, self.max_length, *rows.shape[1:])
         if self.padded:
             return rows.reshape(shape)
-        return (
-            rows.new_zeros(self.size * self.max_length, *rows.shape[1:]).index_copy(0, self._slots(), rows).view(shape)
-        )
+        zeros = rows.new_zeros(self.size * self.max_length, *rows.shape[1:])
+        return zeros.index_copy(0, self._slots, rows).view(shape)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """The inverse of `pad`: `[B, max_length, ...]` to `[T, ...]`."""
         flat = padded.flatten(0, 1)
-        return flat if self.padded else flat.index_select(0, self._slots())
+        return flat if self.padded else flat.index_select(0, self._slots)
 
     def to_padded(self) -> Batch:
         """The same sequences in the padded layout."""
@@ -78,6 +76,7 @@ class Batch:
         positions = None if self.positions is None else self.pad(self.positions).flatten()
         return dataclasses.replace(self, tokens=self.pad(self.tokens).flatten(), start=start, positions=positions)
 
+    @cached_property  # an attention that needs the padded form asks four times in every layer
     def _slots(self) -> Tensor:
         """Row of each packed token in the padded form, int64 `[T]`."""
         total = self.tokens.numel()

@@ -146,8 +146,7 @@ def data_info(fields: TaskFields = None) -> None:
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
     table = Table(registry.kind, *(fact.replace("_", " ") for fact in facts), "available", "what")
     for entry in registry.catalogue().values():
-        declared = registry.facts.__dict__ | entry.facts  # a dataclass keeps its defaults as class attributes
-        cells = (_cell(declared.get(fact)) for fact in facts)
+        cells = (_cell(getattr(registry.declared(entry), fact)) for fact in facts)
         state = f"needs {', '.join(entry.missing)}" if entry.missing else "yes"
         table.add_row(entry.name, *cells, state, entry.summary)
     console.print(table)

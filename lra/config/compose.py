@@ -155,8 +155,8 @@ class _Tree:
     """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
 
     def __init__(self, schema: type, nodes: dict[str, Any]):
-        self.node = OmegaConf.structured(schema(**nodes))
         self.example = schema(**nodes)
+        self.node = OmegaConf.structured(self.example)
         self.nodes = nodes
         self.origin = dict.fromkeys(
             (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"

@@ -44,10 +44,12 @@ class Registry:
         self._classes: dict[str, Any] = {}
 
     def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[C], C]:
+        """Adds a class. `requires` names optional packages; `get` reads it from the source, before the import."""
+
         def add(cls: C) -> C:
             if name in self._classes:
                 raise ValueError(f"{self.kind} '{name}' is registered twice")
-            cls.name, cls.facts, cls.requires = name, self.facts(**facts), requires  # type: ignore[attr-defined]
+            cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
             cls.Config.name = name  # type: ignore[attr-defined]
             self._classes[name] = cls
             return cls
@@ -61,6 +63,10 @@ class Registry:
         files = (f for folder in spec.submodule_search_locations for f in sorted(Path(folder).glob("*.py")))
         entries = (entry for file in files for entry in self._declared(file))
         return {entry.name: entry for entry in sorted(entries, key=lambda e: e.name)}
+
+    def declared(self, entry: Entry) -> Any:
+        """An entry's facts, with the defaults of those it leaves out: an instance of the registry's `facts`."""
+        return self.facts(**entry.facts)
 
     def get(self, name: str) -> Any:
         """The class registered as `name`; UsageError with a suggestion if there is none."""

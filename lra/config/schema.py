@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lra.config.compose import to_dict
 from lra.errors import UsageError
 
 
@@ -80,6 +81,11 @@ class BatchConfig:
     eval: int = 64  # sequences per evaluation batch and device
     layout: Literal["packed", "padded"] = "packed"
 
+    def divide(self, devices: int) -> tuple[int, int]:
+        """(sequences of one device, sequences it holds at once), of every step."""
+        share = self.size // devices
+        return share, min(self.micro or share, share)
+
     def __post_init__(self) -> None:
         if min(self.size, self.eval, self.micro or 1) < 1:
             raise UsageError("batch.size, batch.micro and batch.eval must be at least 1")
@@ -132,3 +138,7 @@ class RunConfig:
             raise UsageError(f"name={self.name} is not the name of a folder: leave out slashes")
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
+
+    def saved(self) -> dict[str, Any]:
+        """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called."""
+        return {key: value for key, value in to_dict(self).items() if key != "resume"}

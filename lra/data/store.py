@@ -70,7 +70,6 @@ def prepare(
     content: Content,
     build: Callable[[Writer], None],
     *,
-    path: Path | None = None,
     force: bool = False,
     command: str = "",
 ) -> Store:
@@ -78,9 +77,9 @@ def prepare(
 
     The store appears in place at once and complete, or not at all. Of several processes that prepare it at
     the same time one builds and the others wait for it. Raises UsageError where the disk is full or the
-    folder (by default `content.path`) cannot be written. `command` as in `Store.open`.
+    folder cannot be written. `command` as in `Store.open`.
     """
-    path = path or content.path
+    path = content.path
     if path.exists() and not force:
         return Store.open(path, command)
     lock = FileLock(path.with_name(f".{path.name}.lock"))

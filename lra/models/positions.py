@@ -48,10 +48,8 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(size, d_model)) for size in sizes)
 
     def forward(self, coordinates_TA: Tensor) -> Tensor:
-        axes = coordinates_TA.unbind(1)
-        return torch.stack([nn.functional.embedding(c, table) for c, table in zip(axes, self.tables, strict=True)]).sum(
-            0
-        )
+        axes = zip(coordinates_TA.unbind(1), self.tables, strict=True)
+        return torch.stack([nn.functional.embedding(place, table) for place, table in axes]).sum(0)
 
 
 class SinusoidalPositions(nn.Module):

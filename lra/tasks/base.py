@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,7 +26,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TaskFacts
+from lra.tasks import TASKS, TaskFacts
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class TrainBatches:
 
     def __init__(self, split: Split, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int]):
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
-        self.share = run.batch.size // rank.world
-        self.micro = min(run.batch.micro or self.share, self.share)
+        self.share, self.micro = run.batch.divide(rank.world)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(self.current(), self.run.trainer.steps):
@@ -91,15 +90,24 @@ class TaskData(pl.LightningDataModule):
 
     trainer: pl.Trainer  # Lightning sets it before it asks for batches
     vocabulary: ClassVar[Sequence[str]]
+    generator: ClassVar[str]  # name and version of what writes the tokens
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
 
     def __init__(self, run: RunConfig):
         super().__init__()
         self.run, self.config = run, run.task
 
-    def content(self) -> Content:
-        """What the store holds and where it comes from."""
+    def params(self) -> dict[str, Any]:
+        """What the tokens depend on, apart from the task's version; it names the store."""
         raise NotImplementedError
+
+    def source(self) -> str:
+        """Where the tokens come from, for people."""
+        raise NotImplementedError
+
+    def seed(self) -> int | None:
+        """Seed of what is drawn into the store."""
+        return None
 
     def build(self, writer: Writer) -> None:
         """Writes every split."""
@@ -120,6 +128,12 @@ class TaskData(pl.LightningDataModule):
         counts = np.zeros((int(max(seen.max(), asked.max())) + 1, int(train.labels.max()) + 1))
         np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)
         return float((counts.argmax(1)[asked] == np.asarray(test.labels)).mean())
+
+    def content(self) -> Content:
+        """What the store holds and where it comes from."""
+        task = self.config.name
+        version = TASKS.get(task).facts.version
+        return Content(task, version, self.params(), self.source(), self.vocabulary, self.generator, self.seed())
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists; UsageError if it exists from another source than the one asked for."""
@@ -172,11 +186,18 @@ class TaskData(pl.LightningDataModule):
         return batch  # gathered on the device already
 
 
+class OptimisationStep(Protocol):
+    """What `lra.training` hands in: how to update a module's weights with this rank's micro-batches."""
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer: ...
+
+    def __call__(self, module: TaskModule, batches: list[Batch]) -> None: ...
+
+
 class TaskModule(pl.LightningModule):
     """A classifier of sequences. `step` is the optimisation step of `lra.training`, handed in from above.
 
-    A task is a subclass with its registered facts, its `Config` and its `Data`; one whose input is not a single
-    sequence per label overrides `scores`.
+    A task is a subclass with its registered facts, its `Config` and its `Data`.
     """
 
     name: ClassVar[str]
@@ -184,7 +205,7 @@ class TaskModule(pl.LightningModule):
     Config: ClassVar[type]
     Data: ClassVar[type[TaskData]]
 
-    def __init__(self, run: RunConfig, step: Callable[[TaskModule, list[Batch]], None] | None = None):
+    def __init__(self, run: RunConfig, step: OptimisationStep):
         super().__init__()
         self.automatic_optimization = False
         self.run, self.step = run, step
@@ -214,11 +235,10 @@ class TaskModule(pl.LightningModule):
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
     def training_step(self, batches: list[Batch], _: int) -> None:
-        assert self.step is not None, "a module made for evaluation has no training step"
         self.step(self, batches)
 
     def configure_optimizers(self) -> Any:
-        return self.step.optimizer(self)  # type: ignore[union-attr]
+        return self.step.optimizer(self)
 
     def validation_step(self, batch: Batch, _: int) -> None:
         self._score("val", batch)
@@ -247,9 +267,8 @@ class TaskModule(pl.LightningModule):
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
-        config = {key: value for key, value in to_dict(self.run).items() if key != "resume"}
         return {
             "task": f"{self.name}@{self.facts.version}",
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
-            "config": config,
+            "config": self.run.saved(),
         }

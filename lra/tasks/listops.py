@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lra.data import listops
 from lra.data.split import Split
-from lra.data.store import Content
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
@@ -19,18 +19,21 @@ from lra.tasks.base import TaskData, TaskModule
 class ListOpsData(TaskData):
     """Expressions generated as LRA generated them, or the official TSV files."""
 
-    vocabulary = listops.VOCABULARY
+    vocabulary, generator = listops.VOCABULARY, listops.GENERATOR
     test_sets = ("test", "fresh")
 
-    def content(self) -> Content:
+    def params(self) -> dict[str, Any]:
         c = self.config
-        lengths = {"fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
+        drawn = {"seed": c.data_seed, "fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
         if c.source == "generate":
-            params, source = {"seed": c.data_seed, "train": c.train, "val": c.val, "test": c.test}, "generated"
-        else:
-            source = str(Path(c.source).expanduser().resolve())
-            params = {"seed": c.data_seed, "folder": source}
-        return Content("listops", 1, params | lengths, source, listops.VOCABULARY, listops.GENERATOR, c.data_seed)
+            return drawn | {"train": c.train, "val": c.val, "test": c.test}
+        return drawn | {"folder": self.source()}
+
+    def source(self) -> str:
+        return "generated" if self.config.source == "generate" else str(Path(self.config.source).expanduser().resolve())
+
+    def seed(self) -> int:
+        return self.config.data_seed
 
     def build(self, writer: Writer) -> None:
         c = self.config
@@ -47,7 +50,7 @@ class ListOpsData(TaskData):
 
 def root_operator(split: Split) -> np.ndarray:
     """Token id of every expression's first token: all that a model at 36.3% has learned to read."""
-    return np.array([split[i][0] for i in range(len(split))], np.int64)
+    return split.tokens[split.starts].astype(np.int64)
 
 
 @TASKS.register(

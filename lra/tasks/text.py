@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lra.data import order, text
 from lra.data.split import Split
-from lra.data.store import Content, Store
+from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
@@ -18,13 +18,14 @@ from lra.tasks.base import TaskData, TaskModule
 class TextData(TaskData):
     """IMDB's labelled reviews as UTF-8 bytes, stored whole and cut at `max_length` when read."""
 
-    vocabulary = text.VOCABULARY
+    vocabulary, generator = text.VOCABULARY, text.GENERATOR
 
-    def content(self) -> Content:
-        # named after the data set, not the source: any mirror of it holds the same reviews
+    def params(self) -> dict[str, Any]:
+        return {"dataset": text.HUB}  # not the source: any mirror of the data set holds the same reviews
+
+    def source(self) -> str:
         folder = Path(self.config.source).expanduser()
-        source = str(folder.resolve()) if folder.is_dir() else self.config.source
-        return Content("text", 1, {"dataset": text.HUB}, source, text.VOCABULARY, text.GENERATOR, None)
+        return str(folder.resolve()) if folder.is_dir() else self.config.source
 
     def build(self, writer: Writer) -> None:
         text.build(writer, self.config.source)

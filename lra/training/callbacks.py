@@ -32,10 +32,10 @@ class Clock(pl.Callback):
             self._started = None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.steps += 1
         if self._started is None:  # the first step compiles and allocates: it is not counted
-            self.steps = self.steps - 1
             self.start()
+        else:
+            self.steps += 1
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         _synchronize(trainer)
@@ -68,17 +68,19 @@ class Progress(RichProgressBar):
 class Narrator(pl.Callback):
     """One line when the first steps show what the run will cost, and one per validation."""
 
-    def __init__(self, run: RunConfig, probe: tuple[int, int] = (5, 15)):
-        self.run, self.probe, self.seen, self.began = run, probe, 0, 0.0
+    PROBE = (5, 15)  # the steps between which the pace is measured
+
+    def __init__(self, run: RunConfig):
+        self.run, self.seen, self.began = run, 0, 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.seen += 1
-        if self.seen == self.probe[0]:
+        if self.seen == self.PROBE[0]:
             _synchronize(trainer)
             self.began = time.perf_counter()
-        elif self.seen == self.probe[1] and trainer.is_global_zero:
+        elif self.seen == self.PROBE[1] and trainer.is_global_zero:
             _synchronize(trainer)
-            pace = (time.perf_counter() - self.began) / (self.probe[1] - self.probe[0])
+            pace = (time.perf_counter() - self.began) / (self.PROBE[1] - self.PROBE[0])
             left = (self.run.trainer.steps - trainer.global_step) * pace
             self._say(trainer, f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}")
 

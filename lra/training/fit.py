@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 import traceback
@@ -71,8 +72,8 @@ def fit(*args: str) -> dict[str, Any]:
     checkpoint = directory.checkpoint()
     if checkpoint is not None:
         checkpoints.initialise(module, checkpoint)  # Lightning loads it again, and says less well what does not fit
-        done = checkpoints.steps_done(checkpoint)
-        if done >= run.trainer.steps and not directory.best.exists():
+        done = 0 if directory.best.exists() else checkpoints.steps_done(checkpoint)
+        if done >= run.trainer.steps:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
     elif run.init:
         names = checkpoints.initialise(module, run.init)
@@ -82,9 +83,11 @@ def fit(*args: str) -> dict[str, Any]:
     if trainer.is_global_zero:
         directory.open()
 
+    def spent() -> dict[str, float]:
+        return {"session_seconds": round(time.perf_counter() - started, 1)}
+
     def facts() -> dict[str, Any]:
-        spent = {"session_seconds": round(time.perf_counter() - started, 1)}
-        return result.facts(composed, module, trainer, clock) | spent
+        return result.facts(composed, module, trainer, clock) | spent()
 
     with _recorded(directory, run, trainer, facts):
         what = (
@@ -102,8 +105,8 @@ def fit(*args: str) -> dict[str, Any]:
         if not trainer.is_global_zero:
             return {}
         checkpoints.save_weights(module, directory.weights)
-        scores = result.scores(module, data, trainer) | {"session_seconds": facts()["session_seconds"]}
-        return directory.finish("finished", trained | scores)
+        scores = result.scores(module, data, trainer)
+        return directory.finish("finished", trained | scores | spent())
 
 
 @contextmanager
@@ -221,8 +224,7 @@ def _attention(module: TaskModule, trainer: pl.Trainer) -> str:
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
-    share = run.batch.size // trainer.world_size
-    micro = min(run.batch.micro or share, share)
+    _, micro = run.batch.divide(trainer.world_size)
     if micro == 1:
         return (
             "out of GPU memory with one sequence at a time: "
@@ -235,13 +237,10 @@ def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
 
 
 def _batch(run: RunConfig, trainer: pl.Trainer) -> str:
-    share = run.batch.size // trainer.world_size
-    micro = min(run.batch.micro or share, share)
-    return f"{run.batch.size}" + (
-        f" ({trainer.world_size} devices, {-(-share // micro)} micro-batches of {micro})"
-        if micro < run.batch.size
-        else ""
-    )
+    share, micro = run.batch.divide(trainer.world_size)
+    if micro == run.batch.size:
+        return f"{micro}"
+    return f"{run.batch.size} ({trainer.world_size} devices, {math.ceil(share / micro)} micro-batches of {micro})"
 
 
 def _device(trainer: pl.Trainer) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from lra import environment
-from lra.config.compose import Composed, differences, to_dict
+from lra.config.compose import Composed, differences
 from lra.errors import UsageError
 
 RUNS = Path("checkpoints") / "runs"
@@ -29,7 +29,7 @@ class RunDirectory:
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
-        self.config = {key: value for key, value in to_dict(run).items() if key != "resume"}
+        self.config = run.saved()
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:

@@ -186,9 +186,9 @@ def content(**params):
     return Content("listops", 1, params, "generated", listops.VOCABULARY, listops.GENERATOR, 0)
 
 
-def test_build_makes_disjoint_splits(tmp_path, sample):
+def test_build_makes_disjoint_splits(sample):
     counts = {"train": 60, "val": 20, "test": 20, "fresh": 50}
-    store = prepare(content(), lambda w: listops.build(w, **counts), path=tmp_path / "listops@1-x")
+    store = prepare(content(), lambda w: listops.build(w, **counts))
     splits = [store.split(name) for name in counts]
     assert [len(split) for split in splits] == list(counts.values())
     every = [split[i].tobytes() for split in splits for i in range(len(split))]
@@ -196,7 +196,7 @@ def test_build_makes_disjoint_splits(tmp_path, sample):
     assert every[:100] == [ids.tobytes() for ids in sample[0][:100]]
     assert splits[3].labels.tolist() == [parse(splits[3][i]).value for i in range(50)]
     with pytest.raises(UsageError, match="seed=-1 is out of range"):
-        prepare(content(), lambda w: listops.build(w, seed=-1), path=tmp_path / "other")
+        prepare(content(seed=-1), lambda w: listops.build(w, seed=-1))
 
 
 @pytest.fixture
@@ -207,10 +207,10 @@ def official(tmp_path, sample):
     )
 
 
-def test_official_files(official, sample, tmp_path):
+def test_official_files(official, sample):
     text = (official / "basic_train.tsv").read_text().splitlines()[1].split("\t")[0]
     assert len(text.split()) == 3 * len(sample[0][0]) - 2  # the layout of the release
-    store = prepare(content(), lambda w: listops.build_from_tsv(w, official), path=tmp_path / "listops@1-tsv")
+    store = prepare(content(), lambda w: listops.build_from_tsv(w, official))
     assert store.splits == ("train", "val", "test")
     got = [store.split(name)[i] for name in store.splits for i in range(10)]
     assert all(np.array_equal(a, b) for a, b in zip(got, sample[0], strict=False))
@@ -247,7 +247,7 @@ def test_bad_files_are_named_with_their_line(tmp_path, data, message):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_folder_without_the_files(official, tmp_path):
+def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
     with pytest.raises(UsageError, match=r"basic_val.tsv: No such file.*name the folder"):
-        prepare(content(), lambda w: listops.build_from_tsv(w, official), path=tmp_path / "listops@1-y")
+        prepare(content(), lambda w: listops.build_from_tsv(w, official))

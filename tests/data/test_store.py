@@ -30,12 +30,6 @@ def build(writer):
     writer.add("train", [np.array([2, 2, 2, 2])], [7])
 
 
-@pytest.fixture(autouse=True)
-def data_root(tmp_path, monkeypatch):
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
-    return tmp_path / "stores"
-
-
 def test_root_follows_the_environment(monkeypatch, tmp_path):
     assert store.root() == tmp_path / "stores"
     monkeypatch.delenv("LRA_DATA")

@@ -29,13 +29,13 @@ def mirror(tmp_path):
     return make
 
 
-def store(source, tmp_path):
+def store(source):
     content = Content("text", 1, {}, str(source), text.VOCABULARY, text.GENERATOR, None)
-    return prepare(content, lambda writer: text.build(writer, source), path=tmp_path / "stores" / "text@1-x")
+    return prepare(content, lambda writer: text.build(writer, source))
 
 
-def test_bytes_and_labels(mirror, tmp_path):
-    made = store(mirror(test={"text": ["only"], "label": [1]}), tmp_path)
+def test_bytes_and_labels(mirror):
+    made = store(mirror(test={"text": ["only"], "label": [1]}))
     assert made.splits == ("train", "test")
     train = made.split("train")
     assert [train[i].tobytes().decode() for i in range(4)] == TEXTS
@@ -55,19 +55,19 @@ def test_bytes_and_labels(mirror, tmp_path):
         ({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}, "cannot load IMDB|no rows"),
     ],
 )
-def test_other_data_is_refused(mirror, tmp_path, train, message):
+def test_other_data_is_refused(mirror, train, message):
     columns = {"text": ["a", "b"], "label": [0, 1]}
     source = mirror(train=train, test={name: columns[name] for name in train} if len(train) < 2 else columns)
     with pytest.raises(UsageError, match=message) as caught:
-        store(source, tmp_path)
+        store(source)
     assert "lra data prepare task=text source=" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_split(mirror, tmp_path):
+def test_missing_split(mirror):
     source = mirror()
     (source / "README.md").write_text(IMDB_CARD.replace("split: test", "split: validation"))
     with pytest.raises(UsageError, match="no rows in its split 'test'"):
-        store(source, tmp_path)
+        store(source)
 
 
 @pytest.mark.parametrize("source", ["/nowhere/imdb", "."])
@@ -75,7 +75,7 @@ def test_folder_without_the_data(tmp_path, monkeypatch, source):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(UsageError, match="cannot load IMDB from.*lra data prepare task=text source=") as caught:
-        store(source, tmp_path)
+        store(source)
     assert "\n" not in str(caught.value)
 
 
@@ -117,8 +117,8 @@ def test_no_network_is_one_line_at_once(tmp_path):
 
 
 @pytest.mark.realdata
-def test_real_imdb(tmp_path):
-    made = store(Path(os.environ["LRA_TEST_DATA"]) / text.HUB, tmp_path)
+def test_real_imdb():
+    made = store(Path(os.environ["LRA_TEST_DATA"]) / text.HUB)
     for name, unique in (("train", 24_904), ("test", 24_801)):
         split = made.split(name)
         assert len(split) == 25_000 and np.bincount(split.labels).tolist() == [12_500, 12_500]

@@ -68,11 +68,8 @@ class Attention(nn.Module):
         return batch.seed + self.spec.layer
 
     def _refuse(self, supports: str, able: Any, fact: str) -> None:
-        others = [
-            entry.name
-            for entry in ATTENTIONS.catalogue().values()
-            if able(entry.facts.get(fact, getattr(Capabilities, fact, None)))
-        ]
+        entries = ATTENTIONS.catalogue().values()
+        others = [entry.name for entry in entries if able(getattr(ATTENTIONS.declared(entry), fact))]
         raise UsageError(
             f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
         )
