@@ -27,6 +27,7 @@ from lra.kernels.flash.tiles import (
     program_tile,
     score_gradient,
     store_rows,
+    sum_type,
     visible,
 )
 
@@ -90,8 +91,9 @@ def dkdv_kernel(
 
     begin = first_column if CAUSAL else 0
     begin = tl.where(first_column < length, begin, length)  # a tile of padding has only zeros to store
-    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    SUM: tl.constexpr = sum_type(k_ND.dtype)
+    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
     for first_row in range(begin, length, BLOCK_M):
         rows_M = first_row + tl.arange(0, BLOCK_M)
         q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
@@ -145,7 +147,8 @@ def dq_kernel(
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)
-    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    SUM: tl.constexpr = sum_type(q_MD.dtype)
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
     for first_column in range(0, end, BLOCK_N):
         columns_N = first_column + tl.arange(0, BLOCK_N)
         k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)

@@ -24,6 +24,7 @@ from lra.kernels.flash.tiles import (
     load_rows,
     program_tile,
     store_rows,
+    sum_type,
     visible,
 )
 
@@ -83,9 +84,10 @@ def forward_kernel(
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)  # a tile of padding has nothing to compute, only zeros to store
+    SUM: tl.constexpr = sum_type(q_MD.dtype)
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
-    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total_M = tl.zeros([BLOCK_M], SUM)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
     for first_column in range(0, end, BLOCK_N):
         columns_N = first_column + tl.arange(0, BLOCK_N)
         k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
@@ -104,7 +106,11 @@ def forward_kernel(
     out_ptr = head_pointer(out_ptr, start, head, out_row, D)
     store_rows(out_ptr, acc_MD * norm_M[:, None], rows_M, length, owned, out_row, D, BLOCK_D)
     tl.store(head_pointer(lse_ptr, start, head, 1, total) + rows_M, top_M, mask=rows_M < length)
-    tl.store(head_pointer(lse_ptr, start, heads + head, 1, total) + rows_M, tl.log2(total_M), mask=rows_M < length)
+    tl.store(
+        head_pointer(lse_ptr, start, heads + head, 1, total) + rows_M,
+        tl.log2(total_M.to(tl.float32)),
+        mask=rows_M < length,
+    )
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:

@@ -103,11 +103,20 @@ def products(a_MD, b_ND):
     return s
 
 
+@triton.constexpr_function
+def sum_type(dtype):
+    """What sums over tiles are kept in: in fp32 thousands of tiles would round more than plain PyTorch does."""
+    return tl.float64 if dtype == tl.float32 else tl.float32
+
+
 @triton.jit
 def add_dot(acc, a, b):
-    """acc + a b. In fp32 each product is summed apart: one chain over thousands of rows would round once for each."""
-    # fma, as a plain sum would be compiled back into the chain
-    return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, acc) if a.dtype == tl.float32 else tl.dot(a, b, acc)
+    """acc + a b, where acc has the `sum_type` of the inputs."""
+    if acc.dtype == tl.float64:
+        acc += tl.dot(a, b, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
 
 
 @triton.jit

@@ -1,0 +1,45 @@
+"""What the compiled generators share: numba's compiler, and random bits that are a function of (seed, number).
+
+Item `i` of a seed begins at `stream(seed, i)`, so that it does not depend on the number of cores or on chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # a stream goes on with state += GOLDEN; its bits are mix(state)
+_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+_LOW32 = np.uint64(0xFFFFFFFF)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles for threads: the function runs without the interpreter's lock."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # nowhere to write a cache, neither beside the source nor in the user's folder
+        return numba.njit(nogil=True)(function)
+
+
+@compiled
+def mix(bits):
+    """Finaliser of splitmix64 (Steele, Lea and Flood 2014): uint64 to uint64."""
+    bits = (bits ^ (bits >> _S30)) * _MIX1
+    bits = (bits ^ (bits >> _S27)) * _MIX2
+    return bits ^ (bits >> _S31)
+
+
+@compiled
+def stream(seed, number):
+    """State in which item `number` of `seed` begins, uint64."""
+    return mix(mix(np.uint64(seed) + GOLDEN) + np.uint64(number))
+
+
+@compiled
+def below(bits, limit):
+    """Uniform integer in 0 .. limit - 1 from the low half of 64 random bits."""
+    return np.int64(((bits & _LOW32) * np.uint64(limit)) >> _S32)
