@@ -143,8 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("exactness: PyTorch finds no GPU, and the compiled kernels need one", file=sys.stderr)
         return 2
     made_with = environment.describe()
-    command = ["python", "benchmarks/exactness.py", *(sys.argv[1:] if arguments is None else arguments)]
-    result = {"environment": made_with | {"command": " ".join(command)}, "ptxas": ptxas()}
+    result = {"environment": made_with, "ptxas": ptxas()}
     result |= summarise(survey([draw(number) for number in range(given.cases)], given.workers))
     write(result, given.out)
     print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {given.out}")

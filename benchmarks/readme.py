@@ -3,8 +3,9 @@
     python benchmarks/readme.py [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, or `<kernel>-exactness.json` of
-benchmarks/exactness.py. With --check nothing is written, and the exit code is 1 if README.md is not what would be.
+the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, or `<what>-exactness.json`,
+`<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder. With --check nothing is
+written, and the exit code is 1 if README.md is not what would be.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OTHERS = ("-exactness", "-learnability", "-prepare")  # ends of the names of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 
@@ -59,7 +61,7 @@ def runs(results: Path) -> str:
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
         "peak GPU memory", "wall time", "GPU",
     )  # fmt: skip
-    found = [(file, _read(file)) for file in _files(results) if not file.name.endswith("-exactness.json")]
+    found = [(file, _read(file)) for file in _files(results) if not file.stem.endswith(OTHERS)]
     found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
     return _table(header, (_run(*pair) for pair in found))
 
@@ -71,7 +73,7 @@ def _run(file: Path, result: dict[str, Any]) -> Row:
     if seconds is not None and seconds < result["train_seconds"]:
         seconds = None  # the last session of a resumed run: the whole was not measured
     return (
-        f"[{result['task']}](benchmarks/results/{file.name})",
+        f"[{_task(result)}](benchmarks/results/{file.name})",
         result["attn"],
         recipe,
         str(result["seed"]),
@@ -84,6 +86,12 @@ def _run(file: Path, result: dict[str, Any]) -> Row:
     )
 
 
+def _task(result: dict[str, Any]) -> str:
+    """The task, and the data set where there is more than one of its kind."""
+    dataset = result["config"]["task"].get("dataset")
+    return result["task"] if dataset is None else f"{result['task']}, data set {dataset}"
+
+
 def _changes(overrides: Iterable[str]) -> Iterable[str]:
     """What a run changed of its recipe; of another run's weights the name, as paths mean nothing elsewhere."""
     for text in overrides:
@@ -92,10 +100,49 @@ def _changes(overrides: Iterable[str]) -> Iterable[str]:
             yield f"init={Path(value).name}" if field == "init" else text
 
 
+def learnability(results: Path) -> str:
+    rows = []
+    for file in _files(results):
+        if file.stem.endswith("-learnability"):
+            result = _read(file)
+            rows.append((
+                f"[{result['task']}](benchmarks/results/{file.name})",
+                result["data"]["level"],
+                f"{100 * result['accuracy']:.2f} of {result['n']:,}",
+                f"{100 * result['curve'][-1]['train']:.2f}",
+                f"{100 * max(result['baselines'].values()):.2f}",
+                f"{result['steps']:,} of {result['batch']}",
+                f"{result['train_seconds'] / 60:.1f} min",
+                _gpus(result["environment"]["gpu"], 1),
+            ))  # fmt: skip
+    header = ("task", "level", "test accuracy, %", "train accuracy, %", "baseline, %", "steps", "time", "GPU")
+    return _table(header, rows)
+
+
+def prepare(results: Path) -> str:
+    rows = []
+    for file in _files(results):
+        if file.stem.endswith("-prepare"):
+            result = _read(file)
+            rows += [
+                (
+                    f"[{store['task']}](benchmarks/results/{file.name})",
+                    " ".join(f"`{field}`" for field in store["fields"]),
+                    f"{store['examples']:,}",
+                    _bytes(store["bytes"]),
+                    f"{store['prepare_seconds']:.0f} s",
+                    f"{store['verify_seconds']:.0f} s",
+                    str(result["cores"]),
+                )
+                for store in result["stores"]
+            ]
+    return _table(("task", "fields", "examples", "size", "prepare", "verify", "CPU cores"), rows)
+
+
 def exactness(results: Path) -> str:
     rows, notes = [], []
     for file in _files(results):
-        if not file.name.endswith("-exactness.json"):
+        if not file.stem.endswith("-exactness"):
             continue
         result = _read(file)
         link = f"[{file.stem.removesuffix('-exactness')}](benchmarks/results/{file.name})"
@@ -119,7 +166,9 @@ def _covered(result: dict[str, Any]) -> str:
     )
 
 
-MADE: dict[str, Callable[[Path], str]] = {f.__name__: f for f in (tasks, attentions, runs, exactness)}
+MADE: dict[str, Callable[[Path], str]] = {
+    f.__name__: f for f in (tasks, attentions, runs, learnability, prepare, exactness)
+}
 
 
 def make(text: str, results: Path = RESULTS) -> str:

@@ -143,6 +143,14 @@ def data_info(fields: TaskFields = None) -> None:
     console.print(table)
 
 
+@data_app.command("show")
+def data_show(fields: TaskFields = None) -> None:
+    """Draw examples of each label into a PNG: split=train, count=8 of each, out=<file>.png."""
+    from lra.training.data import show
+
+    console.print(show(fields or ()))
+
+
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
     table = Table(registry.kind, *(fact.replace("_", " ") for fact in facts), "available", "what")
     for entry in registry.catalogue().values():

@@ -40,15 +40,23 @@ def commit() -> str | None:
     return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def command() -> str:
+    """The command line, with the program's place in the checkout: where that lies means nothing elsewhere."""
+    program = Path(sys.argv[0])
+    if program.name in ("lra", "__main__.py"):
+        return " ".join(["lra", *sys.argv[1:]])
+    root = Path(__file__).parent.parent
+    place = program.resolve().relative_to(root) if program.resolve().is_relative_to(root) else program.name
+    return " ".join(["python", str(place), *sys.argv[1:]])
+
+
 def describe() -> dict[str, Any]:
     """Everything a committed result states about where it was measured."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["lra", *sys.argv[1:]])
-        if Path(sys.argv[0]).name in ("lra", "__main__.py")
-        else " ".join(sys.argv),
+        "command": command(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "gpu": gpu,
         "gpus": torch.cuda.device_count(),

@@ -115,7 +115,8 @@ def test_attentions_are_listed():
 
 def test_recipes_are_listed():
     rows = {row[0]: row[1:] for row in lra("ls", "recipes").rows}
-    assert rows["demo"] == ["listops", "minutes on two CPU cores, with short expressions"]
+    everything = "listops text retrieval image pathfinder path64 pathx path256"
+    assert rows["demo"] == [everything, "minutes on two CPU cores, with less data and short sequences"]
     assert {"listops", "text"} <= set(rows["xiong2021"][0].split()) and "tay2021" in rows
 
 
@@ -142,11 +143,12 @@ def test_data_is_prepared_verified_and_described(here, tmp_path):
     assert re.fullmatch(rf"listops is ready in {tmp_path}/data/listops@1-[0-9a-f]{{8}}\n", first.out)
     assert lra("data", "verify", *DATA).out.endswith(": every file is as the manifest says\n")
     rows = dict(lra("data", "info", *DATA).rows)
-    assert rows["params train"] == "50" and rows["source"] == "generated" and "'count': 50" in rows["splits train"]
-    assert re.fullmatch("[0-9a-f]{64}", rows["vocabulary_hash"])
-    date = rows["date"]
+    assert "train=50" in rows["parameters"] and rows["source"] == "generated, by lra.data.listops@1, seed 0"
+    assert re.match(r"50; length \d+ to \d+, mean [\d.]+; labels 0: [\d.]+%, ", rows["train"])
+    assert re.search(" sha256 [0-9a-f]{64}$", rows["vocabulary"])
+    date = rows["prepared"]
     with mock.patch.object(Writer, "finish", lambda _: pytest.fail("built again")):
-        assert dict(lra("data", "info", *DATA).rows)["date"] == date
+        assert dict(lra("data", "info", *DATA).rows)["prepared"] == date
         assert lra("data", "prepare", *DATA, "force=false").code == 0
     with mock.patch.object(Writer, "finish", autospec=True, side_effect=Writer.finish) as built:
         assert lra("data", "prepare", *DATA, "force=true").code == 0
@@ -214,11 +216,11 @@ def test_what_typer_refuses_exits_with_2_too(arguments):
 FIT = ["fit", *RUN]
 REFUSED = {
     # what is asked for does not exist, or is not written so
-    "fit": "task= and attn= missing: task= is one of listops, text",
+    "fit": "task= and attn= missing: task= is one of image, listops, path256",
     "fit task=listop attn=flash": "unknown task 'listop': did you mean 'listops'",
     "fit task=listops attn=flas": "unknown attention 'flas': did you mean 'flash'",
     "fit task=listops attn=flash recipe=dem": "unknown recipe 'dem': did you mean 'demo'",
-    "fit task=text attn=flash recipe=demo": "recipe 'demo' has no section for task 'text'",
+    "fit task=text attn=flash recipe=rotary": "recipe 'rotary' has no section for task 'text'",
     "fit task=listops attn=flash model.dmodel=3": "unknown field 'model.dmodel': did you mean 'model.d_model'",
     "fit task=listops attn=flash task.protocol=lra": "unknown field 'task.protocol'",
     "fit task=listops attn=flash resume": "'resume' is not of the form field=value",
@@ -259,7 +261,12 @@ REFUSED = {
     "data prepare task=listops attn=flash": "attn=flash has no meaning for data",
     "data prepare task=listops force=yes": "force=yes: force is true or false",
     "data prepare task=listops force": "'force' is not of the form field=value",
-    "data prepare task=listops source=/nowhere": "/nowhere/basic_train.tsv: No such file",
+    "data prepare task=listops source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
+    "data prepare task=pathx source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
+    "data prepare task=path64 level=harder": "task.level=harder",
+    "data prepare task=pathx source=/nowhere task.train=5": "task.train: only for generated data",
+    "data prepare task=retrieval": "the pairs of AAN are in no hub: .* task=retrieval dataset=lra source=",
+    "data show task=listops split=dev": "listops is not prepared",
     "data prepare task=text source=/nowhere": "cannot load IMDB from /nowhere",
     "data info task=listops": "listops is not prepared: .*; run: lra data prepare task=listops$",
     "data verify task=text": "text is not prepared: .*; run: lra data prepare task=text$",
@@ -355,4 +362,5 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(here):
 
 def test_a_pipe_cuts_nothing(store):
     done = process("data", "info", *DATA)
-    assert done.code == 0 and not done.err and re.search(r" vocabulary_hash +│ [0-9a-f]{64} ", done.out)
+    assert done.code == 0 and not done.err
+    assert re.search(r" test.labels.npy +│ [\d,]+ bytes; sha256 [0-9a-f]{64} ", done.out)

@@ -126,7 +126,7 @@ def test_tables_show_every_result(script, tmp_path):
     base = {
         "task": "listops@1", "attn": "flash", "recipe": "xiong2021", "overrides": ["optim.lr=0.1", "task.source=/here"],
         "seed": 0, "train_seconds": 60.0, "session_seconds": 90.0, "peak_gpu_bytes": None, "world_size": 1,
-        "environment": made_with,
+        "environment": made_with, "config": {"task": {"name": "listops"}},
     }  # fmt: skip
     scores = {
         "protocol": "heldout",
@@ -139,17 +139,61 @@ def test_tables_show_every_result(script, tmp_path):
         "a": base | scores | {"status": "finished"},
         "b": base | {"status": "oom", "seed": 1, "peak_gpu_bytes": 2 * 10**9, "world_size": 4},
         "c": base | {"status": "failed", "seed": 2, "session_seconds": 30.0},
+        "d": base | {"status": "oom", "seed": 3, "config": {"task": {"name": "listops", "dataset": "other"}}},
     }
     for name, result in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.runs(tmp_path).splitlines()[2:]]
     recipe = "xiong2021 `optim.lr=0.1`"
+    names = ["listops@1", "listops@1", "listops@1", "listops@1, data set other"]
+    assert [row[0].partition("]")[0].removeprefix("[") for row in rows] == names
     assert [row[1:] for row in rows] == [
         ["flash", recipe, "0", "heldout", "37.50 ± 2.12 of 2,000; root operator 36.30", "", "", "1.5 min", "GPU"],
         ["flash", recipe, "1", "", "OOM", "", "2.00 GB", "1.5 min", "4 × GPU"],
         ["flash", recipe, "2", "", "failed", "", "", "", "GPU"],
+        ["flash", recipe, "3", "", "OOM", "", "", "1.5 min", "GPU"],
     ]
     assert len(readme.runs(tmp_path / "nothing").splitlines()) == 2
+
+
+def test_preparing_is_timed_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    fields = ["task=listops", "recipe=demo", "task.train=30", "task.val=5", "task.test=5", "task.fresh=5"]
+    out = tmp_path / "cpu-prepare.json"
+    assert script("prepare").main(["--task", *fields, "--task", *fields, "min_length=9", "--out", str(out)]) == 0
+    stores = json.loads(out.read_text())["stores"]
+    assert [store["examples"] for store in stores] == [45, 45] and all(store["bytes"] > 500 for store in stores)
+    assert not list((tmp_path / "stores").iterdir()) and capsys.readouterr().out.count("\n") == 2
+    row = script("readme").prepare(tmp_path).splitlines()[2]
+    assert row.startswith("| [listops@1](benchmarks/results/cpu-prepare.json) | `recipe=demo` `task.train=30`")
+    assert script("prepare").main(["--task", "task=listop"]) == 2
+    assert capsys.readouterr().err.startswith("prepare: unknown task 'listop'")
+
+
+def test_learnability_reports_its_curve(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    cnn = script("learnability")
+    for resolution in (32, 64, 128, 256):
+        assert cnn.ResidualCNN(resolution).receptive_field >= resolution
+    fields = ["task=pathfinder", "task.train=40", "task.val=4", "task.test=12"]
+    options = ["--steps", "3", "--batch", "8", "--log-every", "2", "--out", str(tmp_path / "tiny-learnability.json")]
+    assert cnn.main([*fields, *options]) == 0
+    result = json.loads((tmp_path / "tiny-learnability.json").read_text())
+    assert [point["step"] for point in result["curve"]] == [2, 3] and result["n"] == 12
+    assert set(result["baselines"]) == {"majority", "marker distance"}
+    assert script("readme").learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@1]")
+    assert cnn.main(["task=listops", "batch.size=0"]) == 2
+
+
+def test_a_turned_image_keeps_its_pixels(script):
+    batch = torch.arange(8 * 16, dtype=torch.uint8).view(8, 4, 4)
+    turned = script("learnability").turned(batch, torch.Generator().manual_seed(0))
+    assert [sorted(image.flatten().tolist()) for image in turned] == [
+        sorted(image.flatten().tolist()) for image in batch
+    ]
+    assert not torch.equal(turned, batch) and torch.equal(turned[0], batch[0].flip(1)) | torch.equal(
+        turned[0], batch[0]
+    )
 
 
 def test_exactness_leaves_no_case_out(script, tmp_path):

@@ -22,7 +22,7 @@ class Entry:
 
     name: str
     module: str
-    summary: str  # first line of the module's docstring
+    summary: str  # first line of the class's docstring
     facts: dict[str, Any]  # the keyword arguments of its register(...)
     requires: tuple[str, ...] = ()  # optional packages it imports when used
 
@@ -34,8 +34,8 @@ class Entry:
 class Registry:
     """Classes registered by name in the modules of one package.
 
-    A component is one file: `@REGISTRY.register("name", fact=value, ...)` above a class with a nested
-    dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
+    A component is one file, or several alike share one: `@REGISTRY.register("name", fact=value, ...)` above a class
+    with a nested dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
     import they become an instance of the registry's `facts` dataclass on the class.
     """
 
@@ -82,10 +82,11 @@ class Registry:
         return self._classes[name]
 
     def _declared(self, file: Path) -> Iterable[Entry]:
-        tree = ast.parse(file.read_text())
-        summary = (ast.get_docstring(tree) or "").split("\n")[0]
-        for node in tree.body:
-            for call in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+        for node in ast.parse(file.read_text()).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            summary = (ast.get_docstring(node) or "").split("\n")[0]
+            for call in node.decorator_list:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                     facts = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
                     requires = facts.pop("requires", ())

@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from lra.data import release
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
@@ -126,44 +128,94 @@ def _fingerprint(tokens: np.ndarray) -> bytes:
     return blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def build_from_tsv(writer: Writer, folder: str | Path, *, max_length: int = 1999) -> None:
-    """Import LRA's own files: `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv` in `folder`."""
-    folder = Path(folder).expanduser()
-    for split in ("train", "val", "test"):
-        writer.add(split, *read_tsv(folder / f"basic_{split}.tsv", max_length=max_length))
+def build_from_tsv(writer: Writer, source: str | Path, *, max_length: int = 1999) -> None:
+    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
+
+    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.release.files`).
+    """
+    splits = {f"basic_{split}.tsv": split for split in ("train", "val", "test")}
+    parts = {
+        file.name: read_tsv(file.stream, file.path, max_length=max_length)
+        for file in release.files(source, "listops-1000", *splits)
+    }
+    for name, split in splits.items():
+        writer.add(split, *parts[name])
 
 
-def read_tsv(path: str | Path, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:
+def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:
     """One of LRA's ListOps files: uint8 arrays `[T]` and labels int64 `[n]`.
 
     A header names the columns Source (an expression) and Target (its value, 0 to 9), tab-separated, lines ending in LF
-    or CRLF. UsageError names the file and the line that is not so, or whose T exceeds `max_length`.
+    or CRLF. UsageError names the file, `path`, and the line that is not so, or whose T exceeds `max_length`.
     """
-    path = Path(path)
     sequences, labels = [], []
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; name the folder of LRA's basic_{{train,val,test}}.tsv") from None
-    with file:
-        header = file.readline().rstrip("\n").split("\t")
-        if not {"Source", "Target"} <= set(header):
-            raise UsageError(f"{path}:1: the first line must name the tab-separated columns Source and Target")
-        source, target = header.index("Source"), header.index("Target")
-        for number, line in enumerate(file, start=2):
-            fields = line.rstrip("\n").split("\t")
-            if len(fields) != len(header):
-                raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {len(header)}; get the file anew")
-            if fields[target] not in VOCABULARY[:10]:
-                raise UsageError(f"{path}:{number}: Target is '{fields[target]}', not 0 to 9; get the file anew")
-            try:
-                tokens = tokenize(fields[source])
-            except UsageError as error:
-                raise UsageError(f"{path}:{number}: {error}") from None
-            if not 1 <= len(tokens) <= max_length:
-                raise UsageError(f"{path}:{number}: {len(tokens)} tokens, not 1 to {max_length}; raise max_length")
-            sequences.append(tokens)
-            labels.append(int(fields[target]))
+    lines = (line.decode(errors="replace").rstrip("\r\n").split("\t") for line in stream)
+    header = next(lines, [])
+    if not {"Source", "Target"} <= set(header):
+        raise UsageError(f"{path}:1: the first line must name the tab-separated columns Source and Target")
+    source, target = header.index("Source"), header.index("Target")
+    for number, fields in enumerate(lines, start=2):
+        if len(fields) != len(header):
+            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {len(header)}; get the file anew")
+        if fields[target] not in VOCABULARY[:10]:
+            raise UsageError(f"{path}:{number}: Target is '{fields[target]}', not 0 to 9; get the file anew")
+        try:
+            tokens = tokenize(fields[source])
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from None
+        if not 1 <= len(tokens) <= max_length:
+            raise UsageError(f"{path}:{number}: {len(tokens)} tokens, not 1 to {max_length}; raise max_length")
+        sequences.append(tokens)
+        labels.append(int(fields[target]))
     if not labels:
         raise UsageError(f"{path}: no line after the header; get the file anew")
     return sequences, np.array(labels, np.int64)
+
+
+def tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
+    """An expression as lines: operators with their values, arguments indented, at most `max_lines` lines in all.
+
+    An operator whose arguments are all digits is one line, `MAX 2 9 = 9`; of a longer tree the last line says how many
+    lines more there are. UsageError if `ids` is not one whole expression.
+    """
+    tokens = [VOCABULARY[i] for i in reversed(ids)]
+    try:
+        _, lines = _branch(tokens)
+        if tokens:
+            raise ValueError("tokens after the end")
+    except (IndexError, ValueError) as error:
+        begin = f"{len(ids)} tokens that begin '{decode(ids[:8])}'"
+        raise UsageError(f"{begin} are not one whole ListOps expression: prepare the data anew") from error
+    if len(lines) > max_lines:
+        lines[max_lines - 1 :] = [f"… {len(lines) - max_lines + 1} more lines"]
+    return "\n".join(lines)
+
+
+def _branch(tokens: list[str]) -> tuple[int, list[str]]:
+    """Value and lines of the expression that ends a reversed list of tokens, which is taken from the list."""
+    token = tokens.pop()
+    if token not in _FUNCTIONS:
+        return int(token), [token]
+    values, lines, flat, follows = [], [], True, False  # `follows`: the last line is one of digits
+    while tokens[-1] != "]":
+        digit = tokens[-1] not in _FUNCTIONS
+        value, below = _branch(tokens)
+        values.append(value)
+        if digit and follows:
+            lines[-1] += f" {value}"
+        else:
+            lines += [f"  {line}" for line in below]
+        flat, follows = flat and digit, digit
+    tokens.pop()
+    if not values:
+        raise ValueError("an operator without arguments")
+    operator, value = token.removeprefix("["), _FUNCTIONS[token](values)
+    return value, [f"{operator}{lines[0][1:]} = {value}"] if flat else [f"{operator} = {value}", *lines]
+
+
+_FUNCTIONS = {
+    "[MAX": max,
+    "[MED": lambda values: int(np.median(values)),
+    "[MIN": min,
+    "[SM": lambda values: sum(values) % 10,
+}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,10 +26,11 @@ class Split:
     labels: np.ndarray  # int64 [n]
 
     @classmethod
-    def from_offsets(cls, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray) -> Split:
-        """Sequences that lie end to end. `offsets`: int64 `[n + 1]`."""
-        # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
-        return cls(np.asarray(tokens), np.asarray(offsets[:-1]), np.diff(np.asarray(offsets)), np.asarray(labels))
+    def from_offsets(cls, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray | None = None) -> Split:
+        """Sequences that lie end to end. `offsets`: int64 `[n + 1]`; without `labels` they are all 0."""
+        return cls(
+            tokens, offsets[:-1], np.diff(offsets), np.zeros(len(offsets) - 1, np.int64) if labels is None else labels
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -50,20 +52,30 @@ class Split:
         max_length: int,
         layout: Literal["packed", "padded"] = "packed",
         prefix: int | None = None,
+        threshold: int | None = None,
         index: Rows | None = None,
     ) -> Batch:
         """The batch of these rows (int `[B]`, any order, repeats allowed) on `device`.
 
-        Of each sequence the first `max_length` tokens are kept. `prefix` is a token id put before every sequence
-        (CLS): lengths and the batch's `max_length` then grow by one. `layout="packed"` leaves no gaps and
-        `max_length` of the batch is its longest sequence; `"padded"` gives every sequence the full
+        Of each sequence the first `max_length` tokens are kept, and with `threshold` only those of them whose id is at
+        least that; these keep their positions, which the batch then carries. `prefix` is a token id put before every
+        sequence (CLS): lengths, positions and the batch's `max_length` then grow by one. `layout="packed"` leaves no
+        gaps and `max_length` of the batch is its longest sequence; `"padded"` gives every sequence the full
         `max_length` rows, zeros past its length. `index` is the place of each sequence in the global batch, by
         default 0, 1, ...
         """
         device = torch.device(device)
         rows = np.asarray(rows, np.int64)
         head = int(prefix is not None)
-        kept = np.minimum(self.lengths[rows], max_length)
+        first, kept = self.starts[rows], np.minimum(self.lengths[rows], max_length)
+        pieces = [
+            self.tokens[start : start + count] for start, count in zip(first.tolist(), kept.tolist(), strict=True)
+        ]
+        places: list[np.ndarray] = []
+        if threshold is not None:
+            places = [np.flatnonzero(piece >= threshold) for piece in pieces]
+            pieces = [piece[place] for piece, place in zip(pieces, places, strict=True)]
+            kept = np.array([len(piece) for piece in pieces], np.int64)
         lengths = kept + head
         if layout == "padded":
             longest = max_length + head
@@ -74,14 +86,16 @@ class Split:
         else:
             raise ValueError(f"layout is packed or padded, not {layout}")
 
-        # Two transfers: the tokens in their small dtype, and everything per sequence. Each field begins at a multiple
+        # Few transfers: the tokens in their small dtype, and everything per sequence. Each field begins at a multiple
         # of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
         pinned = device.type == "cuda"
         tokens = torch.zeros(total, dtype=_TORCH[self.tokens.dtype.str], pin_memory=pinned)
-        target = tokens.numpy()
-        copies = np.stack([starts + head, self.starts[rows], kept], axis=1)
-        for place, source, count in copies.tolist():
-            target[place : place + count] = self.tokens[source : source + count]
+        _lay(tokens.numpy(), starts + head, pieces)
+        positions: Tensor | None = None
+        if threshold is not None:
+            positions = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
+            _lay(positions.numpy(), starts + head, [place + head for place in places])
+            positions = positions.to(device, non_blocking=pinned)
         fields = torch.zeros(4, -(-len(rows) // 4) * 4, dtype=torch.int32, pin_memory=pinned)
         index = np.arange(len(rows)) if index is None else index
         for field, values in zip(fields.numpy(), (starts, lengths, index, self.labels[rows]), strict=True):
@@ -91,7 +105,43 @@ class Split:
         start, length, index_b, label = fields.to(device, non_blocking=pinned)[:, : len(rows)]
         if prefix is not None:
             ids.index_fill_(0, start.long(), prefix)
-        return Batch(ids, start, length, longest, label.long(), index_b)
+        return Batch(ids, start, length, longest, label.long(), index_b, positions)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """`n` labelled pairs of sequences out of one collection, where each is stored once."""
+
+    documents: Split
+    pairs: np.ndarray  # int64 [n, 2], places in documents
+    labels: np.ndarray  # int64 [n]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the two sequences of a pair."""
+        one, other = self.pairs[row]
+        return self.documents[one], self.documents[other]
+
+    def gather(self, rows: Rows, device: torch.device | str, *, index: Rows | None = None, **options: Any) -> Batch:
+        """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.gather`.
+
+        `index` is the place of each pair in the global batch; its label stands once.
+        """
+        rows = np.asarray(rows, np.int64)
+        place = np.arange(len(rows)) if index is None else np.asarray(index, np.int64)
+        both = (2 * place[:, None] + (0, 1)).ravel()
+        batch = self.documents.gather(self.pairs[rows].ravel(), device, index=both, **options)
+        return dataclasses.replace(batch, label=torch.from_numpy(self.labels[rows]).to(device))
+
+
+Examples = Split | Pairs
+
+
+def _lay(target: np.ndarray, starts: np.ndarray, pieces: Sequence[np.ndarray]) -> None:
+    for start, piece in zip(starts.tolist(), pieces, strict=True):
+        target[start : start + len(piece)] = piece
 
 
 _TORCH = {"|u1": torch.uint8, "<u2": torch.uint16}

@@ -7,6 +7,9 @@ A store is a folder named after its content, with three arrays per split and a m
         train.offsets.npy   int64 [n + 1], sequence i is tokens[offsets[i] : offsets[i + 1]]
         train.labels.npy    int64 [n]
         manifest.json       what this is, where it came from, sizes and checksums; written last
+
+Where an example is a pair, the sequences are `documents.*.npy`, without labels, and a split has train.pairs.npy, int64
+[n, 2], instead of tokens and offsets.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import numpy as np
 from filelock import FileLock
 
 from lra import environment
-from lra.data.split import Split
-from lra.data.writer import Writer
+from lra.data.split import Examples, Pairs, Split
+from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full
 
-FORMAT = 1  # of the files and the manifest; readers refuse any other
+FORMAT = 2  # of the files and the manifest; readers refuse any other
 
 
 def root() -> Path:
@@ -140,13 +143,21 @@ class Store:
     def vocabulary_hash(self) -> str:
         return self.manifest["vocabulary_hash"]
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> Examples:
         """One split, memory-mapped."""
         if name not in self.splits:
             raise UsageError(f"{self.path.name} has no split '{name}': choose from {', '.join(self.splits)}")
-        return Split.from_offsets(
-            *(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r") for part in ("tokens", "offsets", "labels"))
-        )
+        labels = self._map(name, "labels")
+        if DOCUMENTS in self.manifest:
+            return Pairs(self._sequences(DOCUMENTS), self._map(name, "pairs"), labels)
+        return self._sequences(name, labels)
+
+    def _sequences(self, name: str, labels: np.ndarray | None = None) -> Split:
+        return Split.from_offsets(self._map(name, "tokens"), self._map(name, "offsets"), labels)
+
+    def _map(self, name: str, part: str) -> np.ndarray:
+        # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
+        return np.asarray(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r"))
 
     def verify(self) -> None:
         """Read every byte again; UsageError names the first file that is not what was written."""
@@ -165,13 +176,13 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
     try:
         writer = Writer(partial, len(content.vocabulary))
         build(writer)
-        splits = writer.finish()
+        written = writer.finish()
         files = sorted(partial.iterdir())
         manifest = {
             "format": FORMAT,
             **asdict(content),
             "vocabulary_hash": vocabulary_hash(content.vocabulary),
-            "splits": splits,
+            **written,
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "versions": environment.versions(),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+DOCUMENTS = "documents"  # the sequences that pairs refer to
+
 
 class Writer:
-    """Appends labelled sequences to the splits of a store. `lra.data.store.prepare` makes it and finishes it."""
+    """Appends labelled examples to the splits of a store. `lra.data.store.prepare` makes it and finishes it.
+
+    An example is a sequence (`add`), or a pair of sequences out of one collection (`add_documents`, `add_pairs`).
+    """
 
     def __init__(self, folder: Path, vocabulary_size: int):
         if not 1 <= vocabulary_size <= 1 << 16:
@@ -21,6 +26,8 @@ class Writer:
         self._folder = folder
         self._lengths: dict[str, list[np.ndarray]] = {}
         self._labels: dict[str, list[np.ndarray]] = {}
+        self._pairs: dict[str, list[np.ndarray]] = {}
+        self._baselines: dict[str, dict[str, float]] = {}
 
     def add(self, split: str, sequences: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
         """Append sequences to a split, which begins when it is first named.
@@ -29,18 +36,26 @@ class Writer:
         """
         if len(sequences) != len(labels):
             raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
-        tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, self.dtype)
-        low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-        if low < 0 or high >= self.vocabulary_size:
-            raise ValueError(f"{split}: token ids {low} to {high}, outside 0 to {self.vocabulary_size - 1}")
-        path = self._folder / f"{split}.tokens.npy"
-        with path.open("ab") as file:
-            if split not in self._lengths:
-                self._lengths[split], self._labels[split] = [], []
-                _write_header(file, self.dtype, 0)
-            file.write(np.ascontiguousarray(tokens, self.dtype).data)
-        self._lengths[split].append(np.array([len(sequence) for sequence in sequences], np.int64))
-        self._labels[split].append(np.array(labels, np.int64))
+        self._append(split, sequences)
+        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+
+    def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
+        """Append sequences, as in `add`, to the collection that pairs refer to by place."""
+        self._append(DOCUMENTS, sequences)
+
+    def add_pairs(self, split: str, pairs: np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
+        """Append pairs of documents to a split. `pairs`: integers `[n, 2]`, places of documents already added."""
+        count = sum(map(len, self._lengths.get(DOCUMENTS, ())))
+        if len(pairs) != len(labels):
+            raise ValueError(f"{split}: {len(pairs)} pairs with {len(labels)} labels")
+        if len(pairs) and not 0 <= np.min(pairs) <= np.max(pairs) < count:
+            raise ValueError(f"{split}: a pair names a document outside 0 to {count - 1}")
+        self._pairs.setdefault(split, []).append(np.array(pairs, np.int64).reshape(-1, 2))
+        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+
+    def baseline(self, name: str, accuracy: Mapping[str, float]) -> None:
+        """State what a predictor that sees one simple feature reaches on each split, as a share."""
+        self._baselines[name] = dict(accuracy)
 
     def scratch(self) -> Path:
         """A folder for the builder's temporary files; it goes when the store is finished or fails."""
@@ -49,25 +64,50 @@ class Writer:
         return path
 
     def finish(self) -> dict[str, Any]:
-        """Complete the files and return what the manifest says of each split."""
+        """Complete the files and return what the manifest says of their content."""
         shutil.rmtree(self._folder / "scratch", ignore_errors=True)
-        return {split: self._finish(split) for split in self._lengths}
+        documents = {DOCUMENTS: self._finish(DOCUMENTS)} if DOCUMENTS in self._lengths else {}
+        splits = {split: self._labelled(split) for split in self._labels}
+        return {"splits": splits, **documents, "baselines": self._baselines}
 
-    def _finish(self, split: str) -> dict[str, Any]:
-        lengths, labels = np.concatenate(self._lengths[split]), np.concatenate(self._labels[split])
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        with (self._folder / f"{split}.tokens.npy").open("r+b") as file:
-            _write_header(file, self.dtype, int(offsets[-1]))
-        np.save(self._folder / f"{split}.offsets.npy", offsets)
+    def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
+        if isinstance(sequences, np.ndarray):
+            tokens = sequences.reshape(-1)
+        else:
+            tokens = np.concatenate(sequences) if len(sequences) else np.empty(0, self.dtype)
+        if tokens.dtype != np.uint8 or self.vocabulary_size < 256:
+            low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+            if low < 0 or high >= self.vocabulary_size:
+                raise ValueError(f"{name}: token ids {low} to {high}, outside 0 to {self.vocabulary_size - 1}")
+        with (self._folder / f"{name}.tokens.npy").open("ab") as file:
+            if name not in self._lengths:
+                self._lengths[name] = []
+                _write_header(file, self.dtype, 0)
+            file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._lengths[name].append(np.array([len(sequence) for sequence in sequences], np.int64))
+
+    def _labelled(self, split: str) -> dict[str, Any]:
+        labels = np.concatenate(self._labels[split])
         np.save(self._folder / f"{split}.labels.npy", labels)
         values, counts = np.unique(labels, return_counts=True)
+        balance = {str(value): int(count) for value, count in zip(values, counts, strict=True)}
+        if split in self._pairs:
+            np.save(self._folder / f"{split}.pairs.npy", np.concatenate(self._pairs[split]))
+            return {"count": len(labels), "labels": balance}
+        return {**self._finish(split), "labels": balance}
+
+    def _finish(self, name: str) -> dict[str, Any]:
+        lengths = np.concatenate(self._lengths[name])
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        with (self._folder / f"{name}.tokens.npy").open("r+b") as file:
+            _write_header(file, self.dtype, int(offsets[-1]))
+        np.save(self._folder / f"{name}.offsets.npy", offsets)
         return {
-            "count": len(labels),
+            "count": len(lengths),
             "tokens": int(offsets[-1]),
-            "labels": {str(value): int(count) for value, count in zip(values, counts, strict=True)},
             "length": {
                 "min": int(lengths.min(initial=offsets[-1])),
-                "mean": round(float(offsets[-1]) / max(len(labels), 1), 2),
+                "mean": round(float(offsets[-1]) / max(len(lengths), 1), 2),
                 "max": int(lengths.max(initial=0)),
             },
         }

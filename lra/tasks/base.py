@@ -20,7 +20,7 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order
-from lra.data.split import Split
+from lra.data.split import Examples
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -44,7 +44,9 @@ class TrainBatches:
     It starts at the step that `current` names, so a resumed run goes on with the same sequences.
     """
 
-    def __init__(self, split: Split, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int]):
+    def __init__(
+        self, split: Examples, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int]
+    ):
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
         self.share, self.micro = run.batch.divide(rank.world)
 
@@ -73,7 +75,7 @@ class TrainBatches:
 class EvalBatches:
     """This rank's share of a split, in order; every sequence once over all ranks."""
 
-    def __init__(self, split: Split, size: int, rank: Rank, gather: Mapping[str, Any]):
+    def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any]):
         self.split, self.size, self.rank, self.gather = split, size, rank, gather
         self.rows = np.arange(rank.rank, len(split), rank.world)
 
@@ -86,12 +88,13 @@ class EvalBatches:
 
 
 class TaskData(pl.LightningDataModule):
-    """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `baselines`."""
+    """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `depict`."""
 
     trainer: pl.Trainer  # Lightning sets it before it asks for batches
     vocabulary: ClassVar[Sequence[str]]
     generator: ClassVar[str]  # name and version of what writes the tokens
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
+    label_names: ClassVar[Sequence[str]] = ()  # where a class has a name
 
     def __init__(self, run: RunConfig):
         super().__init__()
@@ -113,15 +116,21 @@ class TaskData(pl.LightningDataModule):
         """Writes every split."""
         raise NotImplementedError
 
-    def splits(self, store: Store) -> dict[str, Split]:
+    def splits(self, store: Store) -> dict[str, Examples]:
         """`train`, `val` and the test sets, by the protocol."""
         return {name: store.split(name) for name in store.splits}
 
     def baselines(self, name: str) -> dict[str, float]:
-        """Accuracy on a test set of predictors that compute nothing; every task has train's majority class."""
-        return {"majority": self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)}
+        """Accuracy on a test set of predictors that compute nothing: train's majority class, and the store's own."""
+        majority = self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)
+        stored = self.store.manifest["baselines"].items()
+        return {"majority": majority} | {rule: accuracy[name] for rule, accuracy in stored}
 
-    def accuracy_of(self, feature: Callable[[Split], np.ndarray], name: str) -> float:
+    def depict(self, example: Any) -> np.ndarray | str:
+        """An example for human eyes: an image uint8 `[H, W]`, or text."""
+        raise NotImplementedError
+
+    def accuracy_of(self, feature: Callable[[Any], np.ndarray], name: str) -> float:
         """Accuracy on a test set of the best rule that sees one integer: its value's commonest label in train."""
         train, test = self.parts["train"], self.parts[name]
         seen, asked = feature(train), feature(test)
@@ -184,6 +193,16 @@ class TaskData(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # gathered on the device already
+
+
+def only_generated(config: Any, *fields: str) -> None:
+    """UsageError if one of `fields`, which say what is drawn, is set although the data is imported."""
+    changed = [f"task.{field}" for field in fields if getattr(config, field) != getattr(type(config), field)]
+    if changed and config.source != "generate":
+        raise UsageError(
+            f"{', '.join(changed)}: only for generated data; leave it out, or the recipe that sets it, or "
+            f"task.source={config.source}"
+        )
 
 
 class OptimisationStep(Protocol):
@@ -249,7 +268,7 @@ class TaskModule(pl.LightningModule):
     def _score(self, split: str, batch: Batch) -> None:
         scores = self(batch)
         self.accuracy[split](scores, batch.label)
-        self.mean_loss[split](F.cross_entropy(scores, batch.label), batch.size)
+        self.mean_loss[split](F.cross_entropy(scores, batch.label), len(batch.label))
         for name, metrics in (("accuracy", self.accuracy), ("loss", self.mean_loss)):
             metric = cast(Metric, metrics[split])
             self.log(
@@ -258,7 +277,7 @@ class TaskModule(pl.LightningModule):
                 logger=False,
                 on_step=False,
                 on_epoch=True,
-                batch_size=batch.size,
+                batch_size=len(batch.label),
                 add_dataloader_idx=False,
             )
 

@@ -1,4 +1,4 @@
-"""ListOps: the value of a nested expression of MIN, MAX, MED and SM over digits."""
+"""Nested list operations: one token per digit, operator and closing bracket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lra.data.split import Split
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.base import TaskData, TaskModule, only_generated
 
 
 class ListOpsData(TaskData):
@@ -47,6 +47,9 @@ class ListOpsData(TaskData):
     def baselines(self, name: str) -> dict[str, float]:
         return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}
 
+    def depict(self, example: np.ndarray) -> str:
+        return listops.tree(example)
+
 
 def root_operator(split: Split) -> np.ndarray:
     """Token id of every expression's first token: all that a model at 36.3% has learned to read."""
@@ -61,7 +64,7 @@ def root_operator(split: Split) -> np.ndarray:
     paper="Nangia and Bowman 2018, arXiv 1804.06028; Tay et al. 2020, arXiv 2011.04006",
 )
 class ListOps(TaskModule):
-    """One token per digit, operator and closing bracket; parentheses carry nothing and are dropped."""
+    """ListOps: the value of a nested expression of MIN, MAX, MED and SM over digits."""
 
     @dataclass(frozen=True)
     class Config:
@@ -77,6 +80,7 @@ class ListOps(TaskModule):
         def __post_init__(self) -> None:
             if min(self.train, self.val, self.test, self.fresh) < 1:
                 raise UsageError("task.train, task.val, task.test and task.fresh must be at least 1")
+            only_generated(self, "train", "val", "test")
             if not 1 <= self.min_length <= self.max_length:
                 limits = f"at least 1 and at most task.max_length={self.max_length}"
                 raise UsageError(f"task.min_length={self.min_length} must be {limits}")

@@ -1,13 +1,15 @@
-"""Text: the sentiment of an IMDB review read byte by byte."""
+"""IMDB reviews, byte by byte."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import numpy as np
 
 from lra.data import order, text
-from lra.data.split import Split
+from lra.data.split import Examples, Split
 from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -19,6 +21,7 @@ class TextData(TaskData):
     """IMDB's labelled reviews as UTF-8 bytes, stored whole and cut at `max_length` when read."""
 
     vocabulary, generator = text.VOCABULARY, text.GENERATOR
+    label_names = ("negative", "positive")
 
     def params(self) -> dict[str, Any]:
         return {"dataset": text.HUB}  # not the source: any mirror of the data set holds the same reviews
@@ -30,17 +33,20 @@ class TextData(TaskData):
     def build(self, writer: Writer) -> None:
         text.build(writer, self.config.source)
 
-    def splits(self, store: Store) -> dict[str, Split]:
-        train, test = store.split("train"), store.split("test")
+    def splits(self, store: Store) -> dict[str, Examples]:
+        train, test = cast(Split, store.split("train")), store.split("test")
         if self.config.protocol == "lra":
             return {"train": train, "val": test, "test": test}
         kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out), "test": test}
 
+    def depict(self, example: np.ndarray) -> str:
+        return example.tobytes().decode(errors="replace")
+
 
 @TASKS.register("text", version=1, classes=2, length=4096, paper="Maas et al. 2011; Tay et al. 2020, arXiv 2011.04006")
 class Text(TaskModule):
-    """Token ids are byte values."""
+    """Text: the sentiment of an IMDB review read byte by byte."""
 
     @dataclass(frozen=True)
     class Config:

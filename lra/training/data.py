@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lra.config.schema import RunConfig
+from lra.data import picture
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
@@ -23,13 +27,25 @@ def _data(args: Sequence[str]) -> TaskData:
     return TASKS.get(run.task.name).Data(run)
 
 
+def _options(args: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
+    """The arguments that are a verb's own, `name=value`, and the rest."""
+    own, rest = dict(defaults), []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name in defaults and equals:
+            own[name] = value
+        else:
+            rest.append(arg)
+    return own, rest
+
+
 def prepare(args: Sequence[str]) -> str:
     """Prepares the store; `force=true` among the arguments replaces an existing one."""
-    force = [arg for arg in args if arg.startswith("force=")]
-    if any(arg not in ("force=true", "force=false") for arg in force):
-        raise UsageError(f"{force[0]}: force is true or false")
-    data = _data([arg for arg in args if arg not in force])
-    data.prepare_data(force="force=true" in force)
+    own, rest = _options(args, force="false")
+    if own["force"] not in ("true", "false"):
+        raise UsageError(f"force={own['force']}: force is true or false")
+    data = _data(rest)
+    data.prepare_data(force=own["force"] == "true")
     return f"{data.config.name} is ready in {data.content().path}"
 
 
@@ -40,12 +56,54 @@ def verify(args: Sequence[str]) -> str:
     return f"{store.path}: every file is as the manifest says"
 
 
-def info(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def info(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What the manifest says, as rows of a table."""
     store = _data(args).open()
-    yield "folder", store.path
-    for key, value in store.manifest.items():
-        if isinstance(value, dict):
-            yield from ((f"{key} {name}", content) for name, content in value.items())
-        else:
-            yield key, value
+    m = store.manifest
+    yield "folder", str(store.path)
+    yield "task", f"{m['task']}@{m['version']}"
+    yield "source", f"{m['source']}, by {m['generator']}" + ("" if m["seed"] is None else f", seed {m['seed']}")
+    yield "parameters", ", ".join(f"{name}={value}" for name, value in m["params"].items())
+    yield "prepared", f"{m['date']}, with " + ", ".join(f"{name} {m['versions'][name]}" for name in ("lra", "numpy"))
+    words = m["vocabulary"] if len(m["vocabulary"]) <= 20 else [*m["vocabulary"][:3], "...", m["vocabulary"][-1]]
+    yield "vocabulary", f"{len(m['vocabulary'])} ids: {' '.join(words)}; sha256 {m['vocabulary_hash']}"
+    for name, part in {**m["splits"], **({"documents": m["documents"]} if "documents" in m else {})}.items():
+        yield name, "; ".join(_describe(part))
+    for rule, accuracy in m["baselines"].items():
+        yield f"baseline {rule}", ", ".join(f"{split} {100 * share:.2f}%" for split, share in accuracy.items())
+    for name, file in m["files"].items():
+        yield name, f"{file['bytes']:,} bytes; sha256 {file['sha256']}"
+
+
+def _describe(part: Mapping[str, Any]) -> Iterator[str]:
+    """Size, lengths and balance of a split."""
+    yield f"{part['count']:,}"
+    if "length" in part:
+        yield "length {min:,} to {max:,}, mean {mean:,.1f}".format(**part["length"])
+    if "labels" in part:
+        yield "labels " + ", ".join(f"{label}: {100 * n / part['count']:.2f}%" for label, n in part["labels"].items())
+
+
+def show(args: Sequence[str]) -> str:
+    """Draws the first examples of a split, `count=` of each label, into the PNG file `out=`."""
+    own, rest = _options(args, split="train", count="8", out="")
+    data = _data(rest)
+    data.setup()
+    if own["split"] not in data.parts:
+        raise UsageError(f"split={own['split']} does not exist: choose from {', '.join(data.parts)}")
+    if not own["count"].isdigit() or not 1 <= int(own["count"]) <= 100:
+        raise UsageError(f"count={own['count']} is not a number from 1 to 100")
+    split = data.parts[own["split"]]
+    labels = np.unique(split.labels)
+    rows = np.concatenate([np.flatnonzero(split.labels == label)[: int(own["count"])] for label in labels])
+    captions = [f"{own['split']} {row}: {_label(data, int(split.labels[row]))}" for row in rows]
+    examples = [data.depict(split[int(row)]) for row in rows]
+    texts = isinstance(examples[0], str)
+    drawn = picture.page(examples, captions) if texts else picture.grid(examples, captions)  # type: ignore[arg-type]
+    path = Path(own["out"] or f"{data.config.name}-{own['split']}.png")
+    picture.save(drawn, path)
+    return f"{len(rows)} examples of {own['split']} are drawn in {path}"
+
+
+def _label(data: TaskData, label: int) -> str:
+    return data.label_names[label] if data.label_names else str(label)

@@ -86,7 +86,7 @@ def test_the_result_is_frozen():
         (("task=listop", "attn=flash"), "unknown task 'listop': did you mean 'listops'"),
         (("task=listops", "attn=flsh"), "unknown attention 'flsh': did you mean 'flash'"),
         ((*BASE, "recipe=xiong"), "unknown recipe 'xiong': did you mean 'xiong2021'"),
-        (("task=text", "attn=flash", "recipe=demo"), "recipe 'demo' has no section for task 'text'"),
+        (("task=text", "attn=flash", "recipe=rotary"), "recipe 'rotary' has no section for task 'text'"),
         (("task=listops",), "attn= missing: attn= is one of"),
         ((), "task= and attn= missing"),
         ((*BASE, "model.dmodel=3"), "unknown field 'model.dmodel': did you mean 'model.d_model'"),

@@ -10,16 +10,17 @@ import pytest
 from lra.config.registry import Registry
 from lra.errors import UsageError
 
-SOURCE = '''"""A cube, for tests.
-
-More of it.
-"""
+SOURCE = '''"""Solids."""
 from dataclasses import dataclass
 from shapes import SHAPES
 
 
 @SHAPES.register("cube", sides=6, requires=({requires}))
 class Cube:
+    """A cube, for tests.
+
+    More of it.
+    """
     @dataclass(frozen=True)
     class Config:
         edge: int = 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lra.data.split import Split
+from lra.data.split import Pairs, Split
 
 
 def make(dtype=np.uint8, high=256, count=40, longest=30):
@@ -81,6 +81,42 @@ def test_rows_outside_and_unknown_layouts_are_errors():
         make().gather([40], "cpu", max_length=4)
     with pytest.raises(ValueError, match="packed or padded"):
         make().gather([0], "cpu", max_length=4, layout="ragged")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefix", [None, 300])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_threshold_keeps_the_bright_tokens_with_their_positions(layout, prefix):
+    split, rows, head = make(), [3, 0, 39, 3], int(prefix is not None)
+    batch = split.gather(rows, "cpu", max_length=20, layout=layout, prefix=prefix, threshold=100)
+    assert batch.positions is not None and batch.positions.dtype == torch.int32
+    lengths = []
+    for b, row in enumerate(rows):
+        kept = [(place, token) for place, token in enumerate(split[row][:20].tolist()) if token >= 100]
+        lengths.append(len(kept) + head)
+        own = slice(int(batch.start[b]), int(batch.start[b]) + lengths[-1])
+        expected = [(0, prefix)] * head + [(place + head, token) for place, token in kept]
+        assert list(zip(batch.positions[own].tolist(), batch.tokens[own].tolist(), strict=True)) == expected
+    assert batch.length.tolist() == lengths and len(set(lengths)) > 1
+    assert batch.max_length == (20 + head if layout == "padded" else max(lengths))
+    assert len(batch.positions) == len(batch.tokens) == (4 * (20 + head) if layout == "padded" else sum(lengths))
+
+
+def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():
+    batch = make().gather([1, 2], "cpu", max_length=20, threshold=256)
+    assert batch.length.tolist() == [0, 0] and batch.tokens.numel() == 0 and batch.max_length == 0
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_pairs_are_two_sequences_side_by_side(layout):
+    documents = make()
+    pairs = Pairs(documents, np.array([[3, 9], [9, 9], [0, 3]]), np.array([1, 0, 1]))
+    batch = pairs.gather([2, 0], "cpu", max_length=9, layout=layout, prefix=300, index=[7, 4])
+    expected = documents.gather([0, 3, 3, 9], "cpu", max_length=9, layout=layout, prefix=300, index=[14, 15, 8, 9])
+    for name in ("tokens", "start", "length", "index"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name))
+    assert batch.label.tolist() == [1, 1] and batch.label.dtype == torch.int64 and len(pairs) == 3
+    assert [part.tolist() for part in pairs[2]] == [documents[0].tolist(), documents[3].tolist()]
+    assert pairs.gather([0, 1], "cpu", max_length=9).index.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

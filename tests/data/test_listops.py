@@ -1,6 +1,7 @@
 """ListOps: the law of the generator, checked by an evaluator written from the grammar."""
 
 import hashlib
+import io
 import os
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from lra.data import listops
 from lra.data.expressions import CLOSE, MAX, MED, MIN, SM, draw
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
-from tests.fixtures import write_listops
+from tests.fixtures import pack, write_listops
 
 COUNT = 10_000
 REFERENCE = 120_000  # expressions behind the reference statistics
@@ -191,7 +192,7 @@ def test_build_makes_disjoint_splits(sample):
     store = prepare(content(), lambda w: listops.build(w, **counts))
     splits = [store.split(name) for name in counts]
     assert [len(split) for split in splits] == list(counts.values())
-    every = [split[i].tobytes() for split in splits for i in range(len(split))]
+    every = [bytes(split[i]) for split in splits for i in range(len(split))]
     assert len(set(every)) == 150
     assert every[:100] == [ids.tobytes() for ids in sample[0][:100]]
     assert splits[3].labels.tolist() == [parse(splits[3][i]).value for i in range(50)]
@@ -228,7 +229,7 @@ def test_tokenize_and_decode():
         (b"", ":1: the first line must name"),
         (b"[MAX 2 9 ]\t9\n", ":1: the first line must name"),
         (b"Source\tAnswer\n[MAX 2 9 ]\t9\n", ":1: the first line must name"),
-        (b"Source\tTarget\r\n", "no line after the header"),
+        (b"Source\tTarget\r\n", ": no line after the header"),
         (b"Source\tTarget\n[MAX 2 9 ]\t9\n[MAX 2 9 ]\n", ":3: 1 columns instead of 2"),
         (b"Source\tTarget\n[AVG 2 9 ]\t9\n", r":2: unknown ListOps token '\[AVG'"),
         (b"Source\tTarget\n[MAX 12 9 ]\t9\n", ":2: unknown ListOps token '12'"),
@@ -239,15 +240,33 @@ def test_tokenize_and_decode():
         (b"Source\tTarget\n\t1\n", ":2: 0 tokens"),
     ],
 )
-def test_bad_files_are_named_with_their_line(tmp_path, data, message):
-    path = tmp_path / "basic_val.tsv"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=message) as caught:
-        listops.read_tsv(path, max_length=10)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+def test_bad_files_are_named_with_their_line(data, message):
+    with pytest.raises(UsageError, match=f"^basic_val.tsv{message}") as caught:
+        listops.read_tsv(io.BytesIO(data), "basic_val.tsv", max_length=10)
+    assert "\n" not in str(caught.value)
+
+
+def test_official_files_in_an_archive(official, sample, tmp_path):
+    outer, nothing = tmp_path / "lra_release", ([], [])
+    write_listops(outer / "listops-1000", train=nothing, val=nothing, test=nothing)
+    (outer / "lra_release").mkdir()
+    official.rename(outer / "lra_release" / "listops-1000")
+    for source in (outer, pack(outer, tmp_path / "lra_release.gz")):
+        store = prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source), force=True)
+        assert store.splits == ("train", "val", "test")
+        val = store.split("val")
+        assert all(np.array_equal(val[i], ids) for i, ids in enumerate(sample[0][10:20]))
+
+
+def test_files_are_named_with_their_place(official, tmp_path):
+    with (official / "basic_val.tsv").open("a") as file:
+        file.write("[AVG 2 9 ]\t9\n")
+    for source in (tmp_path, pack(official, tmp_path / "lra_release.gz")):
+        with pytest.raises(UsageError, match=f"^{source}/listops-1000/basic_val.tsv:12: unknown ListOps token"):
+            prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source))
 
 
 def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
-    with pytest.raises(UsageError, match=r"basic_val.tsv: No such file.*name the folder"):
+    with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it anew"):
         prepare(content(), lambda w: listops.build_from_tsv(w, official))

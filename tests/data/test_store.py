@@ -47,6 +47,44 @@ def test_folder_is_named_after_the_content(data_root):
     assert len({path, store.folder("toy", 2, {"b": 1, "a": [2]}), store.folder("toy", 1, {"b": 2, "a": [2]})}) == 3
 
 
+def paired(writer):
+    writer.add_documents(sequences())
+    writer.add_pairs("train", np.array([[0, 1], [4, 4]]), [1, 0])
+    writer.add_documents([np.array([2, 2])])
+    writer.add_pairs("train", np.array([[5, 0]]), [1])
+    writer.add_pairs("test", np.array([[3, 2]]), [0])
+    writer.baseline("first token", {"train": 0.75, "test": 0.5})
+
+
+def test_pairs_and_baselines_round_trip():
+    made = prepare(content(), paired)
+    documents = [*sequences(), np.array([2, 2])]
+    train = made.split("train")
+    assert made.splits == ("train", "test") and len(train) == 3 and train.labels.tolist() == [1, 0, 1]
+    for row, (one, other) in enumerate([(0, 1), (4, 4), (5, 0)]):
+        first, second = train[row]
+        assert np.array_equal(first, documents[one]) and np.array_equal(second, documents[other])
+    assert made.manifest["splits"]["train"] == {"count": 3, "labels": {"0": 1, "1": 2}}
+    assert made.manifest["documents"]["count"] == 6
+    assert made.manifest["baselines"] == {"first token": {"train": 0.75, "test": 0.5}}
+    made.verify()
+    with (made.path / "test.pairs.npy").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(UsageError, match=r"test\.pairs\.npy is corrupt"):
+        made.verify()
+
+
+@pytest.mark.parametrize("pairs", [[[0, 5]], [[-1, 0]]])
+def test_a_pair_of_no_document_is_refused(pairs):
+    def build(writer):
+        writer.add_documents(sequences())
+        writer.add_pairs("train", np.array(pairs), [0])
+
+    with pytest.raises(ValueError, match="a document outside 0 to 4"):
+        prepare(content(), build)
+
+
 def test_round_trip(data_root):
     made = prepare(content(), build)
     assert made.path.parent == data_root and made.splits == ("train", "test")

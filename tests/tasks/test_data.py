@@ -179,11 +179,15 @@ def test_the_official_files_are_prepared_and_fitted(tmp_path, monkeypatch):
     folder = write_listops(tmp_path / "lra_release", **{k: (sequences[p], labels[p]) for k, p in parts.items()})
     monkeypatch.chdir(tmp_path)
     result = lra.fit(
-        "task=listops", "attn=flash", "recipe=demo", "source=lra_release", "task.fresh=30", "task.max_length=32",
-        "batch.size=8", "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu",
+        "task=listops", "attn=flash", "source=lra_release", "task.fresh=30", "task.min_length=8", "task.max_length=32",
+        "trainer.precision=fp32", "batch.size=8",
+        "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu",
     )  # fmt: skip
     assert result["data"]["source"] == str(folder) and (result["test"]["n"], result["fresh"]["n"]) == (20, 30)
-    data = data_of("task=listops", *SHORT, f"source={folder}")
+    limits = ("task.fresh=30", "task.min_length=8", "task.max_length=32")
+    data = data_of("task=listops", *limits, f"source={folder}")
+    with pytest.raises(UsageError, match=r"task.train, task.val: only for generated data; leave it out"):
+        run_of("task=listops", f"source={folder}", "task.train=5", "task.val=5")
     for name, part in parts.items():
         split = data.parts[name]
         assert split.labels.tolist() == labels[part].tolist()

@@ -1,4 +1,4 @@
-"""FlashAttention: exact attention in tiles, without the N x N scores in memory."""
+"""The kernels of `lra.kernels.flash` as an attention: Triton on a GPU, PyTorch's SDPA elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lra.models.attention.base import Attention
     paper="Dao et al. 2022, arXiv 2205.14135",
 )
 class FlashAttention(Attention):
-    """The Triton kernels of `lra.kernels.flash` on a GPU, PyTorch's SDPA elsewhere."""
+    """FlashAttention: exact attention in tiles, without the N x N scores in memory."""
 
     @dataclass(frozen=True)
     class Config:

@@ -1,4 +1,4 @@
-"""Softmax attention that materialises the N x N scores: the baseline of Table 3."""
+"""Algorithm 0 of the FlashAttention paper: S = QK^T, P = softmax(S), O = PV, each in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lra.models.attention.base import Attention
 
 @ATTENTIONS.register("standard", exact=True, ragged=False, paper="Vaswani et al. 2017, arXiv 1706.03762")
 class StandardAttention(Attention):
-    """Algorithm 0 of the FlashAttention paper: S = QK^T, P = softmax(S), O = PV, each in memory."""
+    """Softmax attention that materialises the N x N scores: the baseline of Table 3."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q, k, v))

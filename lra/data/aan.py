@@ -1,0 +1,153 @@
+"""Retrieval: pairs of papers of the ACL Anthology Network as UTF-8 bytes; label 1 if one cites the other.
+
+`lra` is LRA's own files, `scisumm` a smaller set that holds each paper once. In both a document is known by its text,
+not by its id: it is stored once because it is equal, and an id that stood for two texts would lose neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from lra.data import release
+from lra.data.text import VOCABULARY as VOCABULARY
+from lra.data.writer import Writer
+from lra.errors import UsageError
+
+GENERATOR = "lra.data.aan@1"
+CHUNK = 1 << 24  # bytes of documents per write
+_RELEASED = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+_COMPACT = {"train": "pairs_train.tsv", "val": "pairs_val.tsv", "test": "pairs_test.tsv"}
+_HEADER = b"label\tid1\tid2"
+_LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
+
+
+def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
+    """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `gather`.
+
+    `lra`: `new_aan_pairs.{train,eval,test}.tsv` of the columns label, two ids, two texts, without a header; `source` is
+    their folder or LRA's release around it, unpacked or not (`lra.data.release.files`). `scisumm`: a folder of
+    `papers.parquet` (id, text) and `pairs_{train,val,test}.tsv` with the header label, id1, id2. All are tab-separated,
+    and a quote is a character like others. UsageError names the file and line that is not so.
+    """
+    source, documents = Path(source).expanduser(), _Documents(writer)
+    read = {"lra": _read_released, "scisumm": _read_compact}[dataset]
+    splits = read(source, documents)
+    documents.write()
+    for split in ("train", "val", "test"):
+        writer.add_pairs(split, splits[split][:, 1:], splits[split][:, 0])
+
+
+class _Documents:
+    """Hands every different text to the writer once; of those already written it keeps 16 bytes each."""
+
+    def __init__(self, writer: Writer):
+        self._writer = writer
+        self._rows: dict[bytes, int] = {}  # by fingerprint
+        self._waiting: list[np.ndarray] = []
+        self._size = 0  # of those
+
+    def row(self, text: bytes) -> int:
+        """Place of a text among the documents."""
+        fingerprint = blake2b(text, digest_size=16).digest()
+        if fingerprint not in self._rows:
+            self._rows[fingerprint] = len(self._rows)
+            self._waiting.append(np.frombuffer(text, np.uint8))
+            self._size += len(text)
+            if self._size > CHUNK:
+                self.write()
+        return self._rows[fingerprint]
+
+    def write(self) -> None:
+        self._writer.add_documents(self._waiting)
+        self._waiting, self._size = [], 0
+
+
+def _read_released(source: Path, documents: _Documents) -> dict[str, np.ndarray]:
+    """Pairs of each split, as `_pairs`."""
+    if (source / "papers.parquet").exists() and not (source / _RELEASED["train"]).exists():
+        raise UsageError(f"{source} holds papers.parquet, which is no part of LRA's release: choose dataset=scisumm")
+    splits = {name: split for split, name in _RELEASED.items()}
+
+    def rows(_id1: bytes, _id2: bytes, one: bytes, other: bytes) -> tuple[int, int]:
+        return documents.row(one), documents.row(other)
+
+    return {
+        splits[file.name]: _pairs(file.stream, file.path, rows, columns=5)
+        for file in release.files(source, "tsv_data", *splits)
+    }
+
+
+def _read_compact(source: Path, documents: _Documents) -> dict[str, np.ndarray]:
+    """Pairs of each split, as `_pairs`."""
+    papers = {name: documents.row(text.encode()) for name, text in _papers(source).items()}
+
+    def rows(*names: bytes) -> tuple[int, int]:
+        one, other = (papers[name.decode(errors="replace")] for name in names)
+        return one, other
+
+    splits = {}
+    for split, name in _COMPACT.items():
+        path = source / name
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; name the folder of papers.parquet and {name}") from error
+        with file:
+            if file.readline().rstrip(b"\r\n") != _HEADER:
+                raise UsageError(f"{path}:1: the first line must name the tab-separated columns label, id1 and id2")
+            splits[split] = _pairs(file, str(path), rows, columns=3, first=2)
+    return splits
+
+
+def _papers(source: Path) -> dict[str, str]:
+    """Texts by id."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = source / "papers.parquet"
+    if not path.exists():
+        raise UsageError(f"{source} has no papers.parquet: name its folder, or choose dataset=lra for LRA's own files")
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise UsageError(f"{path} is no readable parquet file ({reason}); get the file anew") from error
+    if missing := {"id", "text"} - set(table.column_names):
+        raise UsageError(f"{path} has no column '{min(missing)}'; get the file anew")
+    papers: dict[str, str] = {}
+    for number, (name, text) in enumerate(zip(*(table[column].to_pylist() for column in ("id", "text")), strict=True)):
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise UsageError(f"{path}: the id or text of row {number} is no string; get the file anew")
+        if name in papers:
+            raise UsageError(f"{path}: the id of row {number}, {name!r}, occurs twice; get the file anew")
+        papers[name] = text
+    return papers
+
+
+def _pairs(
+    lines: Iterable[bytes], path: str, rows: Callable[..., tuple[int, int]], *, columns: int, first: int = 1
+) -> np.ndarray:
+    """Label and two documents of every line, int64 `[n, 3]`.
+
+    `rows` finds the documents from the columns after the label; `first` is the number of the first line.
+    """
+    pairs = []
+    for number, line in enumerate(lines, first):
+        fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
+        if len(fields) != columns:
+            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {columns}; get the file anew")
+        if fields[0] not in _LABELS:
+            label = fields[0][:20].decode(errors="replace")
+            raise UsageError(f"{path}:{number}: the label is {label!r}, not 0 or 1; get the file anew")
+        try:
+            pairs.append((_LABELS[fields[0]], *rows(*fields[1:])))
+        except KeyError as error:
+            raise UsageError(f"{path}:{number}: papers.parquet has no paper {error}; get the files anew") from None
+    if not pairs:
+        raise UsageError(f"{path}: no pairs; get the file anew")
+    return np.array(pairs, np.int64)

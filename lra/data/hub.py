@@ -1,0 +1,63 @@
+"""Data sets of the Hugging Face Hub, or of a folder with the same layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lra.errors import UsageError
+
+
+def load(
+    source: str | Path, *, name: str, config: str, columns: tuple[str, ...], scratch: Path, mend: str
+) -> dict[str, Any]:
+    """The splits train and test, each a `datasets.Dataset` that has rows and these columns.
+
+    `source` is a Hub id or a folder with its layout: README.md that names `config`, and parquet files. What a folder
+    holds is read through files in `scratch`; a download stays in the user's cache. UsageError, ending in the command
+    `mend`, if the data set called `name` cannot be had or is something else.
+    """
+    dataset = _load(str(Path(source).expanduser()), name, config, scratch, mend)
+    for split in ("train", "test"):
+        if split not in dataset or not len(dataset[split]):
+            raise UsageError(f"{source} has no rows in its split '{split}': {mend}")
+        if missing := set(columns) - set(dataset[split].column_names):
+            raise UsageError(f"{source} has no column '{min(missing)}' in its split '{split}': {mend}")
+    return {split: dataset[split] for split in ("train", "test")}
+
+
+def _load(source: str, name: str, config: str, scratch: Path, mend: str) -> Any:
+    """The dataset dictionary, by split."""
+    import datasets
+    import datasets.config
+
+    local = Path(source).is_dir()
+    reachable = local or _hub_answers()
+    # Without a network the Hub's client retries for 24 seconds. Offline mode still finds what it has cached.
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not reachable
+    try:
+        # A mirror needs no copy in the user's cache; a download belongs there
+        return datasets.load_dataset(source, config, cache_dir=str(scratch) if local else None)
+    except Exception as error:  # datasets, its readers and the network raise what they like
+        reason = _reason(error) if reachable else "the Hub does not answer and no copy is cached"
+        raise UsageError(f"cannot load {name} from {source} ({reason}); name a copy: {mend}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _reason(error: BaseException) -> str:
+    """First line of the error at the bottom: those above it only say that there was one."""
+    while error.__cause__:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _hub_answers() -> bool:
+    import huggingface_hub
+
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
+    except Exception:  # of whichever HTTP library this version uses
+        return False
+    return True

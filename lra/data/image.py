@@ -1,0 +1,51 @@
+"""Image: CIFAR-10 in gray levels, pixel after pixel (LRA, 1,024 tokens), from the Hub or a local mirror of it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from lra.data import hub
+from lra.data.writer import Writer
+from lra.errors import UsageError
+
+HUB = "uoft-cs/cifar10"
+PIXELS = tuple(str(level) for level in range(256))  # vocabulary of 8-bit pixels: a token's id is its gray level
+GENERATOR = "lra.data.image@1"
+SIDE = 32
+_MEND = f"lra data prepare task=image source=<folder of a local mirror of {HUB}>"
+
+
+def build(writer: Writer, source: str | Path = HUB) -> None:
+    """Store the splits train and test: rows of 32 pixels from the top, labels 0 to 9 (airplane to truck).
+
+    A gray level is the luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B as Pillow rounds it. `source` is a Hub id or
+    a folder with the same layout (README.md with the config "plain_text", parquet files with the columns img and
+    label). UsageError if it cannot be had or is something else.
+    """
+    splits = hub.load(
+        source, name="CIFAR-10", config="plain_text", columns=("img", "label"), scratch=writer.scratch(), mend=_MEND
+    )
+    for split, rows in splits.items():
+        for batch in rows.with_format("arrow").iter(1000):
+            labels = batch["label"].to_pylist()
+            if not all(label in range(10) for label in labels):
+                raise UsageError(f"{source} has rows without a label 0 to 9 in its split '{split}': {_MEND}")
+            try:
+                tokens = np.stack([_gray(image) for image in batch["img"].to_pylist()])
+            except Exception as error:  # Pillow raises what it likes for a broken file
+                what = f"rows without a {SIDE}x{SIDE} RGB image"
+                raise UsageError(f"{source} has {what} in its split '{split}': {_MEND}") from error
+            writer.add(split, tokens, labels)
+
+
+def _gray(image: Any) -> np.ndarray:
+    """Tokens uint8 `[1024]` of an image as the Hub stores it, a dictionary with the bytes of a file."""
+    with Image.open(io.BytesIO(image["bytes"])) as picture:
+        if picture.mode != "RGB" or picture.size != (SIDE, SIDE):
+            raise ValueError(f"{picture.mode} {picture.size}")
+        return np.asarray(picture.convert("L")).reshape(-1)

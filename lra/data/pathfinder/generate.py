@@ -1,0 +1,160 @@
+"""Pathfinder: are two markers on the same contour? Images drawn by the law of LRA's sets, of 32 to 256 pixels a side.
+
+Two contours of paddles, some shorter distractors and two markers, one where a contour begins and one where a contour
+ends (Linsley et al. 2018; LRA: Tay et al. 2021). Label 1: it is the same one. Image `i` of a seed is a function of
+(seed, i) alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from lra.data.pathfinder.law import Law, law
+from lra.data.writer import Writer
+from lra.errors import UsageError
+
+VOCABULARY = tuple(str(value) for value in range(256))  # a token is a pixel, its id the pixel's brightness
+GENERATOR = "lra.data.pathfinder@1"
+CHUNK = 64  # images per call: 4 MB at 256 pixels a side
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Consecutive images."""
+
+    pixels: np.ndarray  # uint8 [n, resolution * resolution], row by row
+    labels: np.ndarray  # int64 [n], 1 if the markers are on one contour
+    marker_distance: np.ndarray  # float64 [n], pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """One image and what it shows. A paddle is its two ends, a pixel its y and x; paddles are in a contour's order."""
+
+    pixels: np.ndarray  # uint8 [resolution, resolution]
+    label: int
+    targets: np.ndarray  # int64 [2, contour_length, 2, 2]
+    distractors: np.ndarray  # int64 [n, distractor_length, 2, 2]
+    markers: np.ndarray  # int64 [2, 2], the first tip of a target and the last tip of a target
+    pairs: int  # of targets that were tried
+
+
+def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int) -> None:
+    """Generate the splits train, val and test, images per split, and the baseline that only sees marker distance.
+
+    UsageError if there is no such resolution or level, or the seed is not in 0 to 2^32 - 1.
+    """
+    if not 0 <= seed < 1 << 32:
+        raise UsageError(f"seed={seed} is out of range: choose 0 to {(1 << 32) - 1}")
+    if min(train, val, test) < 1:
+        raise UsageError(f"train={train}, val={val} and test={test} must be 1 or more")
+    chosen = law(resolution, level)
+    distances = {}
+    for split, first, count in (("train", 0, train), ("val", train, val), ("test", train + val, test)):
+        seen = []
+        for images in generate(chosen, seed=seed, first=first, count=count):
+            writer.add(split, images.pixels, images.labels)
+            seen.append((images.marker_distance, images.labels))
+        distances[split] = tuple(np.concatenate(parts) for parts in zip(*seen, strict=True))
+    accuracies = {split: threshold_accuracy(distances["train"], distances[split]) for split in ("val", "test")}
+    writer.baseline("marker distance", accuracies)
+
+
+def generate(law: Law, *, seed: int, first: int, count: int, workers: int | None = None) -> Iterator[Images]:
+    """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
+
+    They do not depend on `workers` (threads, by default one per core), which draw up to two chunks each ahead.
+    """
+    from lra.data.pathfinder import contours, stamps
+
+    tables = stamps.tables(law)
+
+    def chunk(start: int) -> Images:
+        pixels, labels, tips, *_ = contours.draw(*tables, seed, start, min(CHUNK, first + count - start))
+        return Images(pixels, labels, _distance(tips))
+
+    workers = workers or os.cpu_count() or 1
+    starts = iter(range(first, first + count, CHUNK))
+    pool = ThreadPoolExecutor(workers)
+    try:
+        ahead = deque(pool.submit(chunk, start) for start in itertools.islice(starts, 2 * workers))
+        while ahead:
+            images = ahead.popleft().result()
+            ahead.extend(pool.submit(chunk, start) for start in itertools.islice(starts, 1))
+            yield images
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def draw(law: Law, *, seed: int, index: int) -> Drawing:
+    """Image `index` of `seed`, the same that `generate` makes, with the contours that it shows."""
+    from lra.data.pathfinder import contours, stamps
+
+    tables = stamps.tables(law)
+    pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in contours.draw(*tables, seed, index, 1))
+    border, width = tables.law["border"], tables.law["width"]
+    begins = np.stack([paddles["at"] // width - border, paddles["at"] % width - border], axis=1)
+    ends = np.ceil(begins + tables.kinds["end"][paddles["kind"]]).astype(np.int64)
+    targets = 2 * law.contour_length
+    drawn = np.stack([begins, ends], axis=1)
+    return Drawing(
+        pixels.reshape(law.resolution, law.resolution),
+        int(labels),
+        _in_order(drawn[:targets], law.contour_length),
+        _in_order(drawn[targets:], law.distractor_length)[:distractors],
+        tips,
+        int(pairs),
+    )
+
+
+def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
+    """Contours `[n, length, 2, 2]`: all paddles but the first were drawn backwards."""
+    contours = paddles.reshape(-1, length, 2, 2)
+    contours[:, 1:] = contours[:, 1:, ::-1].copy()
+    return contours
+
+
+def marker_distance(pixels: np.ndarray, law: Law) -> np.ndarray:
+    """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution * resolution]`.
+
+    UsageError if an image does not show two.
+    """
+    from lra.data.pathfinder import markers, stamps
+
+    windows = stamps.marker_windows(law)
+    middle = len(windows) // 2
+    tips = markers.find(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
+    if (tips < 0).any():
+        number = int(np.argmax((tips < 0).any((1, 2))))
+        raise UsageError(
+            f"image {number} does not show the two markers of a Pathfinder image of {law.resolution} pixels"
+        )
+    return _distance(tips)
+
+
+def _distance(tips: np.ndarray) -> np.ndarray:
+    """Between the pixels `[n, 2, 2]`, float64 `[n]`."""
+    return np.sqrt(((tips[:, 0] - tips[:, 1]) ** 2).sum(axis=1))
+
+
+def threshold_accuracy(train: tuple[np.ndarray, np.ndarray], scored: tuple[np.ndarray, np.ndarray]) -> float:
+    """Share of `scored` that one threshold tells apart, the best on `train`, whichever side of it is label 1.
+
+    Both are values `[n]` and labels `[n]`, 0 or 1.
+    """
+    values, labels = train
+    order = np.argsort(values)
+    thresholds, below = np.unique(values[order], return_index=True)  # how many values are below each
+    ones = np.concatenate([[0], np.cumsum(labels[order])])[below]
+    right = below - ones + labels.sum() - ones  # if label 1 is above
+    best = np.argmax(np.abs(right - len(labels) / 2))
+    above = 2 * right[best] > len(labels)
+    values, labels = scored
+    return float(np.mean(((values >= thresholds[best]) == above) == (labels == 1)))

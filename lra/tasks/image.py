@@ -1,0 +1,63 @@
+"""CIFAR-10 in grey, pixel by pixel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from lra.data import image, order
+from lra.data.split import Examples, Split
+from lra.data.store import Store
+from lra.data.writer import Writer
+from lra.errors import UsageError
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData, TaskModule
+
+
+class ImageData(TaskData):
+    """CIFAR-10's images in grey; a seeded tenth of train is held out for validation."""
+
+    vocabulary, generator = image.PIXELS, image.GENERATOR
+    label_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+    def params(self) -> dict[str, Any]:
+        return {"dataset": image.HUB}  # not the source: any mirror of the data set holds the same images
+
+    def source(self) -> str:
+        folder = Path(self.config.source).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self.config.source
+
+    def build(self, writer: Writer) -> None:
+        image.build(writer, self.config.source)
+
+    def splits(self, store: Store) -> dict[str, Examples]:
+        train = cast(Split, store.split("train"))
+        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
+        return {"train": train.subset(kept), "val": train.subset(held_out), "test": store.split("test")}
+
+    def depict(self, example: np.ndarray) -> np.ndarray:
+        return example.reshape(self.config.resolution, self.config.resolution)
+
+
+@TASKS.register("image", version=1, classes=10, length=1024, paper="Krizhevsky 2009; Tay et al. 2020, arXiv 2011.04006")
+class Image(TaskModule):
+    """Image: the class of a CIFAR-10 picture from its 1,024 grey pixels."""
+
+    @dataclass(frozen=True)
+    class Config:
+        source: str = image.HUB  # or a folder with a mirror of it
+        data_seed: int = 0  # of the held-out tenth
+        resolution: ClassVar[int] = 32
+        max_length: ClassVar[int] = 32 * 32
+
+        def __post_init__(self) -> None:
+            if self.data_seed < 0:
+                raise UsageError(f"task.data_seed={self.data_seed} is negative: choose 0 or more")
+
+    Data = ImageData
+
+    def grid(self) -> tuple[int, int]:
+        return self.run.task.resolution, self.run.task.resolution

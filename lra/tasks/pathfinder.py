@@ -1,0 +1,132 @@
+"""Pathfinder at four resolutions: are the two marked ends those of one dashed path?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lra.data.pathfinder import generate, released
+from lra.data.writer import Writer
+from lra.errors import UsageError
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData, TaskModule, only_generated
+
+LIT = 8  # the least id of a pixel that tokens=lit keeps
+
+
+class PathfinderData(TaskData):
+    """Images generated as LRA's were, or the official ones. Pixels are ids 0 to 255, and none of them is padding."""
+
+    vocabulary = generate.VOCABULARY
+    label_names = ("apart", "connected")
+
+    def params(self) -> dict[str, Any]:
+        c = self.config
+        if c.source == "generate":
+            return {"level": c.level, "seed": c.data_seed, "train": c.train, "val": c.val, "test": c.test}
+        return {"level": c.level, "folder": self.source()}
+
+    def source(self) -> str:
+        return "generated" if self.config.source == "generate" else str(Path(self.config.source).expanduser().resolve())
+
+    @property
+    def generator(self) -> str:
+        return generate.GENERATOR if self.config.source == "generate" else released.GENERATOR
+
+    def seed(self) -> int | None:
+        return self.config.data_seed if self.config.source == "generate" else None
+
+    def build(self, writer: Writer) -> None:
+        c = self.config
+        which = {"resolution": c.resolution, "level": c.level}
+        if c.source == "generate":
+            generate.build(writer, **which, seed=c.data_seed, train=c.train, val=c.val, test=c.test)
+        else:
+            released.build(writer, c.source, **which)
+
+    def depict(self, example: np.ndarray) -> np.ndarray:
+        return example.reshape(self.config.resolution, self.config.resolution)
+
+    def _gather(self) -> dict[str, Any]:
+        return super()._gather() | {"threshold": LIT if self.config.tokens == "lit" else None}
+
+
+@dataclass(frozen=True)
+class PathfinderConfig:
+    source: str = "generate"  # or LRA's release: its folder, or the archive as it is
+    level: Literal["easy", "intermediate", "hard"] = "hard"  # paths of 6, 9 or 14 dashes; LRA's is hard
+    tokens: Literal["all", "lit"] = "all"  # lit: only pixels with id 8 or more, with their positions
+    data_seed: int = 0  # of the generated data
+    train: int = 160000
+    val: int = 20000
+    test: int = 20000
+    resolution: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        if min(self.train, self.val, self.test) < 1:
+            raise UsageError("task.train, task.val and task.test must be at least 1")
+        only_generated(self, "train", "val", "test", "data_seed")
+
+    @property
+    def max_length(self) -> int:
+        return self.resolution**2
+
+    @property
+    def protocol(self) -> str:
+        return f"{self.level}, {self.tokens} tokens"
+
+
+class Pathfinder(TaskModule):
+    """What the resolutions share: everything but the number of pixels."""
+
+    Data = PathfinderData
+
+    def grid(self) -> tuple[int, int]:
+        return self.run.task.resolution, self.run.task.resolution
+
+
+@TASKS.register(
+    "pathfinder",
+    version=1,
+    classes=2,
+    length=1024,
+    paper="Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020, arXiv 2011.04006",
+)
+class Pathfinder32(Pathfinder):
+    """Pathfinder: are two marked ends those of one dashed path, 32 x 32 pixels."""
+
+    @dataclass(frozen=True)
+    class Config(PathfinderConfig):
+        resolution: ClassVar[int] = 32
+
+
+@TASKS.register(
+    "path64", version=1, classes=2, length=4096, paper="Tay et al. 2020, arXiv 2011.04006; Dao et al. 2022, section 4.2"
+)
+class Path64(Pathfinder):
+    """Path-64: Pathfinder in 64 x 64 pixels, to pretrain Path-X and Path-256."""
+
+    @dataclass(frozen=True)
+    class Config(PathfinderConfig):
+        resolution: ClassVar[int] = 64
+
+
+@TASKS.register("pathx", version=1, classes=2, length=16384, paper="Tay et al. 2020, arXiv 2011.04006")
+class PathX(Pathfinder):
+    """Path-X: Pathfinder in 128 x 128 pixels."""
+
+    @dataclass(frozen=True)
+    class Config(PathfinderConfig):
+        resolution: ClassVar[int] = 128
+
+
+@TASKS.register("path256", version=1, classes=2, length=65536, paper="Dao et al. 2022, arXiv 2205.14135, section 4.2")
+class Path256(Pathfinder):
+    """Path-256: Pathfinder in 256 x 256 pixels."""
+
+    @dataclass(frozen=True)
+    class Config(PathfinderConfig):
+        resolution: ClassVar[int] = 256

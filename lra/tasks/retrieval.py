@@ -1,0 +1,64 @@
+"""ACL Anthology Network: pairs of papers, each read byte by byte on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import nn
+
+from lra.data import aan
+from lra.data.writer import Writer
+from lra.errors import UsageError
+from lra.models.heads import PairClassifier
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData, TaskModule
+
+
+class RetrievalData(TaskData):
+    """Pairs of papers as UTF-8 bytes, each paper stored once and whole, and cut at `max_length` when read."""
+
+    vocabulary, generator = aan.VOCABULARY, aan.GENERATOR
+    label_names = ("unrelated", "one cites the other")
+
+    def params(self) -> dict[str, Any]:
+        return {"dataset": self.config.dataset}  # not the source: any copy of the data set holds the same pairs
+
+    def source(self) -> str:
+        return str(Path(self.config.source).expanduser().resolve()) if self.config.source else "nowhere"
+
+    def build(self, writer: Writer) -> None:
+        if self.config.source is None:
+            raise UsageError(
+                "the pairs of AAN are in no hub: get LRA's release, then "
+                f"lra data prepare task=retrieval dataset={self.config.dataset} source=<its folder or archive>"
+            )
+        aan.build(writer, self.config.source, self.config.dataset)
+
+    def depict(self, example: tuple[np.ndarray, np.ndarray]) -> str:
+        return "\n\n".join(paper.tobytes()[:600].decode(errors="replace") for paper in example)
+
+
+@TASKS.register(
+    "retrieval", version=1, classes=2, length=4000, paper="Radev et al. 2013; Tay et al. 2020, arXiv 2011.04006"
+)
+class Retrieval(TaskModule):
+    """Retrieval: does one of two papers cite the other, encoded apart, byte by byte."""
+
+    @dataclass(frozen=True)
+    class Config:
+        source: str | None = None  # folder or archive of LRA's release, or the folder of the compact set
+        # lra: the 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers, another data set
+        dataset: Literal["lra", "scisumm"] = "lra"
+        max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
+
+        def __post_init__(self) -> None:
+            if self.max_length < 1:
+                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+
+    Data = RetrievalData
+
+    def head(self) -> nn.Module:
+        return PairClassifier(self.run.model.d_model, self.run.model.d_ff, self.facts.classes)
