@@ -89,7 +89,8 @@ def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor, size: int) -> flo
 
 def train(model: nn.Module, data: Any, steps: int, batch: int, seed: int, log_every: int) -> list[dict[str, float]]:
     """The curve of AdamW with a cosine schedule and bf16: loss and accuracy by step."""
-    (pixels, labels), device = data["train"], data["train"][0].device
+    (pixels, labels), (test_pixels, test_labels) = data["train"], data["test"]
+    device = pixels.device
     generator = torch.Generator(device).manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
@@ -109,7 +110,7 @@ def train(model: nn.Module, data: Any, steps: int, batch: int, seed: int, log_ev
             point = {"step": step, "seconds": round(time.perf_counter() - began, 1), "loss": float(total) / seen}
             total.zero_()
             point["train"] = accuracy(model, pixels[:10_000], labels[:10_000], batch)
-            point["test"] = accuracy(model, *data["test"], batch)
+            point["test"] = accuracy(model, test_pixels, test_labels, batch)
             curve.append(point)
             print(" ".join(f"{key} {value:.4g}" for key, value in point.items()), flush=True)
     return curve
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
-    model = ResidualCNN(run.task.resolution).to(device, memory_format=torch.channels_last)
+    model = ResidualCNN(run.task.resolution).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     splits = {name: images(cast(Split, data.parts[name]), device) for name in ("train", "test")}
     curve = train(model, splits, options.steps, options.batch, options.seed, options.log_every)
     result = {

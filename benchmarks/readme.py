@@ -59,7 +59,7 @@ def attentions(_: Path) -> str:
 def runs(results: Path) -> str:
     header = (
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
-        "peak GPU memory", "wall time", "GPU",
+        "peak GPU memory", "training", "wall time", "GPU",
     )  # fmt: skip
     found = [(file, _read(file)) for file in _files(results) if not file.stem.endswith(OTHERS)]
     found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
@@ -69,9 +69,9 @@ def runs(results: Path) -> str:
 def _run(file: Path, result: dict[str, Any]) -> Row:
     recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
     ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    seconds = result.get("session_seconds")
+    seconds, peak = result.get("session_seconds"), result["peak_gpu_bytes"]
     if seconds is not None and seconds < result["train_seconds"]:
-        seconds = None  # the last session of a resumed run: the whole was not measured
+        seconds = peak = None  # the last session of a resumed run: the whole was not measured
     return (
         f"[{_task(result)}](benchmarks/results/{file.name})",
         result["attn"],
@@ -80,7 +80,8 @@ def _run(file: Path, result: dict[str, Any]) -> Row:
         result.get("protocol") or "",
         _score(result.get("test")) or ended,
         _score(result.get("fresh")),
-        _bytes(result["peak_gpu_bytes"]),
+        _bytes(peak),
+        f"{result['train_seconds'] / 60:.1f} min",
         "" if seconds is None else f"{seconds / 60:.1f} min",
         _gpus(result["environment"]["gpu"], result["world_size"]),
     )

@@ -28,7 +28,7 @@ import numpy as np
 from filelock import FileLock
 
 from lra import environment
-from lra.data.split import Examples, Pairs, Split
+from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full
 
@@ -143,17 +143,21 @@ class Store:
     def vocabulary_hash(self) -> str:
         return self.manifest["vocabulary_hash"]
 
-    def split(self, name: str) -> Examples:
-        """One split, memory-mapped."""
+    def split(self, name: str) -> Split:
+        """One split of sequences, memory-mapped."""
+        labels = self._labels(name)
+        return Split.from_offsets(self._map(name, "tokens"), self._map(name, "offsets"), labels)
+
+    def pairs(self, name: str) -> Pairs:
+        """One split of pairs of documents, memory-mapped."""
+        labels = self._labels(name)
+        documents = Split.from_offsets(self._map(DOCUMENTS, "tokens"), self._map(DOCUMENTS, "offsets"))
+        return Pairs(documents, self._map(name, "pairs"), labels)
+
+    def _labels(self, name: str) -> np.ndarray:
         if name not in self.splits:
             raise UsageError(f"{self.path.name} has no split '{name}': choose from {', '.join(self.splits)}")
-        labels = self._map(name, "labels")
-        if DOCUMENTS in self.manifest:
-            return Pairs(self._sequences(DOCUMENTS), self._map(name, "pairs"), labels)
-        return self._sequences(name, labels)
-
-    def _sequences(self, name: str, labels: np.ndarray | None = None) -> Split:
-        return Split.from_offsets(self._map(name, "tokens"), self._map(name, "offsets"), labels)
+        return self._map(name, "labels")
 
     def _map(self, name: str, part: str) -> np.ndarray:
         # np.asarray: the same mapped memory, without the cost of np.memmap at every slice

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
@@ -105,8 +106,12 @@ class TaskData(pl.LightningDataModule):
         raise NotImplementedError
 
     def source(self) -> str:
-        """Where the tokens come from, for people."""
-        raise NotImplementedError
+        """Where the tokens come from, for people: `generated`, a Hub id, or the path of what is imported."""
+        given, default = self.config.source, type(self.config)().source
+        if given in (None, "generate"):
+            return "generated" if given else "nowhere"
+        path, on_the_hub = Path(given).expanduser(), default not in (None, "generate")
+        return given if on_the_hub and not path.is_dir() else str(path.resolve())
 
     def seed(self) -> int | None:
         """Seed of what is drawn into the store."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
 from lra.data import image, order
-from lra.data.split import Examples, Split
+from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -26,15 +25,11 @@ class ImageData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": image.HUB}  # not the source: any mirror of the data set holds the same images
 
-    def source(self) -> str:
-        folder = Path(self.config.source).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else self.config.source
-
     def build(self, writer: Writer) -> None:
         image.build(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
-        train = cast(Split, store.split("train"))
+        train = store.split("train")
         kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out), "test": store.split("test")}
 

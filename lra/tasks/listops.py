@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ class ListOpsData(TaskData):
         if c.source == "generate":
             return drawn | {"train": c.train, "val": c.val, "test": c.test}
         return drawn | {"folder": self.source()}
-
-    def source(self) -> str:
-        return "generated" if self.config.source == "generate" else str(Path(self.config.source).expanduser().resolve())
 
     def seed(self) -> int:
         return self.config.data_seed

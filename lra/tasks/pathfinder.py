@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from lra.data.image import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -20,7 +20,7 @@ LIT = 8  # the least id of a pixel that tokens=lit keeps
 class PathfinderData(TaskData):
     """Images generated as LRA's were, or the official ones. Pixels are ids 0 to 255, and none of them is padding."""
 
-    vocabulary = generate.VOCABULARY
+    vocabulary = PIXELS
     label_names = ("apart", "connected")
 
     def params(self) -> dict[str, Any]:
@@ -28,9 +28,6 @@ class PathfinderData(TaskData):
         if c.source == "generate":
             return {"level": c.level, "seed": c.data_seed, "train": c.train, "val": c.val, "test": c.test}
         return {"level": c.level, "folder": self.source()}
-
-    def source(self) -> str:
-        return "generated" if self.config.source == "generate" else str(Path(self.config.source).expanduser().resolve())
 
     @property
     def generator(self) -> str:

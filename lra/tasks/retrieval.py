@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
 from lra.data import aan
+from lra.data.split import Examples
+from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.models.heads import PairClassifier
@@ -26,9 +27,6 @@ class RetrievalData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": self.config.dataset}  # not the source: any copy of the data set holds the same pairs
 
-    def source(self) -> str:
-        return str(Path(self.config.source).expanduser().resolve()) if self.config.source else "nowhere"
-
     def build(self, writer: Writer) -> None:
         if self.config.source is None:
             raise UsageError(
@@ -36,6 +34,9 @@ class RetrievalData(TaskData):
                 f"lra data prepare task=retrieval dataset={self.config.dataset} source=<its folder or archive>"
             )
         aan.build(writer, self.config.source, self.config.dataset)
+
+    def splits(self, store: Store) -> dict[str, Examples]:
+        return {name: store.pairs(name) for name in store.splits}
 
     def depict(self, example: tuple[np.ndarray, np.ndarray]) -> str:
         return "\n\n".join(paper.tobytes()[:600].decode(errors="replace") for paper in example)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from lra.data import order, text
-from lra.data.split import Examples, Split
+from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -26,15 +25,11 @@ class TextData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": text.HUB}  # not the source: any mirror of the data set holds the same reviews
 
-    def source(self) -> str:
-        folder = Path(self.config.source).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else self.config.source
-
     def build(self, writer: Writer) -> None:
         text.build(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
-        train, test = cast(Split, store.split("train")), store.split("test")
+        train, test = store.split("train"), store.split("test")
         if self.config.protocol == "lra":
             return {"train": train, "val": test, "test": test}
         kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)

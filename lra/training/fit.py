@@ -83,11 +83,8 @@ def fit(*args: str) -> dict[str, Any]:
     if trainer.is_global_zero:
         directory.open()
 
-    def spent() -> dict[str, float]:
-        return {"session_seconds": round(time.perf_counter() - started, 1)}
-
     def facts() -> dict[str, Any]:
-        return result.facts(composed, module, trainer, clock) | spent()
+        return result.facts(composed, module, trainer, clock) | result.spent(trainer, started)
 
     with _recorded(directory, run, trainer, facts):
         what = (
@@ -106,7 +103,7 @@ def fit(*args: str) -> dict[str, Any]:
             return {}
         checkpoints.save_weights(module, directory.weights)
         scores = result.scores(module, data, trainer)
-        return directory.finish("finished", trained | scores | spent())
+        return directory.finish("finished", trained | scores | result.spent(trainer, started))
 
 
 @contextmanager

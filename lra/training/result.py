@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytorch_lightning as pl
@@ -17,7 +18,6 @@ from lra.training.callbacks import Clock
 def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
     """What every result says, however the run ended."""
     identity, run = module.identity(), composed.config
-    device = trainer.strategy.root_device
     return {
         "task": identity["task"],
         "attn": run.attn.name,
@@ -28,10 +28,18 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "steps": trainer.global_step,
         "train_seconds": round(clock.seconds, 1),
         "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "world_size": trainer.world_size,
         "environment": environment.describe(),
         "config": identity["config"],
+    }
+
+
+def spent(trainer: pl.Trainer, started: float) -> dict[str, Any]:
+    """What this session took so far: seconds since `started` of perf_counter, and the most memory of one GPU."""
+    device = trainer.strategy.root_device
+    return {
+        "session_seconds": round(time.perf_counter() - started, 1),
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }
 
 

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from lra.data import aan
-from lra.data.split import Pairs
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
 from tests.fixtures import pack, write_aan_pairs, write_aan_papers
@@ -26,24 +25,18 @@ def store(source, dataset):
     return prepare(content, lambda writer: aan.build(writer, source, dataset), force=True)
 
 
-def split(made, name) -> Pairs:
-    part = made.split(name)
-    assert isinstance(part, Pairs)
-    return part
-
-
 def read(made):
     """Label and two texts of every pair."""
     return {
         name: [
             (int(part.labels[row]), *(tokens.tobytes().decode() for tokens in part[row])) for row in range(len(part))
         ]
-        for name, part in ((name, split(made, name)) for name in made.splits)
+        for name, part in ((name, made.pairs(name)) for name in made.splits)
     }
 
 
 def documents(made):
-    stored = split(made, "train").documents
+    stored = made.pairs("train").documents
     return [stored[row].tobytes().decode() for row in range(len(stored))]
 
 
@@ -196,7 +189,7 @@ def test_the_other_data_set(release, compact, tmp_path):
 def test_real_papers():
     folder = Path(os.environ["LRA_TEST_DATA"]) / "aan"
     made = store(folder, "scisumm")
-    parts = {name: split(made, name) for name in made.splits}
+    parts = {name: made.pairs(name) for name in made.splits}
     assert {name: len(part) for name, part in parts.items()} == {"train": 16_366, "val": 2_046, "test": 2_046}
     papers = pq.read_table(folder / "papers.parquet")
     assert documents(made) == papers["text"].to_pylist() and len(documents(made)) == 1654

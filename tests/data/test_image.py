@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lra.data import image
-from lra.data.split import Split
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
 from tests.fixtures import CIFAR10_CARD, pngs, write_cifar10
@@ -36,12 +35,6 @@ def store(source):
     return prepare(content, lambda writer: image.build(writer, source))
 
 
-def part(made, name):
-    split = made.split(name)
-    assert isinstance(split, Split)
-    return split
-
-
 def luma(images):
     """ITU-R BT.601 in 16-bit fixed point, rounded, `[n, H * W]` row by row."""
     red, green, blue = np.moveaxis(images.astype(np.int64), -1, 0)
@@ -52,7 +45,7 @@ def test_gray_levels_and_labels(mirror):
     made = store(mirror())
     assert made.splits == ("train", "test")
     for name, pixels in (("train", TRAIN), ("test", TEST)):
-        split = part(made, name)
+        split = made.split(name)
         assert split.tokens.dtype == np.uint8 and set(split.lengths) == {1024}
         assert np.array_equal(np.reshape(split.tokens, (-1, 1024)), luma(pixels))
         assert split.labels.tolist() == COLUMNS[name]["label"]
@@ -134,10 +127,10 @@ def test_missing_split(mirror):
 def test_real_cifar10():
     made = store(Path(os.environ["LRA_TEST_DATA"]) / image.HUB)
     for name, count, checksum in (("train", 5_000, "9bc6410e72e5a93c"), ("test", 1_000, "d3ede7f3f93b36ce")):
-        split = part(made, name)
+        split = made.split(name)
         assert np.bincount(split.labels).tolist() == [count] * 10
         rows = np.column_stack([split.labels.astype(np.uint8), np.reshape(split.tokens, (-1, 1024))])
         every = sorted(row.tobytes() for row in rows)  # mirrors may differ in the order of their rows
         assert hashlib.sha256(b"".join(every)).hexdigest()[:16] == checksum
-    pixels = np.asarray(part(made, "train").tokens, np.float32)
+    pixels = np.asarray(made.split("train").tokens, np.float32)
     assert abs(pixels.mean() - 122.6) < 0.05 and abs(pixels.std() - 61.0) < 0.05  # as others have measured

@@ -10,10 +10,10 @@ from PIL import Image
 from torch import Generator
 from torch.utils.data import random_split
 
+from lra.data.image import PIXELS
 from lra.data.pathfinder import released
-from lra.data.pathfinder.generate import VOCABULARY, generate, threshold_accuracy
+from lra.data.pathfinder.generate import generate, threshold_accuracy
 from lra.data.pathfinder.law import law
-from lra.data.split import Split
 from lra.data.store import Content, prepare
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 def store(source, resolution=32, level="hard"):
     params = {"resolution": resolution, "level": level}
-    content = Content("pathfinder", 1, params, str(source), VOCABULARY, released.GENERATOR, None)
+    content = Content("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
     return prepare(
         content, lambda writer: released.build(writer, source, resolution=resolution, level=level), force=True
     )
@@ -59,7 +59,7 @@ def check(made, pixels, classes, splits):
     assert made.splits == tuple(splits)
     for name, rows in splits.items():
         part = made.split(name)
-        assert isinstance(part, Split) and len(part) == len(rows)
+        assert len(part) == len(rows)
         assert all(np.array_equal(part[place], pixels[row].reshape(-1)) for place, row in enumerate(rows))
         assert part.labels.tolist() == [classes[row] for row in rows]
 

@@ -59,7 +59,7 @@ def paired(writer):
 def test_pairs_and_baselines_round_trip():
     made = prepare(content(), paired)
     documents = [*sequences(), np.array([2, 2])]
-    train = made.split("train")
+    train = made.pairs("train")
     assert made.splits == ("train", "test") and len(train) == 3 and train.labels.tolist() == [1, 0, 1]
     for row, (one, other) in enumerate([(0, 1), (4, 4), (5, 0)]):
         first, second = train[row]

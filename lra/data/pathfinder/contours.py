@@ -82,9 +82,9 @@ def _free(kind, space, at, occupied):
 
 @compiled
 def _choose(kind, space, pivot, occupied, random):
-    """Which step follows, with probability ~ its weight times what is free there; -1 if nearly nothing is.
+    """Which step follows, with probability ~ its weight times the share that is free there; -1 at a dead end.
 
-    A step proposed by weight alone, and kept with the probability of what is free, is such a draw, and cheap.
+    A step proposed by weight alone, and kept with the probability of its free share, is such a draw, and a cheap one.
     """
     for _ in range(_PROPOSALS):
         level, choice = _uniform(random), 0
@@ -123,7 +123,7 @@ def _begin(law, kinds, number, y, x, paddle, pivot):
 def _extend(law, kinds, space, paddles, last, pivot, occupied, random):
     """Put paddle `last + 1` after paddle `last`, which only then occupies its space. False if none has a place."""
     kind = kinds[paddles[last].kind]
-    # In floating point, because next to the image's edge its last digit matters
+    # In floating point: near the image's edge the last digit of a step moves the pivot, in LRA's generator as here
     y, x = math.ceil(pivot.y + kind.step[0]), math.ceil(pivot.x + kind.step[1])
     at = _flat(law, y, x)
     for _ in range(_DRAWS):

@@ -1,8 +1,8 @@
-"""Pathfinder: are two markers on the same contour? Images drawn by the law of LRA's sets, of 32 to 256 pixels a side.
+"""Pathfinder: are two markers on the same contour? Images by the law of LRA's sets, of 32 to 256 pixels a side.
 
-Two contours of paddles, some shorter distractors and two markers, one where a contour begins and one where a contour
-ends (Linsley et al. 2018; LRA: Tay et al. 2021). Label 1: it is the same one. Image `i` of a seed is a function of
-(seed, i) alone.
+An image shows two target contours of paddles, shorter distractors, and two markers, one where a target begins and one
+where a target ends. Label 1: it is the same target (Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020, arXiv
+2011.04006). Targets may touch, cross and even end on one pixel, so a few images cannot be told apart.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from lra.data.pathfinder.law import Law, law
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
-VOCABULARY = tuple(str(value) for value in range(256))  # a token is a pixel, its id the pixel's brightness
 GENERATOR = "lra.data.pathfinder@1"
 CHUNK = 64  # images per call: 4 MB at 256 pixels a side
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Consecutive images."""
+    """Consecutive images. Image `i` of a seed is a function of (seed, i) alone."""
 
     pixels: np.ndarray  # uint8 [n, resolution * resolution], row by row
     labels: np.ndarray  # int64 [n], 1 if the markers are on one contour
-    marker_distance: np.ndarray  # float64 [n], pixels
+    marker_distance: np.ndarray  # float64 [n], in pixels
 
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One image and what it shows. A paddle is its two ends, a pixel its y and x; paddles are in a contour's order."""
+    """One image and what it shows: contours from tip to tip, paddles as their two ends, pixels as y and x."""
 
     pixels: np.ndarray  # uint8 [resolution, resolution]
     label: int
     targets: np.ndarray  # int64 [2, contour_length, 2, 2]
     distractors: np.ndarray  # int64 [n, distractor_length, 2, 2]
-    markers: np.ndarray  # int64 [2, 2], the first tip of a target and the last tip of a target
+    markers: np.ndarray  # int64 [2, 2], at the first tip of a target and at the last tip of a target
     pairs: int  # of targets that were tried
 
 
 def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int) -> None:
-    """Generate the splits train, val and test, images per split, and the baseline that only sees marker distance.
+    """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
 
-    UsageError if there is no such resolution or level, or the seed is not in 0 to 2^32 - 1.
+    UsageError if there is no such resolution or level, a split is empty, or the seed is not in 0 to 2^32 - 1.
     """
     if not 0 <= seed < 1 << 32:
         raise UsageError(f"seed={seed} is out of range: choose 0 to {(1 << 32) - 1}")
@@ -63,8 +62,8 @@ def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int,
             writer.add(split, images.pixels, images.labels)
             seen.append((images.marker_distance, images.labels))
         distances[split] = tuple(np.concatenate(parts) for parts in zip(*seen, strict=True))
-    accuracies = {split: threshold_accuracy(distances["train"], distances[split]) for split in ("val", "test")}
-    writer.baseline("marker distance", accuracies)
+    accuracy = {split: threshold_accuracy(distances["train"], distances[split]) for split in ("val", "test")}
+    writer.baseline("marker distance", accuracy)
 
 
 def generate(law: Law, *, seed: int, first: int, count: int, workers: int | None = None) -> Iterator[Images]:
