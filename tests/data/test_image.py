@@ -55,13 +55,13 @@ def test_gray_levels_and_labels(mirror):
 def test_primary_colours_and_their_places(mirror):
     pixels = np.zeros((1, 32, 32, 3), np.uint8)
     pixels[0, 0, 1], pixels[0, 1, 0], pixels[0, 31, 30], pixels[0, 31, 31] = np.array([*np.eye(3), [1, 1, 1]]) * 255
-    tokens = part(store(mirror(train={"img": pngs(pixels), "label": [0]})), "train")[0]
+    tokens = store(mirror(train={"img": pngs(pixels), "label": [0]})).split("train")[0]
     assert tokens[[0, 1, 32, 1022, 1023]].tolist() == [0, 76, 150, 29, 255] and np.count_nonzero(tokens) == 4
 
 
 def test_more_images_than_are_read_at_once(mirror):
     pixels = np.zeros((1003, 32, 32, 3), np.uint8) + (np.arange(1003) % 256).astype(np.uint8)[:, None, None, None]
-    split = part(store(mirror(train={"img": pngs(pixels), "label": np.arange(1003) % 10})), "train")
+    split = store(mirror(train={"img": pngs(pixels), "label": np.arange(1003) % 10})).split("train")
     assert split.tokens[:: 32 * 32].tolist() == [number % 256 for number in range(1003)]
     assert split.labels.tolist() == [number % 10 for number in range(1003)]
 
