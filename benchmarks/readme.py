@@ -70,8 +70,8 @@ def _run(file: Path, result: dict[str, Any]) -> Row:
     recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
     ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
     seconds, peak = result.get("session_seconds"), result["peak_gpu_bytes"]
-    if seconds is not None and seconds < result["train_seconds"]:
-        seconds = peak = None  # the last session of a resumed run: the whole was not measured
+    if result["resumed"]:
+        seconds = peak = None  # of the last session only: the whole was not measured
     return (
         f"[{_task(result)}](benchmarks/results/{file.name})",
         result["attn"],
@@ -98,7 +98,8 @@ def _changes(overrides: Iterable[str]) -> Iterable[str]:
     for text in overrides:
         field, _, value = text.partition("=")
         if field not in NOT_SHOWN:
-            yield f"init={Path(value).name}" if field == "init" else text
+            run = Path(value)
+            yield f"init={run.parent.name if run.suffix else run.name}" if field == "init" else text
 
 
 def learnability(results: Path) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba")
+PACKAGES = (
+    "lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba", "pillow",
+    "pyarrow",
+)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:
@@ -41,13 +45,12 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line, with the program's place in the checkout: where that lies means nothing elsewhere."""
+    """The command line, of absolute paths only the names: where they lie means nothing elsewhere."""
     program = Path(sys.argv[0])
-    if program.name in ("lra", "__main__.py"):
-        return " ".join(["lra", *sys.argv[1:]])
     root = Path(__file__).parent.parent
     place = program.resolve().relative_to(root) if program.resolve().is_relative_to(root) else program.name
-    return " ".join(["python", str(place), *sys.argv[1:]])
+    called = ["lra"] if program.name in ("lra", "__main__.py") else ["python", str(place)]
+    return " ".join([*called, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
 def describe() -> dict[str, Any]:

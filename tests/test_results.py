@@ -129,7 +129,7 @@ def test_tables_show_every_result(script, tmp_path):
     base = {
         "task": "listops@1", "attn": "flash", "recipe": "xiong2021", "overrides": ["optim.lr=0.1", "task.source=/here"],
         "seed": 0, "train_seconds": 60.0, "session_seconds": 90.0, "peak_gpu_bytes": None, "world_size": 1,
-        "environment": made_with, "config": {"task": {"name": "listops"}},
+        "resumed": False, "environment": made_with, "config": {"task": {"name": "listops"}},
     }  # fmt: skip
     scores = {
         "protocol": "heldout",
@@ -141,7 +141,7 @@ def test_tables_show_every_result(script, tmp_path):
     results = {
         "a": base | scores | {"status": "finished"},
         "b": base | {"status": "oom", "seed": 1, "peak_gpu_bytes": 2 * 10**9, "world_size": 4},
-        "c": base | {"status": "failed", "seed": 2, "session_seconds": 30.0},
+        "c": base | {"status": "failed", "seed": 2, "peak_gpu_bytes": 10**9, "resumed": True},
         "d": base | {"status": "oom", "seed": 3, "config": {"task": {"name": "listops", "dataset": "other"}}},
     }
     for name, result in results.items():

@@ -74,15 +74,15 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Sequences per optimisation step, and how they are laid out."""
+    """Examples per optimisation step, and their layout. An example is a sequence, for Retrieval a pair of them."""
 
     size: int = 32  # over all devices
-    micro: int | None = None  # sequences a device holds at once; the rest of its share is accumulated
-    eval: int = 64  # sequences per evaluation batch and device
+    micro: int | None = None  # examples a device holds at once; the rest of its share is accumulated
+    eval: int = 64  # examples per evaluation batch and device
     layout: Literal["packed", "padded"] = "packed"
 
     def divide(self, devices: int) -> tuple[int, int]:
-        """(sequences of one device, sequences it holds at once), of every step."""
+        """(examples of one device, examples it holds at once), of every step."""
         share = self.size // devices
         return share, min(self.micro or share, share)
 

@@ -19,6 +19,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError
 
 GENERATOR = "lra.data.aan@1"
+COMPACT = "a folder of papers.parquet and pairs_{train,val,test}.tsv"  # what `scisumm` is read from
 CHUNK = 1 << 24  # bytes of documents per write
 _RELEASED = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
 _COMPACT = {"train": "pairs_train.tsv", "val": "pairs_val.tsv", "test": "pairs_test.tsv"}

@@ -5,7 +5,11 @@ Item `i` of a seed begins at `stream(seed, i)`, so that it does not depend on th
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -18,11 +22,26 @@ _LOW32 = np.uint64(0xFFFFFFFF)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles for threads: the function runs without the interpreter's lock."""
+    """Compiles for threads: the function runs without the interpreter's lock.
+
+    numba looks at one file's date to see whether a cached function is stale, but functions here call each other across
+    files. So what is cached lies in a folder named after all of these files.
+    """
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, _cache()  # type: ignore[attr-defined]
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # nowhere to write a cache, neither beside the source nor in the user's folder
+    except RuntimeError:  # nowhere to write
         return numba.njit(nogil=True)(function)
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+
+
+@cache
+def _cache() -> str:
+    here = Path(__file__).parent
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.rglob("*.py")))).hexdigest()[:16]
+    folders = here / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra-compiled"
+    return str((folders[0] if os.access(here, os.W_OK) else folders[1]) / sources)
 
 
 @compiled

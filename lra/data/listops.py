@@ -23,6 +23,7 @@ from lra.errors import UsageError
 
 VOCABULARY = tuple(sorted([*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]))  # id = place; a digit is its own id
 GENERATOR = "lra.data.listops@1"
+FRESH = 1 << 32  # added to a seed, which is below it, for the second test set: no split of any store is drawn from that
 CHUNK = 512  # expressions per call: 1 MB of tokens
 _IDS = {token: number for number, token in enumerate(VOCABULARY)}
 
@@ -58,14 +59,11 @@ def build(
 
     The counts are expressions per split; no expression occurs twice in any of them.
     """
-    if not 0 <= seed < 1 << 32:
-        raise UsageError(f"seed={seed} is out of range: choose 0 to {(1 << 32) - 1}")
     draw = partial(generate, min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args)
     sequences, labels = draw(train + val + test, seed=seed)
     for split, start, end in (("train", 0, train), ("val", train, train + val), ("test", train + val, len(labels))):
         writer.add(split, sequences[start:end], labels[start:end])
-    # a seed that no other store begins with, whatever its user chose
-    writer.add("fresh", *draw(fresh, seed=seed + (1 << 32), exclude=fingerprints(sequences)))
+    writer.add("fresh", *draw(fresh, seed=seed + FRESH, exclude=fingerprints(sequences)))
 
 
 def generate(
@@ -128,8 +126,16 @@ def _fingerprint(tokens: np.ndarray) -> bytes:
     return blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def build_from_tsv(writer: Writer, source: str | Path, *, max_length: int = 1999) -> None:
-    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
+def build_from_tsv(
+    writer: Writer,
+    source: str | Path,
+    *,
+    seed: int = 0,
+    fresh: int = 50_000,
+    min_length: int = 501,
+    max_length: int = 1999,
+) -> None:
+    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`; generate `fresh` as in `build`.
 
     `source` is their folder or LRA's release around it, unpacked or not (`lra.data.release.files`).
     """
@@ -140,6 +146,9 @@ def build_from_tsv(writer: Writer, source: str | Path, *, max_length: int = 1999
     }
     for name, split in splits.items():
         writer.add(split, *parts[name])
+    known = {fingerprint for sequences, _ in parts.values() for fingerprint in fingerprints(sequences)}
+    limits = {"min_length": min_length, "max_length": max_length}
+    writer.add("fresh", *generate(fresh, seed=seed + FRESH, exclude=known, **limits))
 
 
 def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:

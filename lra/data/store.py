@@ -18,6 +18,7 @@ import datetime
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -127,6 +128,9 @@ class Store:
             version, files = manifest["format"], manifest["files"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}/manifest.json is missing or unreadable; {mend}") from error
+        if Path(manifest.get("source", "")).is_absolute() and "source=" not in command:
+            command += " " + shlex.quote(f"task.source={manifest['source']}")  # nothing else can give it again
+            mend = f"run: {command} force=true"
         if version != FORMAT:
             raise UsageError(f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {mend}")
         for name, file in files.items():
@@ -186,7 +190,7 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
             "format": FORMAT,
             **asdict(content),
             "vocabulary_hash": vocabulary_hash(content.vocabulary),
-            **written,
+            **written,  # splits, documents, baselines, notes
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "versions": environment.versions(),

@@ -28,6 +28,7 @@ class Writer:
         self._labels: dict[str, list[np.ndarray]] = {}
         self._pairs: dict[str, list[np.ndarray]] = {}
         self._baselines: dict[str, dict[str, float]] = {}
+        self._notes: list[str] = []
 
     def add(self, split: str, sequences: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
         """Append sequences to a split, which begins when it is first named.
@@ -57,6 +58,10 @@ class Writer:
         """State what a predictor that sees one simple feature reaches on each split, as a share."""
         self._baselines[name] = dict(accuracy)
 
+    def note(self, text: str) -> None:
+        """State what a user of the data should know, in the manifest."""
+        self._notes.append(text)
+
     def scratch(self) -> Path:
         """A folder for the builder's temporary files; it goes when the store is finished or fails."""
         path = self._folder / "scratch"
@@ -68,7 +73,7 @@ class Writer:
         shutil.rmtree(self._folder / "scratch", ignore_errors=True)
         documents = {DOCUMENTS: self._finish(DOCUMENTS)} if DOCUMENTS in self._lengths else {}
         splits = {split: self._labelled(split) for split in self._labels}
-        return {"splits": splits, **documents, "baselines": self._baselines}
+        return {"splits": splits, **documents, "baselines": self._baselines, "notes": self._notes}
 
     def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         if isinstance(sequences, np.ndarray):

@@ -204,10 +204,17 @@ def only_generated(config: Any, *fields: str) -> None:
     """UsageError if one of `fields`, which say what is drawn, is set although the data is imported."""
     changed = [f"task.{field}" for field in fields if getattr(config, field) != getattr(type(config), field)]
     if changed and config.source != "generate":
+        defaults = " ".join(f"{field}={getattr(type(config), field.removeprefix('task.'))}" for field in changed)
         raise UsageError(
-            f"{', '.join(changed)}: only for generated data; leave it out, or the recipe that sets it, or "
+            f"{', '.join(changed)}: only for generated data; set the default, {defaults}, or leave out "
             f"task.source={config.source}"
         )
+
+
+def check_data_seed(config: Any) -> None:
+    """UsageError if `data_seed` cannot be a seed of the generators."""
+    if not 0 <= config.data_seed < 1 << 32:
+        raise UsageError(f"task.data_seed={config.data_seed} is out of range: choose 0 to {(1 << 32) - 1}")
 
 
 class OptimisationStep(Protocol):

@@ -11,9 +11,8 @@ from lra.data import image, order
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
-from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.base import TaskData, TaskModule, check_data_seed
 
 
 class ImageData(TaskData):
@@ -49,8 +48,11 @@ class Image(TaskModule):
         max_length: ClassVar[int] = 32 * 32
 
         def __post_init__(self) -> None:
-            if self.data_seed < 0:
-                raise UsageError(f"task.data_seed={self.data_seed} is negative: choose 0 or more")
+            check_data_seed(self)
+
+        @property
+        def protocol(self) -> str:
+            return "heldout"
 
     Data = ImageData
 

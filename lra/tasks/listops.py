@@ -12,7 +12,7 @@ from lra.data.split import Split
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, only_generated
+from lra.tasks.base import TaskData, TaskModule, check_data_seed, only_generated
 
 
 class ListOpsData(TaskData):
@@ -33,12 +33,11 @@ class ListOpsData(TaskData):
 
     def build(self, writer: Writer) -> None:
         c = self.config
-        limits = {"min_length": c.min_length, "max_length": c.max_length}
+        drawn = {"seed": c.data_seed, "fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
         if c.source == "generate":
-            listops.build(writer, seed=c.data_seed, train=c.train, val=c.val, test=c.test, fresh=c.fresh, **limits)
+            listops.build(writer, train=c.train, val=c.val, test=c.test, **drawn)
         else:
-            listops.build_from_tsv(writer, c.source, max_length=c.max_length)
-            writer.add("fresh", *listops.generate(c.fresh, seed=c.data_seed, **limits))
+            listops.build_from_tsv(writer, c.source, **drawn)
 
     def baselines(self, name: str) -> dict[str, float]:
         return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}
@@ -64,7 +63,7 @@ class ListOps(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = "generate"  # or the folder of basic_{train,val,test}.tsv
+        source: str = "generate"  # or LRA's release: its folder, or the archive as it is
         data_seed: int = 0  # of the generated data
         train: int = 96000
         val: int = 2000
@@ -77,6 +76,7 @@ class ListOps(TaskModule):
             if min(self.train, self.val, self.test, self.fresh) < 1:
                 raise UsageError("task.train, task.val, task.test and task.fresh must be at least 1")
             only_generated(self, "train", "val", "test")
+            check_data_seed(self)
             if not 1 <= self.min_length <= self.max_length:
                 limits = f"at least 1 and at most task.max_length={self.max_length}"
                 raise UsageError(f"task.min_length={self.min_length} must be {limits}")

@@ -12,7 +12,7 @@ from lra.data.pathfinder import generate, released
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, only_generated
+from lra.tasks.base import TaskData, TaskModule, check_data_seed, only_generated
 
 LIT = 8  # the least id of a pixel that tokens=lit keeps
 
@@ -45,7 +45,8 @@ class PathfinderData(TaskData):
             released.build(writer, c.source, **which)
 
     def depict(self, example: np.ndarray) -> np.ndarray:
-        return example.reshape(self.config.resolution, self.config.resolution)
+        kept = example if self.config.tokens == "all" else np.where(example >= LIT, example, 0)
+        return kept.reshape(self.config.resolution, self.config.resolution)
 
     def _gather(self) -> dict[str, Any]:
         return super()._gather() | {"threshold": LIT if self.config.tokens == "lit" else None}
@@ -66,6 +67,7 @@ class PathfinderConfig:
         if min(self.train, self.val, self.test) < 1:
             raise UsageError("task.train, task.val and task.test must be at least 1")
         only_generated(self, "train", "val", "test", "data_seed")
+        check_data_seed(self)
 
     @property
     def max_length(self) -> int:
@@ -104,7 +106,7 @@ class Pathfinder32(Pathfinder):
     "path64", version=1, classes=2, length=4096, paper="Tay et al. 2020, arXiv 2011.04006; Dao et al. 2022, section 4.2"
 )
 class Path64(Pathfinder):
-    """Path-64: Pathfinder in 64 x 64 pixels, to pretrain Path-X and Path-256."""
+    """Path-64: Pathfinder in 64 x 64 pixels."""
 
     @dataclass(frozen=True)
     class Config(PathfinderConfig):

@@ -28,18 +28,18 @@ class RetrievalData(TaskData):
         return {"dataset": self.config.dataset}  # not the source: any copy of the data set holds the same pairs
 
     def build(self, writer: Writer) -> None:
-        if self.config.source is None:
-            raise UsageError(
-                "the pairs of AAN are in no hub: get LRA's release, then "
-                f"lra data prepare task=retrieval dataset={self.config.dataset} source=<its folder or archive>"
-            )
-        aan.build(writer, self.config.source, self.config.dataset)
+        c = self.config
+        if c.source is None:
+            what = {"lra": "LRA's release, a folder or archive", "scisumm": aan.COMPACT}[c.dataset]
+            command = f"lra data prepare task=retrieval dataset={c.dataset} source=<path>"
+            raise UsageError(f"these pairs are on no hub; get {what}, then: {command}")
+        aan.build(writer, c.source, c.dataset)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         return {name: store.pairs(name) for name in store.splits}
 
     def depict(self, example: tuple[np.ndarray, np.ndarray]) -> str:
-        return "\n\n".join(paper.tobytes()[:600].decode(errors="replace") for paper in example)
+        return "\n\n".join(paper[: self.config.max_length].tobytes().decode(errors="replace") for paper in example)
 
 
 @TASKS.register(

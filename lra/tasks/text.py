@@ -13,7 +13,7 @@ from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.base import TaskData, TaskModule, check_data_seed
 
 
 class TextData(TaskData):
@@ -36,7 +36,7 @@ class TextData(TaskData):
         return {"train": train.subset(kept), "val": train.subset(held_out), "test": test}
 
     def depict(self, example: np.ndarray) -> str:
-        return example.tobytes().decode(errors="replace")
+        return example[: self.config.max_length].tobytes().decode(errors="replace")
 
 
 @TASKS.register("text", version=1, classes=2, length=4096, paper="Maas et al. 2011; Tay et al. 2020, arXiv 2011.04006")
@@ -52,7 +52,8 @@ class Text(TaskModule):
         data_seed: int = 0  # of the held-out tenth
 
         def __post_init__(self) -> None:
-            if self.max_length < 1 or self.data_seed < 0:
-                raise UsageError("task.max_length must be at least 1, task.data_seed not negative")
+            check_data_seed(self)
+            if self.max_length < 1:
+                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
 
     Data = TextData

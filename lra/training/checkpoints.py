@@ -80,9 +80,10 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UsageError(
-            f"{path} does not fit this model: {', '.join(wrong[:3])}{more}; use the model fields of its config.yaml"
-        )
+        mend = "use the model fields of its config.yaml"
+        if all(key.startswith("encoder.positions.") for key in wrong):
+            mend = "its positions are learned for another length; train it with model.positions=rotary or sinusoidal"
+        raise UsageError(f"{path} does not fit this model: {', '.join(wrong[:3])}{more}; {mend}")
     module.model.load_state_dict(weights)
 
 

@@ -46,7 +46,8 @@ def prepare(args: Sequence[str]) -> str:
         raise UsageError(f"force={own['force']}: force is true or false")
     data = _data(rest)
     data.prepare_data(force=own["force"] == "true")
-    return f"{data.config.name} is ready in {data.content().path}"
+    notes = "".join(f"\nnote: {text}" for text in data.open().manifest["notes"])
+    return f"{data.config.name} is ready in {data.content().path}{notes}"
 
 
 def verify(args: Sequence[str]) -> str:
@@ -64,13 +65,15 @@ def info(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "task", f"{m['task']}@{m['version']}"
     yield "source", f"{m['source']}, by {m['generator']}" + ("" if m["seed"] is None else f", seed {m['seed']}")
     yield "parameters", ", ".join(f"{name}={value}" for name, value in m["params"].items())
-    yield "prepared", f"{m['date']}, with " + ", ".join(f"{name} {m['versions'][name]}" for name in ("lra", "numpy"))
+    made_with = ", ".join(f"{name} {m['versions'][name]}" for name in ("lra", "numpy", "pillow"))
+    yield "prepared", f"{m['date']}, with {made_with}"
     words = m["vocabulary"] if len(m["vocabulary"]) <= 20 else [*m["vocabulary"][:3], "...", m["vocabulary"][-1]]
     yield "vocabulary", f"{len(m['vocabulary'])} ids: {' '.join(words)}; sha256 {m['vocabulary_hash']}"
     for name, part in {**m["splits"], **({"documents": m["documents"]} if "documents" in m else {})}.items():
         yield name, "; ".join(_describe(part))
     for rule, accuracy in m["baselines"].items():
         yield f"baseline {rule}", ", ".join(f"{split} {100 * share:.2f}%" for split, share in accuracy.items())
+    yield from (("note", text) for text in m["notes"])
     for name, file in m["files"].items():
         yield name, f"{file['bytes']:,} bytes; sha256 {file['sha256']}"
 
@@ -91,7 +94,7 @@ def show(args: Sequence[str]) -> str:
     data.setup()
     if own["split"] not in data.parts:
         raise UsageError(f"split={own['split']} does not exist: choose from {', '.join(data.parts)}")
-    if not own["count"].isdigit() or not 1 <= int(own["count"]) <= 100:
+    if own["count"] not in map(str, range(1, 101)):
         raise UsageError(f"count={own['count']} is not a number from 1 to 100")
     split = data.parts[own["split"]]
     labels = np.unique(split.labels)

@@ -84,7 +84,8 @@ def fit(*args: str) -> dict[str, Any]:
         directory.open()
 
     def facts() -> dict[str, Any]:
-        return result.facts(composed, module, trainer, clock) | result.spent(trainer, started)
+        resumed = {"resumed": checkpoint is not None}
+        return result.facts(composed, module, trainer, clock) | resumed | result.spent(trainer, started)
 
     with _recorded(directory, run, trainer, facts):
         what = (

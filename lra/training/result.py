@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -54,9 +55,14 @@ def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str,
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
     manifest = data.store.manifest
     return scored | {
-        "protocol": getattr(module.run.task, "protocol", None),  # None: the task has a validation split of its own
-        "data": {"source": manifest["source"], "store": data.store.path.name},
+        "protocol": getattr(module.run.task, "protocol", None),  # None: there is only one
+        # of a path the name: where it lay means nothing elsewhere, and the manifest has it
+        "data": {"source": _name(manifest["source"]), "store": data.store.path.name},
     }
+
+
+def _name(source: str) -> str:
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def count(module: TaskModule) -> int:

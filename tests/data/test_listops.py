@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -196,8 +196,6 @@ def test_build_makes_disjoint_splits(sample):
     assert len(set(every)) == 150
     assert every[:100] == [ids.tobytes() for ids in sample[0][:100]]
     assert splits[3].labels.tolist() == [parse(splits[3][i]).value for i in range(50)]
-    with pytest.raises(UsageError, match="seed=-1 is out of range"):
-        prepare(content(seed=-1), lambda w: listops.build(w, seed=-1))
 
 
 @pytest.fixture
@@ -211,11 +209,27 @@ def official(tmp_path, sample):
 def test_official_files(official, sample):
     text = (official / "basic_train.tsv").read_text().splitlines()[1].split("\t")[0]
     assert len(text.split()) == 3 * len(sample[0][0]) - 2  # the layout of the release
-    store = prepare(content(), lambda w: listops.build_from_tsv(w, official))
-    assert store.splits == ("train", "val", "test")
-    got = [store.split(name)[i] for name in store.splits for i in range(10)]
+    store = prepare(content(), lambda w: listops.build_from_tsv(w, official, fresh=20))
+    assert store.splits == ("train", "val", "test", "fresh")
+    got = [store.split(name)[i] for name in ("train", "val", "test") for i in range(10)]
     assert all(np.array_equal(a, b) for a, b in zip(got, sample[0], strict=False))
     assert store.split("test").labels.tolist() == sample[1][20:30].tolist()
+
+
+def test_fresh_expressions_are_no_others(tmp_path):
+    """Of the same seed, whether the other splits are imported or generated."""
+    limits: dict[str, Any] = {"min_length": 3, "max_length": 5}  # so few that they repeat
+    sequences, labels = listops.generate(30, seed=0, **limits)
+    parts = {"train": slice(20), "val": slice(20, 25), "test": slice(25, 30)}
+    rows = {split: (sequences[part], labels[part]) for split, part in parts.items()}
+    folder = write_listops(tmp_path / "listops-1000", **rows)
+    build = {
+        "imported": lambda w: listops.build_from_tsv(w, folder, fresh=30, **limits),
+        "generated": lambda w: listops.build(w, train=20, val=5, test=5, fresh=30, **limits),
+    }
+    stores = {how: prepare(content(), builder, force=True) for how, builder in build.items()}
+    fresh = [[bytes(part[i]) for i in range(30)] for part in (store.split("fresh") for store in stores.values())]
+    assert fresh[0] == fresh[1] and not set(fresh[0]) & {bytes(ids) for ids in sequences}
 
 
 def test_tokenize_and_decode():
@@ -252,8 +266,7 @@ def test_official_files_in_an_archive(official, sample, tmp_path):
     (outer / "lra_release").mkdir()
     official.rename(outer / "lra_release" / "listops-1000")
     for source in (outer, pack(outer, tmp_path / "lra_release.gz")):
-        store = prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source), force=True)
-        assert store.splits == ("train", "val", "test")
+        store = prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source, fresh=2), force=True)
         val = store.split("val")
         assert all(np.array_equal(val[i], ids) for i, ids in enumerate(sample[0][10:20]))
 

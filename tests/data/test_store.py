@@ -75,6 +75,14 @@ def test_pairs_and_baselines_round_trip():
         made.verify()
 
 
+def test_the_mend_of_an_imported_store_names_its_source(tmp_path):
+    made = prepare(content(source=str(tmp_path / "a folder")), build, command="lra data prepare task=toy")
+    (made.path / "train.tokens.npy").write_bytes(b"")
+    mend = f"run: lra data prepare task=toy 'task.source={tmp_path}/a folder' force=true$"
+    with pytest.raises(UsageError, match=mend):
+        Store.open(made.path, "lra data prepare task=toy")
+
+
 @pytest.mark.parametrize("pairs", [[[0, 5]], [[-1, 0]]])
 def test_a_pair_of_no_document_is_refused(pairs):
     def build(writer):

@@ -183,10 +183,10 @@ def test_the_official_files_are_prepared_and_fitted(tmp_path, monkeypatch):
         "trainer.precision=fp32", "batch.size=8",
         "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu",
     )  # fmt: skip
-    assert result["data"]["source"] == str(folder) and (result["test"]["n"], result["fresh"]["n"]) == (20, 30)
+    assert result["data"]["source"] == folder.name and (result["test"]["n"], result["fresh"]["n"]) == (20, 30)
     limits = ("task.fresh=30", "task.min_length=8", "task.max_length=32")
     data = data_of("task=listops", *limits, f"source={folder}")
-    with pytest.raises(UsageError, match=r"task.train, task.val: only for generated data; leave it out"):
+    with pytest.raises(UsageError, match="set the default, task.train=96000 task.val=2000, or leave out"):
         run_of("task=listops", f"source={folder}", "task.train=5", "task.val=5")
     for name, part in parts.items():
         split = data.parts[name]

@@ -126,6 +126,7 @@ def test_every_field_of_a_task_is_shown(task):
         (["split=dev"], "split=dev does not exist: choose from train, val, test"),
         (["count=0"], "count=0 is not a number from 1 to 100"),
         (["count=many"], "count=many is not a number"),
+        (["count=²"], "count=² is not a number"),
         (["out=picture.jpg"], "picture.jpg does not end in .png"),
         (["out=no/such/folder/x.png"], "cannot write no/such/folder/x.png"),
     ],
@@ -140,9 +141,38 @@ def test_show_refuses(args, message, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_show_shows_what_the_model_sees(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    monkeypatch.chdir(tmp_path)
+
+    def shown(*fields: str) -> bytes:
+        show([*fields, "count=1", "out=some.png"])
+        return Path("some.png").read_bytes()
+
+    text, path = ["task=text", *imdb(tmp_path)], ["task=pathfinder", *FEW]
+    prepare(text)
+    prepare(path)
+    assert shown(*text) != shown(*text, "max_length=5") and shown(*path) != shown(*path, "tokens=lit")
+
+
+def test_learned_positions_do_not_fit_another_resolution(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    monkeypatch.chdir(tmp_path)
+    short = ("attn=flash", "recipe=demo", *FEW, *MODEL, "batch.size=2", "trainer.steps=2", "trainer.eval_every=2",
+             "trainer.log_every=1", "trainer.accelerator=cpu")  # fmt: skip
+    first = lra.fit("task=pathfinder", *short)["directory"]
+    with pytest.raises(
+        UsageError, match=r"positions are learned for another length; train it with model.positions=rotary"
+    ):
+        lra.fit("task=path64", *short, f"init={first}")
+    rotary = (*short, "model.positions=rotary")
+    first = lra.fit("task=pathfinder", *rotary)["directory"]
+    assert lra.fit("task=path64", *rotary, f"init={first}")["status"] == "finished"
+
+
 def test_retrieval_without_data_says_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
-    with pytest.raises(UsageError, match=r"lra data prepare task=retrieval dataset=lra source=<its folder or archive>"):
+    with pytest.raises(UsageError, match="then: lra data prepare task=retrieval dataset=lra source=<path>$"):
         prepare(["task=retrieval"])
 
 

@@ -48,10 +48,8 @@ class Drawing:
 def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int) -> None:
     """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
 
-    UsageError if there is no such resolution or level, a split is empty, or the seed is not in 0 to 2^32 - 1.
+    UsageError if there is no such resolution or level or a split is empty.
     """
-    if not 0 <= seed < 1 << 32:
-        raise UsageError(f"seed={seed} is out of range: choose 0 to {(1 << 32) - 1}")
     if min(train, val, test) < 1:
         raise UsageError(f"train={train}, val={val} and test={test} must be 1 or more")
     chosen = law(resolution, level)

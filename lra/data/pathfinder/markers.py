@@ -27,10 +27,11 @@ def find(pixels, expected):
     `pixels`: uint8 `[n, side * side]`. `expected`: int64 `[w, w, w, w]`, the windows of `marker_windows` as pixels.
     """
     side, middle = round(np.sqrt(pixels.shape[1])), len(expected) // 2
+    worst = expected[middle, middle].sum() // 4  # what is darker by more than a quarter is no marker
     bright = 0.75 * expected[middle, middle, middle, middle]
     tips = np.full((len(pixels), 2, 2), -1)
     for n in range(len(pixels)):
-        best, second = 1 << 60, 1 << 60
+        best, second = worst, worst
         for at in range(side * side):
             if pixels[n, at] < bright:
                 continue

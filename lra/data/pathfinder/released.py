@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
@@ -38,7 +37,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
 
     `source` is LRA's release or a folder of it (`lra.data.release.files`). The examples are the lines of
     `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split` with seed 42 gives a tenth of
-    them each to val and test, rounded down. A warning says how many images are left out: the one that the release has
+    them each to val and test, rounded down. A note says how many images are left out: the one that the release has
     empty, and those that no line names. While it works the pixels are on the disk twice. UsageError names the file that
     is not as it should be.
     """
@@ -57,7 +56,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     if len(kept) < 10:
         raise UsageError(f"{source}: {len(kept)} images of {folder} are too few to split; get the folder anew")
     if left := len(rows) - len(kept) + len(unnamed):
-        warnings.warn(f"{source}: images of {folder} left out, empty or not in metadata: {left}", stacklevel=2)
+        writer.note(f"images of {folder} left out, empty or not in metadata: {left}")
 
     pixels = np.memmap(scratch, np.uint8, "r").reshape(-1, resolution**2)
     order, labels = np.array([places[row.image] for row in kept]), np.array([row.label for row in kept])
@@ -68,7 +67,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     try:
         distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
     except UsageError as error:  # the images are LRA's, whatever the law expects of their markers
-        warnings.warn(f"{source}: no baseline of the marker distance, {error}", stacklevel=2)
+        writer.note(f"no baseline of the marker distance: {error}")
     else:
         seen = {split: (distance[order[chosen]], labels[chosen]) for split, chosen in splits.items()}
         accuracy = {split: threshold_accuracy(seen["train"], seen[split]) for split in ("val", "test")}
