@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ import torch
 
 from lra import environment
 from lra.kernels.testing import NAMES, Case, check, random_case
+from lra.training.run import write as replace_file
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_LENGTH = 2048
@@ -118,9 +118,7 @@ def write(result: dict[str, Any], path: Path) -> None:
     """One key a line: readable, and the ratios stay compact."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(f"{{\n{lines}\n}}\n")
-    os.replace(aside, path)
+    replace_file(path, f"{{\n{lines}\n}}\n")
 
 
 def table(result: dict[str, Any]) -> str:

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from lra import environment
 from lra.data.split import Split
 from lra.errors import UsageError
-from lra.tasks import TASKS
-from lra.training.fit import configure
+from lra.training.data import task_data
+from lra.training.run import write
 
 
 class Residual(nn.Module):
@@ -126,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     try:
-        run = configure([*options.fields, "attn=standard"]).config
-        data = TASKS.get(run.task.name).Data(run)
+        data = task_data(options.fields)
         data.prepare_data()
         data.setup()
     except UsageError as error:
@@ -135,12 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
-    model = ResidualCNN(run.task.resolution).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    model = ResidualCNN(data.config.resolution).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     splits = {name: images(cast(Split, data.parts[name]), device) for name in ("train", "test")}
     curve = train(model, splits, options.steps, options.batch, options.seed, options.log_every)
+    content = data.content()
     result = {
-        "task": f"{run.task.name}@{TASKS.get(run.task.name).facts.version}",
-        "data": {"store": data.store.path.name, "source": data.store.manifest["source"], "level": run.task.level},
+        "task": f"{content.task}@{content.version}",
+        "data": {"store": data.store.path.name, "source": data.store.manifest["source"], "level": data.config.level},
         "model": "residual CNN",
         "parameters": sum(p.numel() for p in model.parameters()),
         "receptive_field": model.receptive_field,
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": environment.describe(),
     }
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -20,21 +20,21 @@ from typing import Any
 from lra import environment
 from lra.data import store
 from lra.errors import UsageError
-from lra.tasks import TASKS
-from lra.training.fit import configure
+from lra.training.data import task_data
+from lra.training.run import write
 
 
 def measure(fields: Sequence[str]) -> dict[str, Any]:
     """Seconds to prepare and to verify the store of `task=... [field=value ...]`, and what it holds."""
-    run = configure([*fields, "attn=standard"]).config
-    data = TASKS.get(run.task.name).Data(run)
+    data = task_data(fields)
+    content = data.content()
     began = time.perf_counter()
     data.prepare_data()
     prepared = time.perf_counter()
     made = data.open()
     made.verify()
     return {
-        "task": f"{run.task.name}@{TASKS.get(run.task.name).facts.version}",
+        "task": f"{content.task}@{content.version}",
         "fields": [field for field in fields if not field.startswith(("task=", "source=", "task.source="))],
         "examples": sum(split["count"] for split in made.manifest["splits"].values()),
         "bytes": sum(file["bytes"] for file in made.manifest["files"].values()),
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     result = {"stores": rows, "cores": len(os.sched_getaffinity(0)), "environment": environment.describe()}
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 

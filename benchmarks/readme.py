@@ -61,7 +61,7 @@ def runs(results: Path) -> str:
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
         "peak GPU memory", "training", "wall time", "GPU",
     )  # fmt: skip
-    found = [(file, _read(file)) for file in _files(results) if not file.stem.endswith(OTHERS)]
+    found = [pair for pair in _measured(results, "") if not pair[0].stem.endswith(OTHERS)]
     found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
     return _table(header, (_run(*pair) for pair in found))
 
@@ -104,49 +104,41 @@ def _changes(overrides: Iterable[str]) -> Iterable[str]:
 
 def learnability(results: Path) -> str:
     rows = []
-    for file in _files(results):
-        if file.stem.endswith("-learnability"):
-            result = _read(file)
-            rows.append((
-                f"[{result['task']}](benchmarks/results/{file.name})",
-                result["data"]["level"],
-                f"{100 * result['accuracy']:.2f} of {result['n']:,}",
-                f"{100 * result['curve'][-1]['train']:.2f}",
-                f"{100 * max(result['baselines'].values()):.2f}",
-                f"{result['steps']:,} of {result['batch']}",
-                f"{result['train_seconds'] / 60:.1f} min",
-                _gpus(result["environment"]["gpu"], 1),
-            ))  # fmt: skip
+    for file, result in _measured(results, "-learnability"):
+        rows.append((
+            f"[{result['task']}](benchmarks/results/{file.name})",
+            result["data"]["level"],
+            f"{100 * result['accuracy']:.2f} of {result['n']:,}",
+            f"{100 * result['curve'][-1]['train']:.2f}",
+            f"{100 * max(result['baselines'].values()):.2f}",
+            f"{result['steps']:,} of {result['batch']}",
+            f"{result['train_seconds'] / 60:.1f} min",
+            _gpus(result["environment"]["gpu"], 1),
+        ))  # fmt: skip
     header = ("task", "level", "test accuracy, %", "train accuracy, %", "baseline, %", "steps", "time", "GPU")
     return _table(header, rows)
 
 
 def prepare(results: Path) -> str:
-    rows = []
-    for file in _files(results):
-        if file.stem.endswith("-prepare"):
-            result = _read(file)
-            rows += [
-                (
-                    f"[{store['task']}](benchmarks/results/{file.name})",
-                    " ".join(f"`{field}`" for field in store["fields"]),
-                    f"{store['examples']:,}",
-                    _bytes(store["bytes"]),
-                    f"{store['prepare_seconds']:.0f} s",
-                    f"{store['verify_seconds']:.0f} s",
-                    str(result["cores"]),
-                )
-                for store in result["stores"]
-            ]
+    rows = [
+        (
+            f"[{store['task']}](benchmarks/results/{file.name})",
+            " ".join(f"`{field}`" for field in store["fields"]),
+            f"{store['examples']:,}",
+            _bytes(store["bytes"]),
+            f"{store['prepare_seconds']:.0f} s",
+            f"{store['verify_seconds']:.0f} s",
+            str(result["cores"]),
+        )
+        for file, result in _measured(results, "-prepare")
+        for store in result["stores"]
+    ]
     return _table(("task", "fields", "examples", "size", "prepare", "verify", "CPU cores"), rows)
 
 
 def exactness(results: Path) -> str:
     rows, notes = [], []
-    for file in _files(results):
-        if not file.stem.endswith("-exactness"):
-            continue
-        result = _read(file)
+    for file, result in _measured(results, "-exactness"):
         link = f"[{file.stem.removesuffix('-exactness')}](benchmarks/results/{file.name})"
         for dtype, entry in result["dtypes"].items():
             worst = ("" if ratio is None else f"{ratio:.3f}" for ratio in entry["worst"].values())
@@ -195,12 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _files(results: Path) -> list[Path]:
-    return sorted(results.glob("[!.]*.json"))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
+def _measured(results: Path, ending: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The files whose name ends so, before `.json`, and what they hold."""
+    files = sorted(results.glob(f"[!.]*{ending}.json"))
+    return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:

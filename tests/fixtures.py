@@ -29,8 +29,12 @@ configs:
 
 def write_imdb(folder: Path, **splits: dict[str, Any]) -> Path:
     """A mirror of the Hub's stanfordnlp/imdb with these columns, `train={"text": [...], "label": [...]}`."""
+    return _write_mirror(folder, IMDB_CARD, splits)
+
+
+def _write_mirror(folder: Path, card: str, splits: Mapping[str, dict[str, Any]]) -> Path:
     (folder / "plain_text").mkdir(parents=True)
-    (folder / "README.md").write_text(IMDB_CARD)
+    (folder / "README.md").write_text(card)
     for split, columns in splits.items():
         pq.write_table(pa.table(columns), folder / "plain_text" / f"{split}-00000-of-00001.parquet")
     return folder
@@ -81,11 +85,7 @@ configs:
 
 def write_cifar10(folder: Path, **splits: dict[str, Any]) -> Path:
     """A mirror of the Hub's uoft-cs/cifar10 with these columns, `train={"img": pngs(...), "label": [...]}`."""
-    (folder / "plain_text").mkdir(parents=True)
-    (folder / "README.md").write_text(CIFAR10_CARD)
-    for split, columns in splits.items():
-        pq.write_table(pa.table(columns), folder / "plain_text" / f"{split}-00000-of-00001.parquet")
-    return folder
+    return _write_mirror(folder, CIFAR10_CARD, splits)
 
 
 def pngs(images: Iterable[np.ndarray]) -> pa.Array:

@@ -7,17 +7,17 @@ from typing import Any
 
 from lra.errors import UsageError
 
+CONFIG = "plain_text"  # of every data set read here
 
-def load(
-    source: str | Path, *, name: str, config: str, columns: tuple[str, ...], scratch: Path, mend: str
-) -> dict[str, Any]:
+
+def load(source: str | Path, *, name: str, columns: tuple[str, ...], scratch: Path, mend: str) -> dict[str, Any]:
     """The splits train and test, each a `datasets.Dataset` that has rows and these columns.
 
-    `source` is a Hub id or a folder with its layout: README.md that names `config`, and parquet files. What a folder
+    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. What a folder
     holds is read through files in `scratch`; a download stays in the user's cache. UsageError, ending in the command
     `mend`, if the data set called `name` cannot be had or is something else.
     """
-    dataset = _load(str(Path(source).expanduser()), name, config, scratch, mend)
+    dataset = _load(str(Path(source).expanduser()), name, scratch, mend)
     for split in ("train", "test"):
         if split not in dataset or not len(dataset[split]):
             raise UsageError(f"{source} has no rows in its split '{split}': {mend}")
@@ -26,7 +26,7 @@ def load(
     return {split: dataset[split] for split in ("train", "test")}
 
 
-def _load(source: str, name: str, config: str, scratch: Path, mend: str) -> Any:
+def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
     """The dataset dictionary, by split."""
     import datasets
     import datasets.config
@@ -38,7 +38,7 @@ def _load(source: str, name: str, config: str, scratch: Path, mend: str) -> Any:
     datasets.config.HF_HUB_OFFLINE = before or not reachable
     try:
         # A mirror needs no copy in the user's cache; a download belongs there
-        return datasets.load_dataset(source, config, cache_dir=str(scratch) if local else None)
+        return datasets.load_dataset(source, CONFIG, cache_dir=str(scratch) if local else None)
     except Exception as error:  # datasets, its readers and the network raise what they like
         reason = _reason(error) if reachable else "the Hub does not answer and no copy is cached"
         raise UsageError(f"cannot load {name} from {source} ({reason}); name a copy: {mend}") from error

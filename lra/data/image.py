@@ -27,9 +27,7 @@ def build(writer: Writer, source: str | Path = HUB) -> None:
     a folder with the same layout (README.md with the config "plain_text", parquet files with the columns img and
     label). UsageError if it cannot be had or is something else.
     """
-    splits = hub.load(
-        source, name="CIFAR-10", config="plain_text", columns=("img", "label"), scratch=writer.scratch(), mend=_MEND
-    )
+    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), scratch=writer.scratch(), mend=_MEND)
     for split, rows in splits.items():
         for batch in rows.with_format("arrow").iter(1000):
             labels = batch["label"].to_pylist()

@@ -132,8 +132,10 @@ class Pairs:
         rows = np.asarray(rows, np.int64)
         place = np.arange(len(rows)) if index is None else np.asarray(index, np.int64)
         both = (2 * place[:, None] + (0, 1)).ravel()
-        batch = self.documents.gather(self.pairs[rows].ravel(), device, index=both, **options)
-        return dataclasses.replace(batch, label=torch.from_numpy(self.labels[rows]).to(device))
+        sequences = self.documents.subset(self.pairs[rows].ravel())
+        labelled = dataclasses.replace(sequences, labels=self.labels[rows].repeat(2))
+        batch = labelled.gather(np.arange(len(both)), device, index=both, **options)
+        return dataclasses.replace(batch, label=batch.label[::2])
 
 
 Examples = Split | Pairs

@@ -122,21 +122,21 @@ class Store:
         command = command or f"lra data prepare task={task}"
         if not path.exists():
             raise UsageError(f"{task} is not prepared: no {path}; run: {command}")
-        mend = f"run: {command} force=true"
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
             version, files = manifest["format"], manifest["files"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path}/manifest.json is missing or unreadable; {mend}") from error
+            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(command)}") from error
         if Path(manifest.get("source", "")).is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={manifest['source']}")  # nothing else can give it again
-            mend = f"run: {command} force=true"
         if version != FORMAT:
-            raise UsageError(f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {mend}")
+            raise UsageError(
+                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(command)}"
+            )
         for name, file in files.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != file["bytes"]:
-                raise UsageError(f"{path}/{name} has {size} bytes instead of {file['bytes']}; {mend}")
+                raise UsageError(f"{path}/{name} has {size} bytes instead of {file['bytes']}; {_again(command)}")
         return cls(path, manifest, command)
 
     @property
@@ -172,7 +172,12 @@ class Store:
         Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
-                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); run: {self.command} force=true")
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.command)}")
+
+
+def _again(command: str) -> str:
+    """The mend of a damaged store that `command` prepares."""
+    return f"run: {command} force=true"
 
 
 def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:

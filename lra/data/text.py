@@ -22,9 +22,7 @@ def build(writer: Writer, source: str | Path = HUB) -> None:
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
     the columns text and label). UsageError if it cannot be had or is something else.
     """
-    splits = hub.load(
-        source, name="IMDB", config="plain_text", columns=("text", "label"), scratch=writer.scratch(), mend=_MEND
-    )
+    splits = hub.load(source, name="IMDB", columns=("text", "label"), scratch=writer.scratch(), mend=_MEND)
     for split, rows in splits.items():
         for batch in rows.iter(1000):
             if not all(isinstance(text, str) for text in batch["text"]):

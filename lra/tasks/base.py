@@ -21,7 +21,7 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order
-from lra.data.split import Examples
+from lra.data.split import Examples, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -124,6 +124,11 @@ class TaskData(pl.LightningDataModule):
     def splits(self, store: Store) -> dict[str, Examples]:
         """`train`, `val` and the test sets, by the protocol."""
         return {name: store.split(name) for name in store.splits}
+
+    def hold_out(self, train: Split) -> dict[str, Examples]:
+        """`val`, a seeded tenth of `train`, and the rest as `train`: for a data set without a validation split."""
+        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
+        return {"train": train.subset(kept), "val": train.subset(held_out)}
 
     def baselines(self, name: str) -> dict[str, float]:
         """Accuracy on a test set of predictors that compute nothing: train's majority class, and the store's own."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lra.data import image, order
+from lra.data import image
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
@@ -28,9 +28,7 @@ class ImageData(TaskData):
         image.build(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
-        train = store.split("train")
-        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
-        return {"train": train.subset(kept), "val": train.subset(held_out), "test": store.split("test")}
+        return {**self.hold_out(store.split("train")), "test": store.split("test")}
 
     def depict(self, example: np.ndarray) -> np.ndarray:
         return example.reshape(self.config.resolution, self.config.resolution)
@@ -44,8 +42,8 @@ class Image(TaskModule):
     class Config:
         source: str = image.HUB  # or a folder with a mirror of it
         data_seed: int = 0  # of the held-out tenth
-        resolution: ClassVar[int] = 32
-        max_length: ClassVar[int] = 32 * 32
+        resolution: ClassVar[int] = image.SIDE
+        max_length: ClassVar[int] = image.SIDE**2
 
         def __post_init__(self) -> None:
             check_data_seed(self)

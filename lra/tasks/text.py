@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lra.data import order, text
+from lra.data import text
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
@@ -32,8 +32,7 @@ class TextData(TaskData):
         train, test = store.split("train"), store.split("test")
         if self.config.protocol == "lra":
             return {"train": train, "val": test, "test": test}
-        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
-        return {"train": train.subset(kept), "val": train.subset(held_out), "test": test}
+        return {**self.hold_out(train), "test": test}
 
     def depict(self, example: np.ndarray) -> str:
         return example[: self.config.max_length].tobytes().decode(errors="replace")

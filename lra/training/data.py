@@ -17,7 +17,7 @@ from lra.tasks.base import TaskData
 from lra.training.fit import configure
 
 
-def _data(args: Sequence[str]) -> TaskData:
+def task_data(args: Sequence[str]) -> TaskData:
     """The data module of `task=… [recipe=…] [task fields]`; fields of anything but the task are refused."""
     foreign = {field.name for field in dataclasses.fields(RunConfig)} - {"task", "recipe"}
     for arg in args:
@@ -44,7 +44,7 @@ def prepare(args: Sequence[str]) -> str:
     own, rest = _options(args, force="false")
     if own["force"] not in ("true", "false"):
         raise UsageError(f"force={own['force']}: force is true or false")
-    data = _data(rest)
+    data = task_data(rest)
     data.prepare_data(force=own["force"] == "true")
     notes = "".join(f"\nnote: {text}" for text in data.open().manifest["notes"])
     return f"{data.config.name} is ready in {data.content().path}{notes}"
@@ -52,14 +52,14 @@ def prepare(args: Sequence[str]) -> str:
 
 def verify(args: Sequence[str]) -> str:
     """Reads every byte; UsageError naming the first file that differs from the manifest."""
-    store = _data(args).open()
+    store = task_data(args).open()
     store.verify()
     return f"{store.path}: every file is as the manifest says"
 
 
 def info(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What the manifest says, as rows of a table."""
-    store = _data(args).open()
+    store = task_data(args).open()
     m = store.manifest
     yield "folder", str(store.path)
     yield "task", f"{m['task']}@{m['version']}"
@@ -90,7 +90,7 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
 def show(args: Sequence[str]) -> str:
     """Draws the first examples of a split, `count=` of each label, into the PNG file `out=`."""
     own, rest = _options(args, split="train", count="8", out="")
-    data = _data(rest)
+    data = task_data(rest)
     data.setup()
     if own["split"] not in data.parts:
         raise UsageError(f"split={own['split']} does not exist: choose from {', '.join(data.parts)}")
