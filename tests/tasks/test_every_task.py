@@ -70,9 +70,9 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "retrieval": (aan, ("batch.size=16", "trainer.steps=200"), True),
     "image": (cifar10, ("batch.size=4", "trainer.steps=200"), True),
     "pathfinder": (generated(*FEW, "tokens=all"), ("batch.size=4", "trainer.steps=200"), False),
-    "path64": (generated(*FEW), ("batch.size=2", "trainer.steps=100"), False),
-    "pathx": (generated(*FEW), ("batch.size=1", "trainer.steps=100"), False),
-    "path256": (generated(*FEW), ("batch.size=1", "trainer.steps=100"), False),
+    "path64": (generated(*FEW), ("batch.size=2", "trainer.steps=200"), False),
+    "pathx": (generated(*FEW), ("batch.size=1", "trainer.steps=200"), False),
+    "path256": (generated(*FEW), ("batch.size=1", "trainer.steps=200"), False),
 }
 
 
