@@ -13,12 +13,15 @@ else
   READY := $(VENV)/.installed
 endif
 
+# the oldest and the newest Triton that lra runs on, each in a folder that hides the installed one
+TRITONS = $(if $(strip $(VENV)),$(abspath $(VENV))/triton-3.6.0 $(abspath $(VENV))/triton-3.9.0)
+
 # the full-size task where PyTorch sees a GPU, minutes on two cores elsewhere
 RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_available() else "demo")')
 PYTEST = $(PY) -m pytest -q -n auto --maxprocesses=8 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all lint clean help
+.PHONY: demo test test-all aot lint clean help
 
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
@@ -28,6 +31,11 @@ test: $(READY)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
 
 test-all: $(READY)  ## every test; on a GPU host and with LRA_TEST_DATA none is skipped
 	@$(PYTEST) $(PYTEST_ARGS)
+
+aot: $(READY) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
+	@set -e; for triton in $(or $(TRITONS),installed); do \
+	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py $(PYTEST_ARGS); \
+	done
 
 lint: $(READY)  ## ruff and pyright
 	@$(PY) -m ruff check
@@ -55,3 +63,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt setuptools torch
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
+
+$(abspath $(VENV))/triton-%: | $(READY)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq --no-deps --upgrade --target "$@.partial" "triton==$*"
+	@mv "$@.partial" "$@"

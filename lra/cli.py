@@ -24,6 +24,8 @@ config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
 app.add_typer(ls_app, name="ls")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(help="Measure attentions: speed, memory, HBM traffic.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Fields = Annotated[
     list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
@@ -68,6 +70,24 @@ def doctor() -> None:
     for name, state in report():
         table.add_row(name, state)
     console.print(table)
+
+
+@app.command()
+def tune(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[kernels=…,…] [dtypes=…] [head_dims=…] [dropout=true,false] [out=<file>]"),
+    ] = None,
+) -> None:
+    """Measure the attention kernels' tiles on this GPU and keep the fastest for every later run: minutes, once."""
+    from lra.kernels.flash import tuner
+
+    options = tuner.parse(fields or ())
+    for trial in tuner.tune(options):
+        what = f"{trial.key.kernel:15} {trial.key.dtype:8} d={trial.key.block_d:<3} dropout={trial.key.dropout!s:5}"
+        result = trial.fault or f"{trial.microseconds:,.0f} us"
+        console.print(f"{what} {'x'.join(map(str, trial.tile)):13} {result}")
+    console.print(f"written: {tuner.destination(options)}")
 
 
 @ls_app.command("tasks")
@@ -149,6 +169,40 @@ def data_show(fields: TaskFields = None) -> None:
     from lra.training.data import show
 
     console.print(show(fields or ()))
+
+
+@bench_app.command("attention")
+def bench_attention(
+    fields: Annotated[list[str] | None, typer.Argument(metavar="attns=… [lengths=… field=value …]")] = None,
+) -> None:
+    """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
+    from lra.bench.attention import bench, notes, tables
+
+    records = bench(fields or (), progress=console.print)["cells"]
+    for title, header, rows in tables(records):
+        _print_rows(title, header, rows)
+    for note in notes(records):
+        console.print(note)
+    if any(record["status"] == "WRONG" for record in records):
+        raise typer.Exit(1)
+
+
+@bench_app.command("io")
+def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=value …]")] = None) -> None:
+    """Bytes that attention moves to and from HBM, against block size: by formula, and measured where ncu is."""
+    from lra.bench.io import bench, table
+
+    result = bench(fields or ())
+    _print_rows(*table(result))
+    for note in result["notes"]:
+        console.print(note)
+
+
+def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ def _kernels() -> Iterator[Row]:
 
     if torch.cuda.is_available():
         yield from _guarded("flash", lambda: _flash("cuda", torch.bfloat16))
+        yield from _guarded("ptxas", _ptxas)
+        yield from _guarded("tiles", _tiles)
     else:
         yield "flash", "SDPA on the CPU (Triton needs a GPU)"
 
@@ -93,6 +96,33 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
     verdict = "Triton works" if all(error.ok for error in errors.values()) else "Triton is WRONG here"
     measured = ", ".join(f"{name} {e.error:.1g} (budget {e.budget:.1g})" for name, e in errors.items())
     yield "flash", f"{verdict}; largest error in {str(dtype).removeprefix('torch.')}: {measured}"
+
+
+def _ptxas() -> Iterator[Row]:
+    from lra.kernels.flash import tuning
+
+    capability = tuning.capability()
+    refusal = tuning.hopper_refusal(capability)
+    used = tuning.ptxas(capability)
+    yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
+    yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
+
+
+def _tiles() -> Iterator[Row]:
+    """The tables of tiles in the order in which they are asked."""
+    from lra.kernels.flash import tuning
+
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        tables = tuning.tables()
+    yield from (("tiles", str(note.message)) for note in notes)
+    for table in tables:
+        whose = "shipped" if table.path.is_relative_to(Path(__file__).parent) else "this machine's"
+        m = table.measured
+        made = f"measured on {m['gpu']} with Triton {m['versions']['triton']}, ptxas {m['ptxas']}, {m['date'][:10]}"
+        yield "tiles", f"{whose}, {len(table.tiles)} rows in {table.path}, {made}"
+    if not tables:
+        yield "tiles", "defaults, right but not the fastest: lra tune measures this GPU, some minutes"
 
 
 def _flash_attn() -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from lra import doctor
 from lra.cli import app
 from lra.data.store import Content, prepare
+from lra.kernels.flash import tuning
+from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
 
 
 def test_every_subject_has_a_row(tmp_path, monkeypatch):
@@ -38,6 +41,7 @@ def test_the_gpu_is_named_and_the_kernels_are_run():
     rows = dict(doctor.report())
     assert torch.cuda.get_device_name(0) in rows["GPU 0"] and "GB free" in rows["GPU 0"]
     assert rows["flash"].startswith("Triton works; ")
+    assert "ptxas" in rows["ptxas"] and rows["tiles"] and rows["flash kernels"]
 
 
 def test_the_kernel_check_compares_every_gradient():
@@ -45,6 +49,50 @@ def test_the_kernel_check_compares_every_gradient():
     ((subject, state),) = doctor._flash(device, torch.float32)
     assert subject == "flash" and state.startswith("Triton works; ")
     assert all(f"{name} " in state for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As on a Hopper GPU without a table of its own; (capability, ptxas) may be changed."""
+    pytest.importorskip("triton")
+    gpu = {"capability": (9, 0), "ptxas": Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH")}
+    monkeypatch.setattr(tuning, "capability", lambda device=None: gpu["capability"])
+    monkeypatch.setattr(tuning, "ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    return gpu
+
+
+def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
+    rows = dict(doctor._ptxas())
+    assert rows["ptxas"] == "13.4, /new/ptxas" and rows["flash kernels"].startswith("Gluon for Hopper")
+    hopper["ptxas"] = Ptxas("/old/ptxas", (13, 1), "TRITON_PTXAS_PATH")
+    rows = dict(doctor._ptxas())
+    assert rows["ptxas"] == "13.1, /old/ptxas"
+    assert rows["flash kernels"].startswith("plain Triton: ptxas 13.1 is known to miscompile")
+    assert "nvidia-cuda-nvcc>=13.4" in rows["flash kernels"] and "set TRITON_PTXAS_PATH=" in rows["flash kernels"]
+    hopper["capability"] = (8, 9)
+    assert dict(doctor._ptxas())["flash kernels"].endswith("compute capability 9.0, not 8.9")
+
+
+def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "tables", lambda: [])
+    ((subject, state),) = doctor._tiles()
+    assert subject == "tiles" and state.startswith("defaults") and "lra tune" in state
+
+    measured = {"gpu": "NVIDIA Test", "versions": {"triton": "3.6.0"}, "ptxas": "13.4", "date": "2026-01-02T03:04:05Z"}
+    tiles = {Key("forward", "bfloat16", 64, False): Tile(16, 16, 4, 1)}
+    user = Table(tmp_path / "NVIDIA-Test.json", measured, "", tiles, {})
+    shipped = user._replace(path=tuning.HERE / "tuned" / "sm_90.json")
+
+    def tables():
+        warnings.warn("old.json is not used", stacklevel=1)
+        return [user, shipped]
+
+    monkeypatch.setattr(tuning, "tables", tables)
+    note, *rows = (state for _, state in doctor._tiles())
+    assert note == "old.json is not used"
+    assert rows[0].startswith("this machine's, 1 rows in ") and rows[1].startswith("shipped, 1 rows in ")
+    assert all(row.endswith("measured on NVIDIA Test with Triton 3.6.0, ptxas 13.4, 2026-01-02") for row in rows)
 
 
 def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def test_relative_links_resolve(document):
 
 
 def test_imports_go_down_the_layers_of_the_picture():
-    layers = ("cli",), ("training", "doctor"), ("tasks",), ("data", "models"), ("kernels", "config")
+    layers = ("cli",), ("bench",), ("training", "doctor"), ("tasks",), ("data", "models"), ("kernels", "config")
     level = {name: depth for depth, names in enumerate((*layers, ("batch", "errors", "environment"))) for name in names}
     for file in (ROOT / "lra").rglob("*.py"):
         own = file.relative_to(ROOT / "lra").parts[0].removesuffix(".py")

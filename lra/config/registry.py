@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ class Entry:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
+        """The requirements that nothing here meets, `a or b` where there are alternatives."""
+        choices = (requirement.split("|") for requirement in self.requires)
+        return tuple(" or ".join(names) for names in choices if not any(map(_present, names)))
 
 
 class Registry:
@@ -44,12 +47,17 @@ class Registry:
         self._classes: dict[str, Any] = {}
 
     def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[C], C]:
-        """Adds a class. `requires` names optional packages; `get` reads it from the source, before the import."""
+        """Adds a class. `requires` names optional packages; `get` reads it from the source, before the import.
+
+        A requirement may list alternatives, `"a|b|$FILE"`; `$FILE` is an environment variable that names a file.
+        """
 
         def add(cls: C) -> C:
             if name in self._classes:
                 raise ValueError(f"{self.kind} '{name}' is registered twice")
             cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
+            if "Config" not in vars(cls):  # inherited: a name written there would be every heir's
+                cls.Config = type("Config", (cls.Config,), {})  # type: ignore[attr-defined]
             cls.Config.name = name  # type: ignore[attr-defined]
             self._classes[name] = cls
             return cls
@@ -75,9 +83,8 @@ class Registry:
             if entry is None:
                 raise UsageError(unknown(self.kind, name, self.catalogue()))
             if entry.missing:
-                raise UsageError(
-                    f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {' '.join(entry.missing)}"
-                )
+                packages = " ".join(requirement.split()[0] for requirement in entry.missing)
+                raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
             importlib.import_module(entry.module)
         return self._classes[name]
 
@@ -91,6 +98,10 @@ class Registry:
                     facts = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
                     requires = facts.pop("requires", ())
                     yield Entry(ast.literal_eval(call.args[0]), f"{self.package}.{file.stem}", summary, facts, requires)
+
+
+def _present(name: str) -> bool:
+    return bool(os.environ.get(name[1:])) if name.startswith("$") else importlib.util.find_spec(name) is not None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

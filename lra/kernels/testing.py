@@ -33,6 +33,7 @@ class Case:
     causal: bool = False
     dropout: float = 0.0
     slack: int = 0  # by how much max_length exceeds the longest length
+    deterministic: bool = False
     spread: float = 1.0  # standard deviation of the scores
     seed: int = 0
 
@@ -81,6 +82,7 @@ def random_case(
         layout=rng.choice(LAYOUTS),
         strides=rng.choice(STRIDES),
         causal=rng.random() < 0.3,
+        deterministic=rng.random() < 0.3,
         dropout=rng.choice((0.0, 0.1, 0.5)),
         slack=rng.choice((0, 0, 1, 37)),
         spread=rng.choice((1.0, 1.0, 4.0)),
@@ -127,7 +129,8 @@ def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]
     inputs = make_inputs(case, device)
     options = {**inputs.sequences, "causal": case.causal, "dropout": case.dropout, "seed": inputs.seed}
     with poisoned_empty():
-        actual = run(flash_attention, inputs, case.dtype, **options, max_length=case.max_length, impl=impl)
+        more = {"max_length": case.max_length, "deterministic": case.deterministic, "impl": impl}
+        actual = run(flash_attention, inputs, case.dtype, **options, **more)
     exact = run(reference_attention, inputs, torch.float64, **options)
     plain = run(reference_attention, inputs, case.dtype, **options)
 

@@ -122,7 +122,7 @@ def test_bad_input_is_one_line_that_names_the_mend(args, message):
 def test_every_recipe_composes_for_every_task_it_covers():
     for recipe in module.recipes():
         for task in module.read_recipe(recipe)["tasks"]:
-            for attn in ATTENTIONS.catalogue():
+            for attn in (entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing):
                 assert make(f"task={task}", f"attn={attn}", f"recipe={recipe}").config.recipe == recipe
 
 

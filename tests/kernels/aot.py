@@ -1,7 +1,7 @@
-"""Compile what the launchers would launch for sm_90, without a GPU, and print what each kernel uses as JSON.
+"""Compile what the launchers would launch for a GPU that is not here, and print what each kernel uses as JSON.
 
-Run as a program, `python aot.py '[{"dtype": "bfloat16", "head_dim": 64, ...}, ...]'`, because Triton decides at
-import whether it compiles or interprets. The launchers run for real on CPU tensors, so the signature, the
+Run as a program, `python aot.py '[{"arch": 90, "dtype": "bfloat16", "head_dim": 64, ...}, ...]'`, because Triton
+decides at import whether it compiles or interprets. The launchers run for real on CPU tensors, so the signature, the
 specialisation and the tiles are those of a GPU run; only the launch itself is left out.
 """
 
@@ -20,19 +20,30 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lra.kernels.flash import tuning
 from lra.kernels.flash.backward import launch_backward
 from lra.kernels.flash.forward import launch_forward
 from lra.kernels.flash.problem import Problem, dropout_threshold
+
+INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"mma\.sync\.aligned\.m16n8k16",
+    "tcgen05": r"tcgen05\.mma",
+    "atomics": r"\b(?:red|atom)(?:\.[\w:]+)*\.add|cp\.reduce\.async\.bulk",
+    "philox": r"mul\.(?:hi|wide|lo)\.[us](?:32|64)[^;]*(?:-845247145|-766435501|3449720151|3528531795)",
+}
 
 
 class CompileOnlyDriver:
     """As much of a Triton driver as compiling asks for."""
 
+    arch = 90
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.arch  # compiled kernels are remembered for each device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -45,7 +56,15 @@ def capture(run: Any, kernels: list[Any]) -> Any:
     return compile_only
 
 
-def launch(dtype: str, head_dim: int, dropout: float, causal: bool) -> None:
+def choose(arch: int, hopper: bool) -> None:
+    """Let the launchers see this GPU, and take the kernels that Hopper alone has or the ones for every GPU."""
+    CompileOnlyDriver.arch = arch
+    tuning.capability = lambda device=None: divmod(arch, 10)
+    tuning.hopper_refusal = lambda capability: None if hopper else "the others are compiled"
+    tuning.forget()
+
+
+def launch(dtype: str, head_dim: int, dropout: float, causal: bool, deterministic: bool) -> None:
     """One forward and backward of a fused projection."""
     lengths = torch.tensor([100, 128], dtype=torch.int32)
     q, k, v = torch.zeros(256, 3, 2, head_dim, dtype=getattr(torch, dtype)).unbind(1)
@@ -54,6 +73,7 @@ def launch(dtype: str, head_dim: int, dropout: float, causal: bool) -> None:
         scale=head_dim**-0.5, threshold=dropout_threshold(dropout),
         seed=torch.zeros((), dtype=torch.int64) if dropout else None,
         index=torch.arange(2, dtype=torch.int32) if dropout else None,
+        deterministic=deterministic,
     )  # fmt: skip
     out, lse = launch_forward(q, k, v, problem)
     launch_backward(q, k, v, out, lse, torch.zeros_like(out), problem)
@@ -71,8 +91,7 @@ def describe(kernel: Any) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),  # bytes; registers are spilled there
-        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
-        "philox": len(re.findall(r"mul\.(?:hi|wide|lo)\.[us](?:32|64)[^;]*(?:-845247145|-766435501)", ptx)),
+        **{name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},
     }
 
 
@@ -82,7 +101,8 @@ def main(cases: list[dict[str, Any]]) -> None:
     JITFunction.run = capture(JITFunction.run, kernels)
     for case in cases:
         kernels.clear()
-        launch(**case)
+        choose(case["arch"], case["hopper"])
+        launch(**{name: value for name, value in case.items() if name not in ("arch", "hopper")})
         print(json.dumps({**case, "kernels": [describe(kernel) for kernel in kernels]}), flush=True)
 
 

@@ -6,14 +6,16 @@ import dataclasses
 import random
 import subprocess
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl
+from lra.kernels.flash import resolve_impl, tuning
 from lra.kernels.flash.reference import reference_attention
+from lra.kernels.flash.tuning import Tile
 from lra.kernels.testing import Case, check, make_inputs, poisoned_empty, random_case, run
 
 HALF, SINGLE = torch.float16, torch.float32  # the interpreter multiplies bfloat16 wrongly
@@ -59,15 +61,16 @@ def test_random_cases(seed, device):
 
 @pytest.mark.parametrize("tile", [(16, 16), (32, 64), (64, 32)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_any_tile_shape(tile, causal, device, monkeypatch):
-    """Dropout included: its mask must not depend on the tiles, nor differ between the three kernels."""
-    from lra.kernels.flash import backward, forward
-
-    flipped = (tile[1], tile[0])
-    monkeypatch.setattr(forward, "forward_tile", lambda *_: forward.Tile(*tile, warps=4, stages=2))
-    monkeypatch.setattr(backward, "dkdv_tile", lambda *_: forward.Tile(*flipped, warps=4, stages=2))
-    monkeypatch.setattr(backward, "dq_tile", lambda *_: forward.Tile(*tile, warps=4, stages=2))
-    assert_within_budget(Case((70, 20), dropout=0.5, causal=causal), device)
+@pytest.mark.parametrize(("dtype", "deterministic"), [(SINGLE, False), (HALF, False), (HALF, True)])
+def test_any_tile_shape(tile, causal, dtype, deterministic, device):
+    """Dropout included: its mask must not depend on the tiles, nor differ between the kernels."""
+    given, flipped = Tile(*tile, warps=4, stages=2), Tile(*reversed(tile), warps=4, stages=2)
+    shapes = {"forward": given, "dkdv": flipped, "dkdv_dq": flipped, "dq": given}
+    with ExitStack() as forced:
+        for kernel, shape in shapes.items():
+            forced.enter_context(tuning.forced(kernel, shape))
+        case = Case((70, 20), dropout=0.5, causal=causal, dtype=dtype, deterministic=deterministic)
+        assert_within_budget(case, device)
 
 
 def attention(inputs, case: Case, **changes) -> tuple[torch.Tensor, ...]:
@@ -193,8 +196,9 @@ SDPA_CASES = [
 
 
 @pytest.mark.parametrize("case", SDPA_CASES, ids=str)
-def test_sdpa_within_budget(case, device):
-    assert_within_budget(case, device, "sdpa")
+def test_sdpa_within_budget(case):
+    """On the CPU: the budget allows for the order in which our kernels sum, not for PyTorch's on a GPU in fp32."""
+    assert_within_budget(case, torch.device("cpu"), "sdpa")
 
 
 def test_sdpa_dropout_has_the_same_distribution(device):

@@ -1,12 +1,13 @@
-"""What only a GPU can show: compiled code in every dtype, long sequences, offsets beyond 2^31."""
+"""What only a GPU can show: compiled code in every dtype, long sequences, offsets beyond 2^31, graphs, memory."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lra.kernels import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
@@ -102,15 +103,30 @@ def test_65536_rows_with_dropout(dtype):
         assert error.ok, error
 
 
-def test_graph_replay_reads_the_seed_from_the_device():
-    """A captured forward and backward draws a new mask when the seed's tensor is overwritten."""
+def fused_inputs(size: int, n: int, heads: int = 2, d: int = 32) -> Tensor:
     torch.manual_seed(0)
-    qkv = torch.randn(3, 2, 100, 2, 32, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    seed = torch.tensor(1, device="cuda")
+    return torch.randn(size, n, 3, heads, d, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def forward_backward(function: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+    out = function(qkv)
+    return out, torch.autograd.grad(out.float().square().sum(), qkv)[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_captured_dropout_advances(deterministic):
+    """A captured step that adds 1 to its seed draws a new mask in every replay, that of an eager step, in both passes.
+
+    Without determinism dq may differ by rounding; another mask would differ by as much as the gradient.
+    """
+    qkv, seed = fused_inputs(2, 300), torch.tensor(0, device="cuda")
+
+    def attend(qkv: Tensor) -> Tensor:
+        return flash_attention(*qkv.unbind(2), dropout=0.5, seed=seed, impl="triton", deterministic=deterministic)
 
     def step() -> tuple[Tensor, Tensor]:
-        out = flash_attention(*qkv, dropout=0.5, seed=seed, impl="triton")
-        return out, torch.autograd.grad(out.float().square().sum(), qkv)[0]
+        seed.add_(1)
+        return forward_backward(attend, qkv)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -120,11 +136,100 @@ def test_graph_replay_reads_the_seed_from_the_device():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for value in (1, 2):
-        seed.fill_(value)
+
+    seed.fill_(2**32 - 2)  # the second replay carries into the upper half
+    results = []
+    for replay in range(1, 4):
         graph.replay()
-        for replayed, eager in zip(captured, step(), strict=True):
-            assert torch.equal(replayed, eager)
+        assert seed.item() == 2**32 - 2 + replay
+        results.append(captured[0].detach().clone())
+        out, gradient = forward_backward(attend, qkv)
+        assert torch.equal(captured[0], out)
+        if deterministic:
+            assert torch.equal(captured[1], gradient)
+        else:
+            torch.testing.assert_close(captured[1], gradient, rtol=0.02, atol=0.002)
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[1], results[2])
+
+
+class Dropping(nn.Module):
+    """Attention that advances a seed of its own."""
+
+    seed: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seed", torch.tensor(0, device="cuda"))
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        self.seed.add_(1)
+        return flash_attention(*qkv.unbind(2), dropout=0.5, seed=self.seed, impl="triton", deterministic=True)
+
+
+def test_compiled_dropout_advances():
+    """The same for torch.compile with CUDA graphs, which records in the second or third call and replays after it."""
+    from torch._dynamo.utils import counters  # here, because it imports the whole compiler
+
+    counters.clear()
+    torch.compiler.reset()
+    eager, compiled = Dropping(), Dropping()
+    graphed = torch.compile(compiled, mode="reduce-overhead", fullgraph=True)
+    qkv = fused_inputs(2, 300)
+    previous = None
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = [x.detach().clone() for x in forward_backward(graphed, qkv)]
+        assert all(map(torch.equal, actual, forward_backward(eager, qkv)))
+        assert previous is None or not torch.equal(actual[0], previous)
+        previous = actual[0]
+    assert compiled.seed.item() == 6
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] and not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_projection_is_not_copied(compiled):
+    """Forward allocates its result and its statistics, far from the 64 MiB that a copy of q, k or v would take."""
+    size, n, heads, d = 8, 8192, 8, 64
+    qkv = fused_inputs(size, n, heads, d).detach()
+
+    def attend(qkv: Tensor) -> Tensor:
+        return flash_attention(*qkv.unbind(2), impl="triton")
+
+    torch.compiler.reset()
+    function = torch.compile(attend, fullgraph=True) if compiled else attend
+    function(qkv)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = function(qkv)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+    assert out.numel() * out.element_size() == 64 * 2**20
+    assert extra < 16 * 2**20, f"{extra / 2**20:.1f} MiB beside the result"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_deterministic_gradients_are_equal_over_runs(dtype, dropout):
+    """Many programs add to each row of dq, ragged ones too."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size, n, heads, d = 16, 2048, 4, 64
+    qkv = torch.randn(size * n, 3, heads, d, generator=generator, device="cuda").to(dtype).requires_grad_()
+    do = torch.randn(size * n, heads, d, generator=generator, device="cuda").to(dtype)
+    start = torch.arange(size, dtype=torch.int32, device="cuda") * n
+    length = torch.randint(n // 2, n + 1, (size,), generator=generator, dtype=torch.int32, device="cuda")
+    seed = torch.tensor(3, device="cuda")
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        out = flash_attention(
+            *qkv.unbind(1), start=start, length=length, max_length=n, dropout=dropout, seed=seed, impl="triton",
+            deterministic=True,
+        )  # fmt: skip
+        return out, torch.autograd.grad(out, qkv, do)[0]
+
+    first = gradients()
+    for _ in range(10):
+        assert all(map(torch.equal, gradients(), first))
 
 
 def compare(actual: Tensor, exact: Tensor, plain: Tensor) -> Error:

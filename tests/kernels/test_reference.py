@@ -9,11 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.flash.reference import keep_mask, philox, reference_attention
 
-# Random123's known-answer tests of philox4x32-10: counter, key, result
+# Random123's known-answer tests of philox4x32-7 and -10: rounds, counter, key, result
 KNOWN_ANSWERS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (7, "00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, "00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
 
 
@@ -21,29 +24,35 @@ def words(text: str) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(int(word, 16)) for word in text.split())
 
 
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_philox_known_answers(counter, key, result):
+@pytest.mark.parametrize(("rounds", "counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_known_answers(rounds, counter, key, result):
     k0, k1 = words(key)
-    assert philox(words(counter), (k0, k1)) == words(result)
+    assert philox(words(counter), (k0, k1), rounds) == words(result)
 
 
-@pytest.mark.parametrize("threshold", [0x28, 0x67, 0x9B, 0xDB])
+# The 16 weights of a call, in the order of its bytes: word, then column and row within the word.
+PLACES = [(8 * below, 8 * word + right) for word in range(4) for right in range(2) for below in range(2)]
+
+
+@pytest.mark.parametrize("threshold", [0x0D, 0x49, 0x80, 0xB8])
 def test_keep_mask_reads_the_bytes_of_a_call_in_order(threshold):
     """At the origin with seed 0 the 16 bytes are those of the first known answer, each word's lowest byte first."""
     zero = torch.tensor(0)
-    mask = keep_mask(zero, 0, zero, zero, torch.arange(16), threshold)
-    stream = bytes.fromhex("d5e82766 8dc569e1 4cac57bc d8db009b")
+    row, column = torch.tensor(PLACES).unbind(1)
+    mask = keep_mask(zero, 0, zero, row, column, threshold)
+    stream = bytes.fromhex("09b76f5f 643f890d 811f124f 480a734f")
     assert mask.tolist() == [byte >= threshold for byte in stream]
 
 
 def test_keep_mask_places_seed_index_head_row_and_column():
-    """The third known answer: counter (column // 16, row, index, head), the key's low word is the seed's low half."""
+    """The third known answer: counter (column call, row call, index, head); the key begins with the seed's low half."""
     seed = torch.tensor((0x299F31D0 << 32) | 0xA4093822)
-    head, row = torch.tensor(0x03707344), torch.tensor(0x85A308D3)
-    column = 16 * 0x243F6A88 + torch.arange(16)
-    stream = bytes.fromhex("09fe6cd1 ebccfd94 20e40150 a16e1224")
-    for threshold in (0x21, 0x95, 0xEB):
-        mask = keep_mask(seed, 0x13198A2E, head, row, column, threshold)
+    row, column = torch.tensor(PLACES).unbind(1)
+    row += 16 * (0x85A308D3 // 8) + 0x85A308D3 % 8
+    column += 32 * (0x243F6A88 // 4) + 2 * (0x243F6A88 % 4)
+    stream = bytes.fromhex("bacafc4d f0870a19 ba6273c4 2a24b5b6")
+    for threshold in (0x21, 0x73, 0xBA):
+        mask = keep_mask(seed, 0x13198A2E, torch.tensor(0x03707344), row, column, threshold)
         assert mask.tolist() == [byte >= threshold for byte in stream]
 
 

@@ -11,8 +11,26 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 
 LENGTHS = (5, 0, 17, 1, 16)
-ALL = sorted(ATTENTIONS.catalogue())
-EXACT = [name for name in ALL if ATTENTIONS.get(name).facts.exact]
+CATALOGUE = ATTENTIONS.catalogue()
+FACTS = {name: ATTENTIONS.declared(entry) for name, entry in CATALOGUE.items()}
+
+
+def parameter(name: str):
+    """The name with what it needs to run: a GPU, or a package."""
+    missing = CATALOGUE[name].missing
+    marks = [pytest.mark.skip(reason=f"{name} needs {', '.join(missing)}")] if missing else []
+    return pytest.param(name, marks=[*marks, *([pytest.mark.gpu] if FACTS[name].needs_gpu else [])])
+
+
+ALL = [parameter(name) for name in FACTS]
+EXACT = [parameter(name) for name, facts in FACTS.items() if facts.exact]
+WITH_DROPOUT = [parameter(name) for name, facts in FACTS.items() if facts.dropout]
+
+
+def assert_near(name: str, actual, expected, fp32: float):
+    """Within `fp32`, or what bf16 allows an attention that has no fp32."""
+    allowed = fp32 if "fp32" in FACTS[name].dtypes else 0.03
+    torch.testing.assert_close(actual, expected, atol=allowed, rtol=allowed)
 
 
 def build(name: str, **changes):
@@ -20,18 +38,22 @@ def build(name: str, **changes):
     return cls(cls.Config(), AttentionSpec(**({"heads": 2, "head_dim": 16, "max_length": 20} | changes)))
 
 
-def packed_batch() -> Batch:
-    length = torch.tensor(LENGTHS, dtype=torch.int32)
-    start, total = (length.cumsum(0) - length).int(), int(length.sum())
-    index = torch.arange(len(LENGTHS), dtype=torch.int32)
-    return Batch(
-        torch.zeros(total, dtype=torch.int32), start, length, max(LENGTHS), torch.zeros(len(LENGTHS)).long(), index
-    )
+def device_of(name: str) -> str:
+    return "cuda" if FACTS[name].needs_gpu else "cpu"
 
 
-def inputs(seed: int = 0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(sum(LENGTHS), 2, 16, generator=generator) for _ in range(3)]
+def packed_batch(name: str) -> Batch:
+    length = torch.tensor(LENGTHS, dtype=torch.int32, device=device_of(name))
+    start, total = (length.cumsum(0) - length).int(), sum(LENGTHS)
+    index = torch.arange(len(LENGTHS), dtype=torch.int32, device=length.device)
+    tokens, label = length.new_zeros(total), length.new_zeros(len(LENGTHS)).long()
+    return Batch(tokens, start, length, max(LENGTHS), label, index)
+
+
+def inputs(name: str):
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if "fp32" in FACTS[name].dtypes else torch.bfloat16
+    return [torch.randn(sum(LENGTHS), 2, 16, generator=generator).to(device_of(name), dtype) for _ in range(3)]
 
 
 def attend(attention, batch, q, k, v):
@@ -45,22 +67,22 @@ def attend(attention, batch, q, k, v):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_attention_is_softmax_attention_of_each_sequence(name):
-    q, k, v = inputs()
-    batch = packed_batch()
+    q, k, v = inputs(name)
+    batch = packed_batch(name)
     out = attend(build(name).eval(), batch, q, k, v)
     for start, length in zip(batch.start.tolist(), LENGTHS, strict=True):
         rows = slice(start, start + length)
         scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / 4
         expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[rows].double())
-        torch.testing.assert_close(out[rows].double(), expected, atol=1e-5, rtol=1e-5)
+        assert_near(name, out[rows].double(), expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_past_a_length_influences_nothing(name):
-    attention, batch = build(name).eval(), packed_batch()
+    attention, batch = build(name).eval(), packed_batch(name)
     padded = batch.to_padded()
     real = padded.mask().flatten()[:, None, None]
-    q, k, v = (batch.pad(x).flatten(0, 1).requires_grad_() for x in inputs())
+    q, k, v = (batch.pad(x).flatten(0, 1).requires_grad_() for x in inputs(name))
     other = [x.detach().where(real, 7.0).requires_grad_() for x in (q, k, v)]
     out, out_other = attention(q, k, v, padded), attention(*other, padded)
     assert torch.equal(out, out_other)
@@ -74,18 +96,18 @@ def test_what_is_past_a_length_influences_nothing(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_packed_and_padded_agree(name):
-    attention, batch = build(name).eval(), packed_batch()
-    q, k, v = inputs()
+    attention, batch = build(name).eval(), packed_batch(name)
+    q, k, v = inputs(name)
     packed = attend(attention, batch, q, k, v)
     padded = batch.to_padded()
     again = batch.unpad(padded.pad(attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)))
-    torch.testing.assert_close(packed, again, atol=1e-6, rtol=1e-6)
+    assert_near(name, packed, again, 1e-6)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_sequences_do_not_see_each_other(name):
-    attention, batch = build(name).eval(), packed_batch()
-    q, k, v = inputs()
+    attention, batch = build(name).eval(), packed_batch(name)
+    q, k, v = inputs(name)
     out = attend(attention, batch, q, k, v)
     first = batch.start[2]
     changed = [x.clone() for x in (q, k, v)]
@@ -96,17 +118,17 @@ def test_sequences_do_not_see_each_other(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_strided_views_give_the_same_as_copies(name):
-    attention, batch = build(name).eval(), packed_batch()
-    fused = torch.stack(inputs(), 1)
+    attention, batch = build(name).eval(), packed_batch(name)
+    fused = torch.stack(inputs(name), 1)
     views = attend(attention, batch, *fused.unbind(1))
     assert torch.equal(views, attend(attention, batch, *(x.contiguous() for x in fused.unbind(1))))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if ATTENTIONS.get(name).facts.dropout])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
     attention = build(name, dropout=0.5)
-    batch = packed_batch().with_seed(torch.tensor(1))
-    q, k, v = inputs()
+    batch = packed_batch(name).with_seed(torch.tensor(1))
+    q, k, v = inputs(name)
 
     def draw():
         torch.manual_seed(0)
@@ -123,14 +145,14 @@ def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_half_precision_runs_forward_and_backward(name):
-    attention, batch = build(name).eval(), packed_batch()
-    q, k, v = (x.bfloat16().requires_grad_() for x in inputs())
+    attention, batch = build(name).eval(), packed_batch(name)
+    q, k, v = (x.bfloat16().requires_grad_() for x in inputs(name))
     out = attend(attention, batch, q, k, v)
     assert out.dtype == torch.bfloat16
     out.float().pow(2).sum().backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
-    exact = attend(attention, batch, *inputs())
-    torch.testing.assert_close(out.float(), exact, atol=0.05, rtol=0.05)
+    exact = attend(attention, batch, *inputs(name))
+    torch.testing.assert_close(out.float(), exact.float(), atol=0.05, rtol=0.05)
 
 
 def test_a_head_dimension_outside_the_range_names_the_alternative():

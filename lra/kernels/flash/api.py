@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import Tensor
 
+from lra.kernels.flash.ops import flash_forward
 from lra.kernels.flash.problem import Problem, dropout_threshold
 from lra.kernels.flash.sdpa import sdpa_attention
 
@@ -28,6 +30,7 @@ def flash_attention(
     seed: Tensor | None = None,
     index: Tensor | None = None,
     impl: str = "auto",
+    deterministic: bool = False,
 ) -> Tensor:
     """Exact softmax attention of each sequence with itself, `softmax(scale * q k^T) v`, differentiable in q, k and v.
 
@@ -56,11 +59,14 @@ def flash_attention(
         index: int32 `[B]`, place of each sequence in the global batch, 0 to B - 1 by default.
         impl: "triton" (CUDA, D up to 128); "sdpa" (any device: PyTorch's attention on the padded form, where
             dropout has the same distribution but draws from PyTorch's generator); "auto", see `resolve_impl`.
+        deterministic: gradients are bitwise equal over runs; `torch.use_deterministic_algorithms(True)` implies it.
+            The result always is. The Triton path sums dq without atomics then, which takes longer. For "sdpa" on CUDA
+            PyTorch's mode decides, and without it an explicit True is an error.
 
     Returns:
         A tensor of the shape and dtype of q.
     """
-    impl = resolve_impl(impl, q.device)
+    impl = resolve_impl(impl, q.device, deterministic)
     _check_inputs(q, k, v)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = _sequences(q, start, length, max_length)
@@ -69,22 +75,22 @@ def flash_attention(
         raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
     seed, index = _randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
-    padded = len(q_rows) == len(start) * max_length
-    problem = Problem(start, length, max_length, padded, causal, scale, threshold, seed, index)
+    padded = bool(len(q_rows) == len(start) * max_length)  # a bool for the operator, of traced shapes too
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic)
 
     if impl == "sdpa":
-        return sdpa_attention(q_rows, k_rows, v_rows, problem).view(q.shape)
+        return sdpa_attention(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
     _check_triton(q)
-    from lra.kernels.flash.autograd import TritonAttention  # here, so that a machine without Triton has the other path
+    out, _ = flash_forward(q_rows, k_rows, v_rows, *problem)
+    return out.view(q.shape)
 
-    return TritonAttention.apply(q_rows, k_rows, v_rows, problem).view(q.shape)
 
-
-def resolve_impl(impl: str, device: torch.device) -> str:
+def resolve_impl(impl: str, device: torch.device, deterministic: bool = False) -> str:
     """The path that `impl` names on `device`: "triton" or "sdpa".
 
-    "auto" is Triton on CUDA and SDPA elsewhere. An explicit "triton" that cannot run raises a ValueError; nothing
-    falls back.
+    "auto" is Triton on CUDA and SDPA elsewhere. An explicit "triton" that cannot run, and an explicit "sdpa" that
+    cannot be deterministic, raise a ValueError; nothing falls back.
     """
     if impl == "auto":
         return "triton" if device.type == "cuda" else "sdpa"
@@ -95,15 +101,21 @@ def resolve_impl(impl: str, device: torch.device) -> str:
             f"impl='triton' needs CUDA tensors, got {device.type}: use impl='sdpa', or set TRITON_INTERPRET=1 before "
             "Triton is imported to run the kernels slowly on the CPU"
         )
+    if impl == "sdpa" and deterministic and device.type == "cuda" and not _strictly_deterministic():
+        raise ValueError(
+            "impl='sdpa' is deterministic on CUDA only in PyTorch's own mode: for deterministic=True use "
+            "impl='triton', or call torch.use_deterministic_algorithms(True)"
+        )
     return impl
 
 
+def _strictly_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def _interpreted() -> bool:
-    try:
-        from triton import knobs
-    except ImportError:
-        return False
-    return knobs.runtime.interpret
+    """What Triton decides by, read here so that torch.compile can trace it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

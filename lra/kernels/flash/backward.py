@@ -1,7 +1,9 @@
-"""Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135), as three kernels without atomics, so deterministic.
+"""Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135).
 
-First delta = rowsum(dO * O) (its D_i, appendix B.2), then dK and dV with a tile of keys for each program, then dQ with
-a tile of queries for each program. Both recompute the softmax from q, k and the saved log-sum-exp.
+First delta = rowsum(dO * O) (its D_i, appendix B.2). Then a program for each tile of keys runs over the queries, sums
+its dK and dV and adds its share of dQ to memory, in any order. If the result must be deterministic it leaves dQ alone,
+and a program for each tile of queries runs over the keys: every score is computed twice. Both recompute the softmax
+from q, k and the saved log-sum-exp.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -14,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.flash.forward import Tile, block_dim
+from lra.kernels.flash import hopper, tuning
+from lra.kernels.flash.hopper_backward import launch_hopper_backward
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
     add_dot,
+    add_rows,
     alone,
     head_pointer,
     keep_tile,
@@ -32,20 +36,6 @@ from lra.kernels.flash.tiles import (
 )
 
 DELTA_ROWS = 64
-
-
-def dkdv_tile(block_d: int, dtype: torch.dtype) -> Tile:
-    """A program owns `columns` keys and runs over `rows` queries at a time."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 8, 2)
-    return Tile(64, 64, 4, 2) if block_d <= 64 else Tile(32, 64, 8, 2)
-
-
-def dq_tile(block_d: int, dtype: torch.dtype) -> Tile:
-    """A program owns `rows` queries and runs over `columns` keys at a time."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 8, 2)
-    return Tile(64, 64, 4, 2) if block_d <= 64 else Tile(64, 64, 8, 2)
 
 
 @triton.jit(do_not_specialize=["heads", "total"])
@@ -64,12 +54,12 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_N), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     start = tl.load(start_ptr + b)
@@ -91,6 +81,9 @@ def dkdv_kernel(
 
     begin = first_column if CAUSAL else 0
     begin = tl.where(first_column < length, begin, length)  # a tile of padding has only zeros to store
+    row = heads * D
+    if ADD_DQ:
+        dq_ptr = head_pointer(dq_ptr, start, head, row, D)
     SUM: tl.constexpr = sum_type(k_ND.dtype)
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
@@ -102,15 +95,17 @@ def dkdv_kernel(
         seen_NM = visible(rows_M[None, :], columns_N[:, None], length, CAUSAL)
         keep_NM = seen_NM
         if DROPOUT:
-            keep_NM = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, True)
+            keep_NM = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, True)
         p_NM, ds_NM = score_gradient(
             k_ND, q_MD, v_ND, do_MD, top_M[None, :], log_total_M[None, :], delta_M[None, :],
             seen_NM, alone(rows_M, length, CAUSAL)[None, :], keep_NM, scale_log2, keep_scale, DROPOUT,
         )  # fmt: skip
         dv_ND = add_dot(dv_ND, p_NM.to(do_MD.dtype), do_MD)
         dk_ND = add_dot(dk_ND, ds_NM.to(q_MD.dtype), q_MD)
+        if ADD_DQ:
+            share_MD = tl.dot(tl.trans(ds_NM.to(k_ND.dtype)), k_ND, input_precision="ieee") * scale
+            add_rows(dq_ptr, share_MD, rows_M, length, row, D, BLOCK_D)
 
-    row = heads * D
     store_rows(head_pointer(dk_ptr, start, head, row, D), dk_ND * scale, columns_N, length, owned, row, D, BLOCK_D)
     store_rows(head_pointer(dv_ptr, start, head, row, D), dv_ND * keep_scale, columns_N, length, owned, row, D, BLOCK_D)
 
@@ -156,7 +151,7 @@ def dq_kernel(
         seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
         keep_MN = seen_MN
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
+            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
         _, ds_MN = score_gradient(
             q_MD, k_ND, do_MD, v_ND, top_M[:, None], log_total_M[:, None], delta_M[:, None],
             seen_MN, alone(rows_M, length, CAUSAL)[:, None], keep_MN, scale_log2, keep_scale, DROPOUT,
@@ -171,9 +166,13 @@ def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
+    fast = not problem.deterministic and q.dtype != torch.float32  # fp32 is summed in fp64, which memory does not add
+    if fast and hopper.takes(problem, q, k, v):
+        return launch_hopper_backward(q, k, v, out, lse, do, problem)
     total, heads, head_dim = q.shape
-    block_d = block_dim(head_dim)
-    dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
+    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fast else None
     delta = torch.empty_like(lse[0])
     sequences = (problem.start, problem.length, problem.seed, problem.index)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
@@ -181,17 +180,21 @@ def launch_backward(
         heads, total, problem.max_length, problem.padded_length,
         problem.scale, problem.scale * LOG2_E, problem.threshold,
     )  # fmt: skip
-    shared = dict(D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=problem.threshold > 0)
+    shared = dict(D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=dropout)
     with torch.cuda.device_of(q):
         delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
             out, do, delta, *do.stride(), heads, total,
             D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
         )  # fmt: skip
-        tile = dkdv_tile(block_d, q.dtype)
+        tile = tuning.tile("dkdv_dq" if fast else "dkdv", q.dtype, block_d, dropout)
         dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
-            q, k, v, do, lse, delta, dk, dv, *sequences, *strides, *scalars, **shared, **tile.options()
-        )
-        tile = dq_tile(block_d, q.dtype)
+            q, k, v, do, lse, delta, dk, dv, dq_sum, *sequences, *strides, *scalars, **shared, ADD_DQ=fast,
+            **tile.options(),
+        )  # fmt: skip
+        if dq_sum is not None:
+            return dq_sum.to(q.dtype), dk, dv
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        tile = tuning.tile("dq", q.dtype, block_d, dropout)
         dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
             q, k, v, do, lse, delta, dq, *sequences, *strides, *scalars, **shared, **tile.options()
         )

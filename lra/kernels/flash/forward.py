@@ -8,13 +8,13 @@ A program owns a tile of queries of one head and runs over the keys, so that not
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lra.kernels.flash import hopper, tuning
+from lra.kernels.flash.hopper_forward import launch_hopper_forward
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -27,32 +27,6 @@ from lra.kernels.flash.tiles import (
     sum_type,
     visible,
 )
-
-
-class Tile(NamedTuple):
-    """Tile of scores that a program works on at a time, and how."""
-
-    rows: int  # queries
-    columns: int  # keys, a multiple of 16
-    warps: int
-    stages: int
-
-    def options(self) -> dict[str, Any]:
-        """As arguments of a launch. Fusing a * b + c is the default of some Triton versions only."""
-        return dict(
-            BLOCK_M=self.rows, BLOCK_N=self.columns, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
-        )
-
-
-def forward_tile(block_d: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:  # exact products run on the ordinary units, from registers
-        return Tile(64, 32, 8, 2) if block_d <= 64 else Tile(32, 16, 8, 2)
-    return Tile(128, 64, 8, 3) if block_d <= 64 else Tile(128, 64, 8, 2)
-
-
-def block_dim(head_dim: int) -> int:
-    """The head dimension inside the kernels: a power of two, and at least the 16 that tl.dot needs."""
-    return max(16, triton.next_power_of_2(head_dim))  # pyright: ignore[reportReturnType] - a plain int for a plain int
 
 
 @triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
@@ -95,7 +69,7 @@ def forward_kernel(
         seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
         keep_MN = seen_MN
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N, False)
+            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
         top_M, total_M, acc_MD = attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT)
 
     total_M = tl.maximum(total_M, 1e-30)  # in a row of padding nothing was summed
@@ -119,18 +93,19 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     The parts are the row's maximum and the logarithm of what exp2(score - maximum) sums to: added, they would be
     rounded once more. Rows past a length are left unwritten and never read.
     """
+    if hopper.takes(problem, q, k, v):
+        return launch_hopper_forward(q, k, v, problem)
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    block_d = block_dim(head_dim)
-    tile = forward_tile(block_d, q.dtype)
-    programs = triton.cdiv(problem.max_length, tile.rows) * heads * problem.size
+    block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
     with torch.cuda.device_of(q):
-        forward_kernel[(programs,)](
+        tile = tuning.tile("forward", q.dtype, block_d, dropout)
+        forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
             q, k, v, out, lse,
             problem.start, problem.length, problem.seed, problem.index,
             *q.stride(), *k.stride(), *v.stride(),
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=problem.threshold > 0, **tile.options(),
+            D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=dropout, **tile.options(),
         )  # fmt: skip
     return out, lse

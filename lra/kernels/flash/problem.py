@@ -30,6 +30,7 @@ class Problem:
     threshold: int  # a score is dropped when its random byte is below this; 0 is no dropout
     seed: Tensor | None = None  # int64, one element; with dropout only
     index: Tensor | None = None  # int32 [B], place in the global batch; with dropout only
+    deterministic: bool = False  # gradients bitwise equal over runs: no sum whose order may change
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lra.kernels.flash.problem import dropout_threshold
 
 LOW_32_BITS = 0xFFFFFFFF
+PHILOX_ROUNDS = 7  # the fewest that pass every test of BigCrush (Salmon et al., SC 2011, table 2)
 
 
 def reference_attention(
@@ -52,19 +53,22 @@ def reference_attention(
 def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
     """Whether dropout keeps the weight at (head, row, column) of sequence `index`; bool, the arguments broadcast.
 
-    16 neighbouring columns share one call of Philox-4x32-10 with counter (column // 16, row, index, head) and the
-    low and high half of `seed` as key. Of its 16 bytes, column % 16 picks word (column % 16) // 4 and in it byte
-    column % 4, the least significant first. A weight is dropped when its byte is below `threshold`.
+    One call of Philox-4x32-7 serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in each of four
+    groups of 8, as one thread has them in the accumulator of a tensor-core product. The call of (row, column) has the
+    counter (column // 32 * 4 + column % 8 // 2, row // 16 * 8 + row % 8, index, head) and the low and high half of
+    `seed` as key; its word column % 32 // 8 has in byte 2 * (column % 2) + row % 16 // 8, the least significant byte
+    being 0, the weight's own. A weight is dropped when its byte is below `threshold`.
     """
-    counter = torch.broadcast_tensors(column // 16, row, torch.as_tensor(index, device=row.device), head)
+    counter = torch.broadcast_tensors(
+        column // 32 * 4 + column % 8 // 2, row // 16 * 8 + row % 8, torch.as_tensor(index, device=row.device), head
+    )
     key = (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS)
     words = torch.stack(philox(counter, key))
-    lane = torch.broadcast_to(column % 16, counter[0].shape)
-    word = words.gather(0, (lane // 4)[None])[0]
-    return (word >> (8 * (lane % 4))) & 0xFF >= threshold
+    word = words.gather(0, torch.broadcast_to(column % 32 // 8, counter[0].shape)[None])[0]
+    return (word >> (8 * (2 * (column % 2) + row % 16 // 8))) & 0xFF >= threshold
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> tuple[Tensor, ...]:
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:
     """Philox-4x32 (Salmon et al., SC 2011, section 3.3): four words of 32 bits from four, all held in int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

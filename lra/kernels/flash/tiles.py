@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lra.kernels.flash.reference import PHILOX_ROUNDS
+
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 LOG2_E = 1.4426950408889634
 
 
@@ -46,6 +49,14 @@ def store_rows(pointer, tile, rows, length, owned, stride_row, D: tl.constexpr, 
 
 
 @triton.jit
+def add_rows(pointer, tile, rows, length, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add to the sequence's own rows, which other programs add to at the same time."""
+    d = tl.arange(0, BLOCK_D)
+    offset = rows.to(tl.int64)[:, None] * stride_row + d[None, :]
+    tl.atomic_add(pointer + offset, tile, mask=(rows < length)[:, None] & (d < D)[None, :], sem="relaxed")
+
+
+@triton.jit
 def visible(row, column, length, CAUSAL: tl.constexpr):
     """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose."""
     seen = column < length
@@ -64,19 +75,34 @@ def alone(row, length, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(seed, index, head, rows_M, first_column, threshold, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Dropout mask `[M, BLOCK_N]`, or `[BLOCK_N, M]`, of the columns from `first_column` on, a multiple of 16.
+def keep_tile(
+    seed, index, head, first_row, first_column, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Dropout mask `[BLOCK_M, BLOCK_N]`, or its transpose, of a tile that begins at multiples of 16.
 
-    The same function of (seed, index, head, row, column) as `reference.keep_mask`: one Philox call for 16 columns.
+    The same function of (seed, index, head, row, column) as `reference.keep_mask`: a Philox call for 16 scores.
     """
-    M: tl.constexpr = rows_M.shape[0]
-    group = first_column // 16 + tl.arange(0, BLOCK_N // 16)
-    w0, w1, w2, w3 = tl.philox(seed, group[None, :], rows_M[:, None], index, head, 10)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high bit
-    word = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(M, BLOCK_N // 4, 1)
-    byte = (word >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
+    BLOCKS: tl.constexpr = (BLOCK_N + 31) // 32
+    WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a call: two if the tile is 16 columns wide
+    rows = first_row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
+    columns = first_column // 32 * 4 + tl.arange(0, BLOCKS * 4)
+    w0, w1, w2, w3 = tl.philox(seed, columns[None, :], rows[:, None], index, head, ROUNDS)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    if WORDS == 4:
+        # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    else:
+        second = first_column % 32 == 16
+        words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))
+    words = words.reshape(BLOCK_M // 2, BLOCKS * 4, WORDS, 1)
+    byte = (words >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
     keep = byte.to(tl.int32) >= threshold
-    return keep.permute(1, 2, 0).reshape(BLOCK_N, M) if TRANSPOSED else keep.reshape(M, BLOCK_N)
+    keep = keep.reshape(BLOCK_M // 16, 8, BLOCKS, 4, WORDS, 2, 2)
+    if TRANSPOSED:
+        keep = keep.permute(2, 4, 3, 5, 0, 6, 1).reshape(BLOCK_N, BLOCK_M)
+    else:
+        keep = keep.permute(0, 6, 1, 2, 4, 3, 5).reshape(BLOCK_M, BLOCK_N)
+    return keep
 
 
 @triton.jit

@@ -29,16 +29,20 @@ class FlashAttention(Attention):
     @dataclass(frozen=True)
     class Config:
         impl: Literal["auto", "triton", "sdpa"] = "auto"  # auto: triton on a GPU, sdpa elsewhere
+        deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
 
     def resolve(self, device: torch.device, precision: str) -> str:
+        name = super().resolve(device, precision)
         try:
-            return f"{super().resolve(device, precision)} by {resolve_impl(self.config.impl, device)}"
+            impl = resolve_impl(self.config.impl, device, self.config.deterministic)
         except ValueError as error:
             raise UsageError(f"attn.{error}") from None
+        return f"{name} by {impl}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)
         return flash_attention(
             q, k, v, start=batch.start, length=batch.length, max_length=batch.max_length, index=batch.index,
             dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
+            deterministic=self.config.deterministic,
         )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Measurements of attention: speed and memory (`attention.py`), traffic to and from HBM (`io.py`)."""

@@ -1,0 +1,275 @@
+"""`lra bench attention`: speed and memory of attentions, each checked before it is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lra import environment
+from lra.bench import plots
+from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
+from lra.bench.check import Verdict, check_dropout, check_small, check_timed
+from lra.bench.imdb import LENGTHS
+from lra.bench.options import parse
+from lra.bench.timing import Pass, Steps, measure
+from lra.errors import UsageError
+from lra.training.run import write as replace_file
+
+PASSES = ("forward", "backward", "both")
+FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
+TABLES: dict[str | None, dict[str, Any]] = {
+    None: {},
+    # as the appendix's Table 7: batch 64, 16 heads, d = 64, dropout; but all lengths equal, without a padding mask
+    "7": {"lengths": (128, 256, 512), "head_dims": (64,), "dropout": (0.1,), "batch": 64, "heads": 16},
+    # as the appendix's Table 21: batch 16, 8 heads, d = 64
+    "21": {
+        "lengths": tuple(2**i for i in range(7, 17)), "head_dims": (64,), "dropout": (0.0,), "batch": 16, "heads": 8,
+        "passes": ("forward", "both"),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What `lra bench attention` measures: every combination of the lists."""
+
+    attns: tuple[str, ...] = ("flash",)  # name, or name:field=value:… with fields of its configuration
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    head_dims: tuple[int, ...] = (32, 64, 128)
+    dropout: tuple[float, ...] = (0.0,)
+    dtypes: tuple[str, ...] = ("bf16",)
+    passes: tuple[str, ...] = PASSES
+    heads: int = 8
+    tokens: int = 65536  # of a batch: it has tokens // N sequences, at least one
+    batch: int | None = None  # sequences, instead of `tokens`
+    ragged: Literal["false", "imdb"] = "false"  # imdb: one batch of the lengths of real text, by default of 32
+    table: Literal["7", "21"] | None = None  # other defaults: those of a table in the FlashAttention paper
+    out: str | None = None  # JSON file
+    plots: str | None = None  # folder for the runtime and memory against N, SVG
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "head_dims", "heads", "tokens", "batch"):
+            values = getattr(self, name)
+            if any(value is not None and value < 1 for value in (values if isinstance(values, tuple) else (values,))):
+                raise UsageError(f"{name}= must be at least 1")
+        if not all(0 <= p < 1 for p in self.dropout):
+            raise UsageError("dropout= must be at least 0 and below 1")
+        for name, known in (("dtypes", DTYPES), ("passes", PASSES)):
+            if unknown := set(getattr(self, name)) - set(known):
+                raise UsageError(f"{name}={unknown.pop()} is unknown: choose from {', '.join(known)}")
+        if self.ragged == "imdb" and (self.batch or 32) > len(LENGTHS):
+            raise UsageError(f"batch={self.batch}: ragged=imdb has {len(LENGTHS)} lengths")
+
+    def cells(self) -> Iterator[Cell]:
+        """Attentions vary fastest, so that what is compared is measured together."""
+        sizes = [(n,) * (self.batch or max(1, self.tokens // n)) for n in self.lengths]
+        if self.ragged == "imdb":
+            sizes = [LENGTHS[: self.batch or 32]]
+        for dtype, d, p, lengths, name in itertools.product(
+            self.dtypes, self.head_dims, self.dropout, sizes, self.attns
+        ):
+            yield Cell(name, dtype, d, p, lengths, self.heads)
+
+
+def configure(args: Sequence[str]) -> AttentionOptions:
+    """The options of `field=value` arguments, with the defaults of the chosen table."""
+    given = {arg.partition("=")[0] for arg in args}
+    table = next((arg.partition("=")[2] for arg in args if arg.startswith("table=")), None)
+    options = parse(AttentionOptions, args, **TABLES.get(table, {}))
+    clash = given & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
+    clash |= {"tokens"} if {"tokens", "batch"} <= given else set()
+    if clash:
+        raise UsageError(f"{min(clash)}= does not go with {'ragged=imdb' if options.ragged == 'imdb' else 'batch='}")
+    for attention in options.attns:
+        name, cls = configurable(attention)
+        parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
+    return options
+
+
+def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Measures and returns {"environment", "options", "cells"}; `out=` is rewritten after every cell.
+
+    Args:
+        args: `field=value` of AttentionOptions.
+        progress: is given a line for each cell when it is done.
+    """
+    options = configure(args)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {
+        "environment": environment.describe(), "options": dataclasses.asdict(options), "cells": []
+    }  # fmt: skip
+    small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
+    for cell in options.cells():
+        records = list(run_cell(cell, options.passes, device, small))
+        result["cells"] += records
+        progress(_line(records))
+        if options.out:
+            path = Path(options.out)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(result, indent=1) + "\n")
+    if options.plots:
+        plots.draw(result["cells"], Path(options.plots))
+    return result
+
+
+def run_cell(
+    cell: Cell, passes: Sequence[str], device: torch.device, small: Callable[[Cell], Verdict]
+) -> Iterator[dict[str, Any]]:
+    """One record for each pass. `small` checks a small problem; its answer is the same for every length."""
+    backward = set(passes) != {"forward"}
+    verdict, times, status, reason = Verdict(None), {}, "ok", ""
+    try:
+        cell.build(device)
+        _clear(device)
+        verdict = small(cell.small())
+        if not verdict.wrong:
+            _clear(device)  # compiled for the small size, a kernel would be one for any size
+            verdict, times, out_of_memory = _measure(cell, backward, device, verdict)
+            status = "OOM" if out_of_memory else "ok"
+        status = "WRONG" if verdict.wrong else status
+        reason = verdict.wrong
+    except UsageError as error:
+        status, reason = "unsupported", str(error)
+    except Exception as error:  # whatever a compiler or a driver raises: the other cells are still worth having
+        status, reason = "failed", f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if status in ("WRONG", "failed"):
+        times = {}
+    for name in passes:
+        spent = _pass(times, name)
+        yield {
+            "attention": cell.attention, "pass": name, "N": max(cell.lengths), "d": cell.head_dim, "dtype": cell.dtype,
+            "dropout": cell.dropout, "batch": len(cell.lengths), "heads": cell.heads,
+            "tokens": sum(cell.lengths), "squares": sum(n * n for n in cell.lengths),
+            "status": "ok" if spent else status,
+            "ms": _round(spent and spent.ms),
+            "tflops": _round(spent and FLOPS[name] * cell.flops / spent.ms / 1e9),
+            "memory_mb": _round(spent and spent.memory_mb),
+            "repetitions": spent and spent.repetitions,
+            "checked": _round(verdict.ratio),
+            "reason": "" if spent else reason,
+        }  # fmt: skip
+
+
+def _measure(
+    cell: Cell, backward: bool, device: torch.device, verdict: Verdict
+) -> tuple[Verdict, dict[str, Pass], bool]:
+    """Checks at full size, then times: the verdict, the passes, and whether something did not fit."""
+    try:
+        return *_checked_times(cell, backward, device, verdict), False
+    except torch.OutOfMemoryError:
+        pass  # outside the handler, whose traceback keeps the tensors alive
+    _clear(device)
+    if backward:
+        return *_measure(cell, False, device, verdict)[:2], True
+    return verdict, {}, True
+
+
+def _checked_times(
+    cell: Cell, backward: bool, device: torch.device, verdict: Verdict
+) -> tuple[Verdict, dict[str, Pass]]:
+    attention = cell.build(device)
+    batch = make_batch(cell.lengths, cell.full or not attention.facts.ragged, device)
+    shape = (batch.tokens.numel(), cell.heads, cell.head_dim)
+
+    def prepare() -> list[torch.Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+        return [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[cell.dtype]) for _ in range(4)]
+
+    def prepare_leaves() -> list[torch.Tensor]:
+        *qkv, do = prepare()
+        return [*(x.requires_grad_() for x in qkv), do]
+
+    def forward(inputs: list[torch.Tensor]) -> Any:
+        q, k, v, do = inputs
+        return attend(attention, q, k, v, batch, cell.full), (q, k, v), do
+
+    steps: Steps = {"forward": forward}
+    if backward:
+        steps["backward"] = lambda done: torch.autograd.grad(done[0], done[1], done[2])
+    verdict = verdict.worse(check_timed(cell, prepare(), batch, backward))
+    if verdict.wrong:
+        return verdict, {}
+    result: Any = prepare_leaves()
+    for step in steps.values():  # warm-up: with dropout it is another kernel than the one checked
+        result = step(result)
+    del result
+    _clear(device, compiled=False)
+    return verdict, measure(prepare_leaves, steps, device)
+
+
+def _pass(times: dict[str, Pass], name: str) -> Pass | None:
+    """`both` is the two in a row: their sum, and the larger of their peaks."""
+    if name != "both" or len(times) < 2:
+        return times.get(name)
+    parts = list(times.values())
+    memory = None if parts[0].memory_mb is None else max(part.memory_mb or 0.0 for part in parts)
+    return Pass(sum(part.ms for part in parts), parts[0].repetitions, memory)
+
+
+def _clear(device: torch.device, compiled: bool = True) -> None:
+    """Gives freed memory back; forgets what torch.compile made for another size, which would make it dynamic."""
+    if device.type != "cuda":
+        return
+    if compiled and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention."""
+    attentions = list(dict.fromkeys(record["attention"] for record in records))
+    keys = ("dtype", "d", "dropout", "N", "batch")
+
+    def table(title: str, name: str, cell: Callable[[dict[str, Any]], str]) -> tuple[str, list[str], list[list[str]]]:
+        rows: dict[tuple[Any, ...], dict[str, str]] = {}
+        for record in records:
+            if record["pass"] == name:
+                rows.setdefault(tuple(record[key] for key in keys), {})[record["attention"]] = cell(record)
+        lines = [[*map(str, size), *(cells.get(a, "") for a in attentions)] for size, cells in rows.items()]
+        return title, [*keys, *attentions], lines
+
+    passes = list(dict.fromkeys(record["pass"] for record in records))
+    for name in passes:
+        yield table(f"{name}: ms (TFLOP/s)", name, _speed)
+    if any(record["memory_mb"] is not None for record in records):
+        widest = max(passes, key=PASSES.index)
+        yield table(f"peak memory of {widest}, MB", widest, _memory)
+
+
+def notes(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Why cells have no number, each reason once."""
+    return list(dict.fromkeys(f"{r['attention']}: {r['status']}: {r['reason']}" for r in records if r["reason"]))
+
+
+def _speed(record: dict[str, Any]) -> str:
+    return f"{record['ms']:g} ({record['tflops']:.0f})" if record["status"] == "ok" else _status(record)
+
+
+def _memory(record: dict[str, Any]) -> str:
+    return f"{record['memory_mb']:.0f}" if record["status"] == "ok" else _status(record)
+
+
+def _status(record: dict[str, Any]) -> str:
+    return "" if record["status"] == "unsupported" else record["status"]
+
+
+def _line(records: Sequence[dict[str, Any]]) -> str:
+    first = records[0]
+    size = f"{first['attention']} {first['dtype']} d={first['d']} p={first['dropout']:g} N={first['N']}"
+    return f"{size}: " + ", ".join(f"{record['pass']} {_speed(record) or record['status']}" for record in records)
+
+
+def _round(value: float | None) -> float | None:
+    """Four significant digits."""
+    return None if value is None else float(f"{value:.4g}")

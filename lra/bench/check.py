@@ -1,0 +1,134 @@
+"""Is what is timed right? Result and gradients against float64, within the budget of `lra.kernels.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.bench.cell import DTYPES, Cell, attend, has_reference_dropout, make_batch
+from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.flash.reference import keep_mask, reference_attention
+from lra.kernels.testing import NAMES, Case, Error, largest, make_inputs, run
+from lra.models.attention.base import Attention
+
+CHUNK = 2**23  # scores in memory at a time
+
+
+class Verdict(NamedTuple):
+    """How near a kernel is to the reference."""
+
+    ratio: float | None  # largest error / budget of result and gradients; None if only finite output was asked for
+    wrong: str = ""  # why it is wrong; empty if it is right
+
+    def worse(self, other: Verdict) -> Verdict:
+        """The one that is wrong, or nearer to being so."""
+        return max(self, other, key=lambda verdict: (bool(verdict.wrong), verdict.ratio or 0.0))
+
+
+def check_small(cell: Cell, device: torch.device) -> Verdict:
+    """All heads and sequences of a small cell."""
+    exact, attention, cell = _checkable(cell, device)
+    case = Case(cell.lengths, cell.heads, cell.head_dim, DTYPES[cell.dtype], dropout=cell.dropout)
+    inputs = make_inputs(case, device)
+    batch = make_batch(cell.lengths, False, device, inputs.sequences["index"], inputs.seed)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(attention, q, k, v, batch, cell.full)
+
+    actual = run(forward, inputs, case.dtype)
+    if not exact:
+        return _finite(actual)
+    options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
+    expected = run(reference_attention, inputs, torch.float64, **options)
+    plain = run(reference_attention, inputs, case.dtype, **options)
+    return _judge(actual, expected, plain, case.dtype)
+
+
+def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
+    """The last head of the longest sequence, at the size that is timed. `inputs` are q, k, v and the gradient."""
+    device = inputs[0].device
+    exact, attention, cell = _checkable(cell, device)
+    q, k, v, do = (x.detach() for x in inputs)
+    for x in (q, k, v):
+        x.requires_grad_(backward)
+    out = attend(attention, q, k, v, batch, cell.full)
+    grads = torch.autograd.grad(out, (q, k, v), do) if backward else ()
+    if not exact:
+        return _finite((out, *grads))
+    b = max(range(batch.size), key=cell.lengths.__getitem__)
+    rows = slice(first := int(batch.start[b]), first + cell.lengths[b])
+    q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads))
+    del out, grads
+    dropout = (cell.dropout, batch.seed, int(batch.index[b]), cell.heads - 1)
+    expected, plain = (one_head(q, k, v, do, *dropout, dtype) for dtype in (torch.float64, q.dtype))
+    return _judge(actual, expected[: len(actual)], plain, q.dtype)
+
+
+def one_head(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dropout: float, seed: Any, index: int, head: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, dq, dk, dv) of one sequence and head, `[N, D]` each, computed in `dtype` from a few rows at a time.
+
+    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64.
+    """
+    q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
+    count, scale, threshold = len(q), q.shape[-1] ** -0.5, dropout_threshold(dropout)
+    column = torch.arange(count, device=q.device)
+    out, dq = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q, dtype=torch.float64)
+    dk, dv = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q, dtype=torch.float64)
+    for row in column.split(max(1, CHUNK // count)):
+        p = (q[row] @ k.T * scale).softmax(-1)
+        keep: Any = 1.0
+        if threshold:
+            head_id = torch.tensor(head, device=q.device)
+            keep = keep_mask(seed, index, head_id, row[:, None], column, threshold) * (256 / (256 - threshold))
+            keep = keep.to(dtype)
+        out[row] = (o := (p * keep) @ v).double()
+        ds = p * ((do[row] @ v.T) * keep - (do[row] * o).sum(-1, keepdim=True)) * scale
+        dq[row] = (ds @ k).double()
+        dk += (ds.T @ q[row]).double()
+        dv += ((p * keep).T @ do[row]).double()
+    return out, dq, dk, dv
+
+
+def check_dropout(cell: Cell, device: torch.device) -> Verdict:
+    """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum."""
+    attention = cell.build(device)
+    if not cell.dropout or has_reference_dropout(attention, device) or not attention.facts.exact:
+        return Verdict(None)
+    longest = max(cell.lengths)
+    ones = torch.ones(sum(cell.lengths), cell.heads, cell.head_dim, dtype=DTYPES[cell.dtype], device=device)
+    out = attend(attention, ones, ones, ones, make_batch(cell.lengths, False, device), cell.full)[:longest].float()
+    # each row of the first sequence, the longest, is the mean of that many ones, of which a share is dropped
+    mean, spread, expected = float(out.mean()), float(out.std()), (cell.dropout / (1 - cell.dropout) / longest) ** 0.5
+    right = abs(mean - 1) < 0.5 * expected and 0.5 * expected < spread < 2 * expected
+    return Verdict(None, "" if right else f"dropout {cell.dropout} makes ones {mean:.3f} ± {spread:.3f}")
+
+
+def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]:
+    """Whether the attention is exact; the attention, without dropout if its mask is its own; and the cell so."""
+    attention = cell.build(device)
+    if cell.dropout and not has_reference_dropout(attention, device):
+        cell = cell.without_dropout()
+        attention = cell.build(device)
+    return attention.facts.exact, attention, cell
+
+
+def _judge(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], plain: Sequence[Tensor], dtype: torch.dtype
+) -> Verdict:
+    verdict = Verdict(0.0)
+    for name, a, e, p in zip(NAMES[: len(actual)], actual, expected, plain, strict=False):
+        budget = 2 * largest(p.double() - e) + 2 * torch.finfo(dtype).eps * largest(e)
+        error = Error(largest(a.double() - e), budget)
+        wrong = "" if error.ok else f"{name} is off by {error.error:.2g}, its budget is {budget:.2g}"
+        verdict = verdict.worse(Verdict(error.error / budget if budget else float(not error.ok), wrong))
+    return verdict
+
+
+def _finite(results: Sequence[Tensor]) -> Verdict:
+    return Verdict(None, "" if all(bool(x.isfinite().all()) for x in results) else "not finite")

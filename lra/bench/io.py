@@ -1,0 +1,177 @@
+"""`lra bench io`: bytes between HBM and the chip, by formula and, where ncu can count them, measured.
+
+Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d + N²) elements, FlashAttention
+Θ(N² d² / M) with on-chip memory for M elements. The counts here are exact for the algorithms as written.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lra import environment
+from lra.bench.options import parse
+from lra.errors import UsageError
+from lra.training.run import write as replace_file
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+STATISTIC = 4  # bytes of a row's maximum or sum, fp32 whatever the inputs are
+STANDARD, ALGORITHM_1, OURS = "standard", "flash (Algorithm 1)", "flash (our order)"
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+class Traffic(NamedTuple):
+    """Bytes that one head of one sequence moves."""
+
+    read: int
+    write: int
+
+
+def standard(n: int, d: int, size: int) -> Traffic:
+    """Algorithm 0: S = QK^T is written, read for P = softmax(S), which is written and read for O = PV."""
+    rows, scores = n * d * size, n * n * size
+    return Traffic(read=2 * rows + scores + scores + rows, write=scores + scores + rows)
+
+
+def flash(n: int, d: int, size: int, columns: int) -> Traffic:
+    """Algorithm 1: for each block of `columns` keys and values, every block of queries, results and statistics.
+
+    The result and its two statistics per row are initialised in HBM, then read and written once per block of keys,
+    whatever the size of a block of queries.
+    """
+    passes = -(-n // columns)
+    matrix, statistics = n * d * size, 2 * n * STATISTIC
+    return Traffic(read=2 * matrix + passes * (2 * matrix + statistics), write=(1 + passes) * (matrix + statistics))
+
+
+def ours(n: int, d: int, size: int, rows: int) -> Traffic:
+    """Our kernels' order: for each block of `rows` queries every key and value, and the result once.
+
+    The log-sum-exp is two fp32 numbers per row. Blocks of queries that run at the same time find keys and values in
+    the L2 cache, so HBM sees less than this.
+    """
+    matrix = n * d * size
+    return Traffic(read=matrix + -(-n // rows) * 2 * matrix, write=matrix + 2 * n * STATISTIC)
+
+
+def on_chip(columns: int, d: int) -> int:
+    """Elements M of on-chip memory for which Algorithm 1 takes blocks of `columns` keys: B_c = M / 4d."""
+    return 4 * d * columns
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """What `lra bench io` counts: by default the shape of the paper's Figure 2."""
+
+    length: int = 1024
+    head_dim: int = 64
+    heads: int = 16
+    batch: int = 64
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    blocks: tuple[int, ...] = (16, 32, 64, 128, 256, 512)  # B_c; B_r = min(B_c, d) in Algorithm 1
+    counters: Literal["auto", "true", "false"] = "auto"  # hardware counters: auto where there are a GPU and ncu
+    out: str | None = None  # JSON file
+
+    def __post_init__(self) -> None:
+        if min(self.length, self.head_dim, self.heads, self.batch, *self.blocks) < 1:
+            raise UsageError("length=, head_dim=, heads=, batch= and blocks= must be at least 1")
+
+
+def bench(args: Sequence[str]) -> dict[str, Any]:
+    """Counts and returns {"environment", "options", "rows", "notes"}; bytes of the whole batch in each row."""
+    options = parse(IoOptions, args)
+    missing = "counters=false" if options.counters == "false" else _no_counters()
+    if options.counters == "true" and missing:
+        raise UsageError(f"counters=true: {missing}")
+    n, d, size, heads = options.length, options.head_dim, BYTES[options.dtype], options.heads * options.batch
+    rows, notes = [_row(STANDARD, standard(n, d, size), heads, theorem=heads * size * (n * d + n * n))], []
+    for columns in options.blocks:
+        m = on_chip(columns, d)
+        places = {"block_columns": columns, "block_rows": min(columns, d), "on_chip_elements": m}
+        theorem = round(heads * size * n * n * d * d / m)
+        rows.append(_row(ALGORITHM_1, flash(n, d, size, columns), heads, **places, theorem=theorem))
+    rows += [_row(OURS, ours(n, d, size, block), heads, block_rows=block) for block in options.blocks]
+    if missing:
+        notes.append(f"not measured: {missing}")
+    else:
+        for row in rows:
+            if row["algorithm"] == OURS:
+                _count(row, options, notes)
+    result = {
+        "environment": environment.describe(), "options": dataclasses.asdict(options), "rows": rows, "notes": notes
+    }  # fmt: skip
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(Path(options.out), json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _row(algorithm: str, traffic: Traffic, heads: int, **places: int) -> dict[str, Any]:
+    empty = dict.fromkeys(
+        ("block_columns", "block_rows", "on_chip_elements", "theorem", "measured_read", "measured_write")
+    )
+    moved = {"read": heads * traffic.read, "write": heads * traffic.write}
+    return {"algorithm": algorithm, **empty, **places, **moved}
+
+
+def table(result: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """(title, header, rows), in 10^9 bytes."""
+    header = ["algorithm", "B_c", "B_r", "M", "Theorem 2", "read", "write", "both", "measured read", "measured write"]
+    rows = []
+    for row in result["rows"]:
+        places = [row[name] for name in ("block_columns", "block_rows", "on_chip_elements")]
+        moved = [row["theorem"], row["read"], row["write"], row["read"] + row["write"]]
+        moved += [row["measured_read"], row["measured_write"]]
+        cells = ["" if v is None else str(v) for v in places] + ["" if v is None else f"{v / 1e9:.3f}" for v in moved]
+        rows.append([row["algorithm"], *cells])
+    return "HBM traffic of the forward pass, GB", header, rows
+
+
+def _no_counters() -> str | None:
+    """Why hardware counters can't be read here; None where they can be tried."""
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU"
+    return None if shutil.which("ncu") else "ncu (NVIDIA Nsight Compute) is not on PATH"
+
+
+def _count(row: dict[str, Any], options: IoOptions, notes: list[str]) -> None:
+    """Fills in what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
+    values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, row["block_rows"])
+    done = subprocess.run(
+        [
+            "ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base",
+            "--metrics", ",".join(METRICS), sys.executable, "-m", "lra.bench.launch", *map(str, values),
+        ],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    counted = read_ncu(done.stdout)
+    if done.returncode or len(counted) < len(METRICS):
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()] or [
+            "no counter values"
+        ]
+        notes.append(f"B_r={row['block_rows']} not measured: {lines[-1].strip()}")
+        return
+    row["measured_read"], row["measured_write"] = (counted[metric] for metric in METRICS)
+
+
+def read_ncu(output: str) -> dict[str, int]:
+    """Bytes of each metric, summed over the kernels in what `ncu --csv --print-units base` printed."""
+    lines = output.splitlines()
+    header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    counted: dict[str, int] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines[header:]))):
+        if row.get("Metric Name") in METRICS:
+            value = round(float(row["Metric Value"].replace(",", "")))
+            counted[row["Metric Name"]] = counted.get(row["Metric Name"], 0) + value
+    return counted

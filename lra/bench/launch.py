@@ -1,0 +1,35 @@
+"""The program that ncu watches: `python -m lra.bench.launch N D heads batch dtype rows` runs the forward kernel once.
+
+The plain Triton kernel, with its own tile but for the number of query rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from lra.bench.cell import DTYPES
+from lra.kernels import flash_attention
+
+
+def main(arguments: Sequence[str]) -> None:
+    from lra.kernels.flash.tuning import default, forced
+
+    n, d, heads, batch = map(int, arguments[:4])
+    dtype, rows = DTYPES[arguments[4]], int(arguments[5])
+    q, k, v = (torch.randn(batch, n, heads, d, device="cuda", dtype=dtype) for _ in range(3))
+    tile = default("forward", dtype, max(16, 1 << (d - 1).bit_length()))
+    # a warp group for each 64 rows, as fewer would not have the registers
+    with forced("forward", tile._replace(rows=rows, warps=max(4, min(8, rows // 16)))):
+        flash_attention(q, k, v)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        flash_attention(q, k, v)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

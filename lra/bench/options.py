@@ -1,0 +1,57 @@
+"""Options of a measurement from `field=value` arguments: a frozen dataclass, lists with commas."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from lra.config.registry import unknown
+from lra.errors import UsageError
+
+Options = TypeVar("Options")
+
+
+def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset: Any) -> Options:
+    """A `schema` of the arguments, then of `preset`, then of the defaults.
+
+    Fields may be bool, int, float, str, Literal, `X | None` and `tuple[X, ...]`. Raises UsageError, which starts with
+    `label`, for what is unknown, given twice or no value of its field.
+    """
+    hints = typing.get_type_hints(schema)
+    names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for arg in args:
+        name, equals, text = arg.partition("=")
+        if not (name and equals and text):
+            raise UsageError(f"{label}'{arg}' is not of the form field=value")
+        if name not in names:
+            raise UsageError(
+                label + (unknown("field", name, names) if names else f"unknown field '{name}': it has none")
+            )
+        if name in values:
+            raise UsageError(f"{label}{name}= is given twice")
+        values[name] = _convert(f"{label}{name}={text}", hints[name], text)
+    return schema(**(preset | values))
+
+
+def _convert(given: str, hint: Any, text: str) -> Any:
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if text == "null":
+            return None
+        return _convert(given, next(option for option in arguments if option is not type(None)), text)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_convert(given, arguments[0], part) for part in text.split(","))
+    choices = arguments if typing.get_origin(hint) is typing.Literal else (True, False) if hint is bool else ()
+    if choices:
+        by_text = {str(choice).lower(): choice for choice in choices}
+        if text not in by_text:
+            raise UsageError(f"{given}: choose from {', '.join(by_text)}")
+        return by_text[text]
+    try:
+        return hint(text)
+    except ValueError:
+        raise UsageError(f"{given}: '{text}' is not of the type {hint.__name__}") from None

@@ -1,0 +1,86 @@
+"""Time and memory of a forward and a backward pass."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+BUDGET_MS = 500.0  # of repetitions, for one attention at one size
+FEWEST, MOST = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
+PAUSE = 2_000_000  # cycles, about a millisecond: longer than launching a pass takes
+
+
+Steps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
+
+
+class Pass(NamedTuple):
+    """What a pass took."""
+
+    ms: float  # median
+    repetitions: int
+    memory_mb: float | None  # peak of what is allocated, in 10^6 bytes, inputs and gradients included; None on a CPU
+
+
+def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, Pass]:
+    """Runs `prepare` once, and the steps with what it returns again and again.
+
+    On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, and the L2 cache is
+    overwritten before each step. On a CPU it is the wall clock's. The caller has warmed up.
+    """
+    memory = _memory(prepare, steps, device) if device.type == "cuda" else dict.fromkeys(steps)
+    flush = None
+    if device.type == "cuda":
+        flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    inputs = prepare()
+    _, first = _repeat(inputs, steps, 1, flush)
+    repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, sum(first.values())))))
+    spent, _ = _repeat(inputs, steps, repetitions, flush)
+    return {name: Pass(statistics.median(spent[name]), repetitions, memory[name]) for name in steps}
+
+
+def _repeat(
+    inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds of every repetition of each step, and their medians."""
+    clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        result = inputs
+        for name, step in steps.items():
+            result, clock = _clocked(step, result, flush)
+            clocks[name].append(clock)
+        del result
+    if flush is not None:
+        torch.cuda.synchronize(flush.device)
+    spent = {name: [clock() for clock in these] for name, these in clocks.items()}
+    return spent, {name: statistics.median(these) for name, these in spent.items()}
+
+
+def _clocked(step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None) -> tuple[Any, Callable[[], float]]:
+    """The step's result and what reads its milliseconds, on a GPU after a synchronisation."""
+    if flush is None:
+        begin = time.perf_counter()
+        result = step(given)
+        spent = 1e3 * (time.perf_counter() - begin)
+        return result, lambda: spent
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    torch.cuda._sleep(PAUSE)
+    begin_event.record()
+    result = step(given)
+    end_event.record()
+    return result, lambda: begin_event.elapsed_time(end_event)
+
+
+def _memory(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, float]:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    result, peaks = prepare(), {}
+    for name, step in steps.items():
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step(result)
+        peaks[name] = (torch.cuda.max_memory_allocated(device) - before) / 1e6
+    return peaks

@@ -1,0 +1,237 @@
+"""What the Gluon kernels for Hopper share: tiles by TMA, tiles with rows to blank out, dropout in tensor-core layouts.
+
+Shape suffixes as in tiles.py. A thread holds of a tile of scores what the accumulator of `wgmma` gives it: of the rows
+r and r + 8, for r = lane / 4, the columns 8 j + 2 c and 8 j + 2 c + 1 for c = lane % 4 and all j.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.reference import PHILOX_ROUNDS
+from lra.kernels.flash.tuning import use_hopper
+
+HEAD_DIMS = (32, 64, 128)
+GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+ROUNDS = gl.constexpr(PHILOX_ROUNDS)
+# Names of newer Tritons, or of 3.6.
+load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def takes(problem: Problem, *tensors: Tensor) -> bool:
+    """Whether the Gluon kernels take the problem with these `[T, H, D]` tensors."""
+    head_dim = tensors[0].shape[2]
+    return (
+        not problem.causal
+        and head_dim in HEAD_DIMS
+        and use_hopper(tensors[0])
+        and tensors[0].numel() > 0
+        and all(map(contiguous_heads, tensors))
+    )
+
+
+def contiguous_heads(x: Tensor) -> bool:
+    """Whether TMA can read `[T, H, D]` as `[T, H * D]`: a row's heads side by side, rows at multiples of 16 bytes."""
+    return x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def describe(x: Tensor, rows: int) -> TensorDescriptor:
+    """What TMA needs to know of `[T, H, D]` to copy tiles of `rows` rows of a head."""
+    total, heads, d = x.shape
+    layout = gl.NVMMASharedLayout.get_default_for([rows, d], GLUON[x.dtype])
+    return TensorDescriptor(x, [total, heads * d], [x.stride(0), 1], [rows, d], layout)
+
+
+@builtin
+def add_tile(descriptor, coordinates, source, _semantic=None):
+    """Add a tile in shared memory to one in global memory, by TMA. Gluon has it under a name since Triton 3.7 only."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def zero_past(tile, count, num_warps: gl.constexpr):
+    """Zero the rows of a tile in shared memory from `count` on: they belong to others, and 0 * NaN is NaN."""
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    values = tile.load(layout)
+    tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr):
+    """Store the rows from `first` on that the sequence owns; those past its length become zeros."""
+    D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    values = gl.convert_layout(tile.to(dtype), layout)
+    rows = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    values = gl.where((rows < length)[:, None], values, gl.zeros_like(values))
+    offset = (start + rows).to(gl.int64) * (heads * D)
+    gl.store(pointer + offset[:, None] + (head * D + d)[None, :], values, mask=(rows < owned)[:, None])
+
+
+@gluon.jit
+def following(slot, phase, STAGES: gl.constexpr):
+    """The slot of a ring of STAGES after this one, and the phase of its barrier."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.constexpr_function
+def call_layout(rows, columns, row_warps, column_warps):
+    """Layout of the Philox calls `[rows, columns]` of a tile of scores: lane % 4 is the column, lane / 4 the row."""
+    registers = [[8 * row_warps * 2**i, 0] for i in range((rows // (8 * row_warps)).bit_length() - 1)]
+    registers += [[0, 4 * column_warps * 2**i] for i in range((columns // (4 * column_warps)).bit_length() - 1)]
+    warps = [[8 * 2**i, 0] for i in range(row_warps.bit_length() - 1)]
+    warps += [[0, 4 * 2**i] for i in range(column_warps.bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, columns])
+
+
+@gluon.jit
+def philox(seed, c0, c1, c2, c3):
+    """Four words for each counter, as `reference.philox`."""
+    k0 = seed.to(gl.uint32)
+    k1 = (seed >> 32).to(gl.uint32)
+    for _ in gl.static_range(ROUNDS):
+        a = c0.to(gl.uint64) * 0xD2511F53
+        b = c2.to(gl.uint64) * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (b >> 32).to(gl.uint32) ^ c1 ^ k0,
+            b.to(gl.uint32),
+            (a >> 32).to(gl.uint32) ^ c3 ^ k1,
+            a.to(gl.uint32),
+        )
+        k0 += gl.to_tensor(0x9E3779B9).to(gl.uint32)
+        k1 += gl.to_tensor(0xBB67AE85).to(gl.uint32)
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def keep_signs(word, threshold):
+    """The highest bit of each byte becomes 1 where the byte is at least `threshold`; four comparisons at once."""
+    small = threshold <= 128
+    summand = (gl.where(small, 128, 256) - threshold) * 0x01010101
+    either = gl.where(small, -1, 0)
+    word = word.to(gl.int32, bitcast=True)
+    total = (word & 0x7F7F7F7F) + summand
+    return (total & word) | ((total | word) & either)
+
+
+@gluon.jit
+def draw_calls(seed, index, head, rows, columns):
+    """Four words of four bytes for each call at (row, column) of the grid of calls."""
+    zero = gl.zeros_like(rows + columns).to(gl.uint32)
+    return philox(
+        seed,
+        zero + columns.to(gl.uint32),
+        zero + rows.to(gl.uint32),
+        zero + index.to(gl.uint32),
+        zero + head.to(gl.uint32),
+    )
+
+
+@gluon.jit
+def keep_forward(
+    seed, index, head, first_row, first_column, threshold, scores: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """int32 `[M, N]` in the layout `scores`: the word whose bytes say whether to keep a score and its neighbours."""
+    layout: gl.constexpr = call_layout(M // 2, N // 8, num_warps, 1)
+    rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
+    columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
+    w0, w1, w2, w3 = draw_calls(seed, index, head, rows[:, None], columns[None, :])
+    words = keep_signs(gl.join(gl.join(w0, w2), gl.join(w1, w3)), threshold)  # four for the four columns 8 j
+    words = gl.join(gl.join(words, words), gl.join(words, words))  # for two neighbouring columns and the row 8 below
+    words = words.reshape(M // 16, 8, N // 32, 4, 4, 2, 2).permute(0, 5, 1, 2, 4, 3, 6).reshape(M, N)
+    return gl.convert_layout(words, scores)
+
+
+@gluon.jit
+def draw_backward(
+    seed, index, head, first_row, first_column, threshold, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr
+):
+    """Two words `[M / 2, N / 4]` for each call, of its keys 0 to 7 and 8 to 15, for `spread_backward`.
+
+    A warp, which has 16 keys, draws the words where the forward pass would and transposes their 8 x 8 blocks.
+    """
+    layout: gl.constexpr = call_layout(M // 2, N // 4, 1, num_warps)
+    rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
+    half = gl.arange(0, N // 4, gl.SliceLayout(0, layout))  # two for a call: its columns 0 to 15 and 16 to 31
+    columns = first_column // 8 + half // 8 * 4 + half % 4
+    w0, w1, w2, w3 = draw_calls(seed, index, head, rows[:, None], columns[None, :])
+    second = (half // 4 % 2 == 1)[None, :]
+    low, high = keep_signs(gl.where(second, w2, w0), threshold), keep_signs(gl.where(second, w3, w1), threshold)
+    return transpose_blocks(low), transpose_blocks(high)
+
+
+@gluon.jit
+def spread_backward(low, high, scores: gl.constexpr):
+    """int32 `[N, M]` in the layout `scores` of the transposed tile, as `keep_forward`."""
+    M: gl.constexpr = 2 * low.shape[0]
+    N: gl.constexpr = 4 * low.shape[1]
+    words = gl.join(low, high)
+    words = gl.join(gl.join(words, words), gl.join(words, words))
+    words = words.reshape(M // 16, 8, N // 16, 4, 2, 2, 2).permute(2, 4, 1, 0, 5, 3, 6).reshape(N, M)
+    return gl.convert_layout(words, scores)
+
+
+@gluon.jit
+def transpose_blocks(words):
+    """Transpose each warp's 8 x 8 matrices of 16 bits, of which a thread has two neighbours of a row in a word."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. `prmt`
+# with 8 + i copies the sign of byte i into a byte of a mask.
+
+DROP_FORWARD = gl.constexpr("""{
+.reg .b32 m;
+prmt.b32 m, $4, 0, 0xAA88;  and.b32 $0, $2, m;
+prmt.b32 m, $4, 0, 0xBB99;  and.b32 $1, $3, m;
+}""")
+
+DROP_BACKWARD = gl.constexpr("""{
+.reg .b32 m;
+prmt.b32 m, $16, 0, 0x8888;  and.b32 $0, $8, m;
+prmt.b32 m, $17, 0, 0xAAAA;  and.b32 $1, $9, m;
+prmt.b32 m, $18, 0, 0x8888;  and.b32 $2, $10, m;
+prmt.b32 m, $19, 0, 0xAAAA;  and.b32 $3, $11, m;
+prmt.b32 m, $20, 0, 0x9999;  and.b32 $4, $12, m;
+prmt.b32 m, $21, 0, 0xBBBB;  and.b32 $5, $13, m;
+prmt.b32 m, $22, 0, 0x9999;  and.b32 $6, $14, m;
+prmt.b32 m, $23, 0, 0xBBBB;  and.b32 $7, $15, m;
+}""")
+
+
+@gluon.jit
+def drop_forward(p, words):
+    """Weights `[M, N]`, 16-bit: zeros where dropout does not keep them."""
+    return gl.inline_asm_elementwise(DROP_FORWARD, "=r,=r,r,r,r,r,r,r", [p, words], dtype=p.dtype, is_pure=True, pack=4)
+
+
+@gluon.jit
+def drop_backward(p, words):
+    """Weights `[N, M]`, fp32."""
+    return gl.inline_asm_elementwise(
+        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r", [p, words],
+        dtype=gl.float32, is_pure=True, pack=8,
+    )  # fmt: skip

@@ -1,0 +1,278 @@
+"""Backward for Hopper GPUs in Gluon: dK, dV and dQ in one pass over the scores, with products kept in flight.
+
+As in backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to memory by
+TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products with dO
+and Q, which give dV and dK, want them.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lra.kernels.flash import tuning
+from lra.kernels.flash.hopper import (
+    add_tile,
+    barrier,
+    contiguous_heads,
+    describe,
+    draw_backward,
+    drop_backward,
+    following,
+    load_tile,
+    spread_backward,
+    store_tile,
+    zero_past,
+)
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E
+
+FLAT_ROWS, FLAT_ELEMENTS = 64, 4096
+
+
+@triton.jit(do_not_specialize=["heads", "total", "threshold"])
+def prepare_kernel(
+    out_ptr, do_ptr, lse_ptr, stats_ptr, dq_ptr, do_row, do_head, heads, total, threshold,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Zeros for the sum of dQ, and the two statistics of each row of scores, of ROWS of the T * H rows.
+
+    With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
+    needs no factor, and r * delta, where delta = rowsum(dO * O).
+    """
+    flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, head = flat // heads, flat % heads
+    d = tl.arange(0, D)[None, :]
+    real = row < total
+    offset = flat[:, None] * D + d
+    out = tl.load(out_ptr + offset, mask=real[:, None], other=0.0)
+    do = tl.load(do_ptr + (row * do_row + head * do_head)[:, None] + d, mask=real[:, None], other=0.0)
+    tl.store(dq_ptr + offset, tl.zeros([ROWS, D], tl.float32), mask=real[:, None])
+    rate = 1.0 - threshold / 256.0
+    place = head * total + row
+    second = heads.to(tl.int64) * total
+    lse = tl.load(lse_ptr + place, mask=real) + tl.load(lse_ptr + second + place, mask=real)
+    tl.store(stats_ptr + place, lse + tl.log2(rate), mask=real)
+    tl.store(stats_ptr + second + place, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1) * rate, mask=real)
+
+
+@triton.jit
+def finish_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
+    """dQ in its own dtype."""
+    i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    tl.store(
+        dq_ptr + i, (tl.load(sum_ptr + i, mask=i < elements) * scale).to(dq_ptr.dtype.element_ty), mask=i < elements
+    )
+
+
+@gluon.jit
+def row_of(t, n, last, shift, BLOCK_M: gl.constexpr):
+    """Where tile `t` in a program's order begins: the last one, then the others, each program from another one on.
+
+    All programs of a head add to the same dQ: so they do not do it all at once.
+    """
+    tile = t - 1 + shift
+    return gl.where(t == 0, last, gl.where(tile < n - 1, tile, tile - (n - 1)) * BLOCK_M)
+
+
+@gluon.jit
+def load_statistics(stats_ptr, heads, total, rows, length, lse_smem, delta_smem):
+    """Of a tile's rows, into shared memory; past the length they make every weight 0."""
+    real = rows < length
+    lse_smem.store(gl.load(stats_ptr + rows, mask=real, other=float("inf")))
+    delta_smem.store(gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0))
+
+
+@gluon.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+def hopper_backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    heads, total, max_length, padded_length, scale, scale_log2, threshold,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
+    A_IN_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    tiles = gl.cdiv(max_length, BLOCK_N)
+    program = gl.program_id(0)
+    tile = program % tiles
+    head = program // tiles % heads
+    b = program // tiles // heads
+    start = gl.load(start_ptr + b)
+    length = gl.load(length_ptr + b)
+    owned = gl.maximum(length, padded_length)
+    first_column = tile * BLOCK_N
+    if first_column >= owned:
+        return
+
+    dtype: gl.constexpr = q_desc.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])  # [N, M]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])  # [N, D]
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, num_warps // 4], [16, D // (num_warps // 4), 16]
+    )  # [M, D]
+    weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, scores)
+    BYTES: gl.constexpr = BLOCK_M * D * 2
+    row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+    k_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, D], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
+    ds_smem = gl.allocate_shared_memory(
+        dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    )
+    dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], dq_desc.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_ready.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+
+    column = head * D
+    n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
+    dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
+    dv = gl.zeros([BLOCK_N, D], gl.float32, sums)
+    if n > 0:
+        # The last tile of queries, which alone may be partial, comes first. Then tile 0, 1, ...
+        last = (n - 1) * BLOCK_M
+        shift = tile * (n - 1) // tiles
+        mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
+        load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_smem.index(0))
+        load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_smem.index(0))
+        for i in gl.static_range(STAGES):
+            from_row = start + row_of(i, n, last, shift, BLOCK_M)
+            mbarrier.expect(q_ready.index(i), BYTES, pred=i < n)
+            mbarrier.expect(do_ready.index(i), BYTES, pred=i < n)
+            load_tile(q_desc, [from_row, column], q_ready.index(i), q_smem.index(i), pred=i < n)
+            load_tile(do_desc, [from_row, column], do_ready.index(i), do_smem.index(i), pred=i < n)
+        k_tile = k_smem.index(0)
+        v_tile = v_smem.index(0)
+        mbarrier.wait(k_ready.index(0), 0)
+        partial = first_column + BLOCK_N > length
+        if partial:
+            zero_past(k_tile, length - first_column, num_warps)
+        mbarrier.wait(q_ready.index(0), 0)
+        mbarrier.wait(do_ready.index(0), 0)
+        if last + BLOCK_M > length:
+            zero_past(q_smem.index(0), length - last, num_warps)
+            zero_past(do_smem.index(0), length - last, num_warps)
+        if A_IN_REGISTERS:  # which leaves shared memory's bandwidth to B
+            k_a = k_tile.load(gl.DotOperandLayout(0, scores, 2))
+            v_a = v_tile.load(gl.DotOperandLayout(0, scores, 2))
+        else:
+            k_a = k_tile
+            v_a = v_tile
+
+        stats_ptr += head.to(gl.int64) * total + start
+        no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
+        no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
+        row = gl.arange(0, BLOCK_M, row_layout)
+        load_statistics(stats_ptr, heads, total, last + row, length, lse_smem, delta_smem)
+        low, high = 0, 0
+        if DROPOUT:
+            seed = gl.load(seed_ptr)
+            index = gl.load(index_ptr + b)
+            low, high = draw_backward(seed, index, head, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+        s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
+        slot, phase, before = 0, 0, STAGES - 1
+        barrier()  # or one would be in the loop
+        for t in range(n):
+            next_slot, next_phase = following(slot, phase, STAGES)
+            q_tile = q_smem.index(slot)
+            do_tile = do_smem.index(slot)
+            mbarrier.wait(do_ready.index(slot), phase)
+            dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
+            kept = p
+            if DROPOUT:
+                kept = drop_backward(p, spread_backward(low, high, scores))
+            p_a = gl.convert_layout(kept.to(dtype), weights)
+            delta = delta_smem.load(column_layout)[None, :]
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
+            ds = (kept * dp - p * delta if DROPOUT else p * (dp - delta)).to(dtype)
+            ds_smem.store(ds)
+            if partial:
+                zero_past(ds_smem, length - first_column, num_warps)
+            fence_async_shared()
+            tma.store_wait(0)
+            mbarrier.expect(q_ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
+            mbarrier.expect(do_ready.index(slot), BYTES, pred=t + STAGES < n)
+            dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
+            ds_a = gl.convert_layout(ds, weights)
+            dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
+            next_row = row_of(t + 1, n, last, shift, BLOCK_M)
+            load_statistics(stats_ptr, heads, total, next_row + row, length, lse_smem, delta_smem)
+            dq = warpgroup_mma_wait(1, deps=[dq])
+            dq_smem.store(dq)
+            fence_async_shared()
+            add_tile(dq_desc, [start + row_of(t, n, last, shift, BLOCK_M), column], dq_smem)
+            refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
+            refill_row = start + row_of(t - 1 + STAGES, n, last, shift, BLOCK_M)
+            load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
+            load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
+            dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
+            mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+            s = warpgroup_mma(k_a, q_smem.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if DROPOUT:
+                low, high = draw_backward(
+                    seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps
+                )
+            s = warpgroup_mma_wait(0, deps=[s])
+            before, slot, phase = slot, next_slot, next_phase
+        tma.store_wait(0)
+
+    store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
+    store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
+
+
+def launch_hopper_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backward.launch_backward`, for what `hopper.takes`. dQ is summed in fp32, in any order."""
+    total, heads, head_dim = q.shape
+    if not contiguous_heads(do):  # such as the expanded gradient of a sum
+        do = do.contiguous()
+    dropout = problem.threshold > 0
+    stats = torch.empty_like(lse)
+    dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    with torch.cuda.device_of(q):
+        prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
+            out, do, lse, stats, dq_sum, do.stride(0), do.stride(1), heads, total, problem.threshold,
+            D=head_dim, ROWS=FLAT_ROWS,
+        )  # fmt: skip
+        rows, columns, warps, stages = tuning.tile("hopper_backward", q.dtype, head_dim, dropout)
+        hopper_backward_kernel[(triton.cdiv(problem.max_length, columns) * heads * problem.size,)](
+            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
+            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
+            heads, total, problem.max_length, problem.padded_length,
+            problem.scale, problem.scale * LOG2_E, problem.threshold,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=dropout,
+            # 168 registers: three programs of 128 threads on a multiprocessor
+            A_IN_REGISTERS=head_dim == 64 or (head_dim == 32 and not dropout), num_warps=warps,
+            maxnreg=168 if head_dim == 32 else None,
+        )  # fmt: skip
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](
+            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=FLAT_ELEMENTS
+        )
+    return dq, dk, dv

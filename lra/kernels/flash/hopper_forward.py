@@ -1,0 +1,172 @@
+"""Forward for Hopper GPUs in Gluon: the loop of forward.py with its tensor-core products kept in flight.
+
+Tiles of K and V arrive by TMA. While the softmax of one tile is computed, the scores of the next tile and the product
+of the previous weights with V run on the tensor cores (the overlap within a warp group of FlashAttention-3, arXiv
+2407.08608, section 3.2).
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from lra.kernels.flash import tuning
+from lra.kernels.flash.hopper import describe, drop_forward, following, keep_forward, load_tile, store_tile, zero_past
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E
+
+
+@gluon.jit
+def fetch(descriptor, row, column, ready, buffer, slot, wanted):
+    """Start to copy the tile at (row, column) into `buffer[slot]`; `ready[slot]` completes when it is there."""
+    BYTES: gl.constexpr = buffer.shape[1] * buffer.shape[2] * 2
+    mbarrier.expect(ready.index(slot), BYTES, pred=wanted)
+    load_tile(descriptor, [row, column], ready.index(slot), buffer.index(slot), pred=wanted)
+
+
+@gluon.jit
+def thread_sums(p):
+    """`[M, 4]`, what each of the four threads that share a row of scores has of its sum: no shuffle until the end."""
+    return gl.sum(gl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 4, 2), 3), 1)
+
+
+@gluon.jit
+def softmax_step(s, top, sums, scale_log2):
+    new_top = gl.maximum(top, gl.max(s, 1))
+    offset = new_top * scale_log2
+    p = gl.exp2(s * scale_log2 - offset[:, None])
+    shrink = gl.exp2(top * scale_log2 - offset)
+    sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)
+    return p, shrink, new_top, sums
+
+
+@gluon.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    heads, total, max_length, padded_length, scale_log2, threshold,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    tiles = gl.cdiv(max_length, BLOCK_M)
+    program = gl.program_id(0)
+    tile = program % tiles
+    head = program // tiles % heads
+    b = program // tiles // heads
+    start = gl.load(start_ptr + b)
+    length = gl.load(length_ptr + b)
+    owned = gl.maximum(length, padded_length)
+    first_row = tile * BLOCK_M
+    if first_row >= owned:
+        return
+
+    dtype: gl.constexpr = q_desc.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+
+    q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+
+    column = head * D
+    n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
+    top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
+    sums = thread_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores))
+    acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
+    if n > 0:
+        # The last tile, which alone may be partial, comes first: the loop masks nothing. Then tile 0, 1, ...
+        last = (n - 1) * BLOCK_N
+        fetch(q_desc, start + first_row, column, q_ready, q_smem, 0, True)
+        for i in gl.static_range(STAGES):
+            row = start + (last if i == 0 else (i - 1) * BLOCK_N)
+            fetch(k_desc, row, column, k_ready, k_smem, i, i < n)
+            fetch(v_desc, row, column, v_ready, v_smem, i, i < n)
+        q_tile = q_smem.index(0)
+        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+        mbarrier.wait(q_ready.index(0), 0)
+        mbarrier.wait(k_ready.index(0), 0)
+        s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
+        fetch(k_desc, start + (STAGES - 1) * BLOCK_N, column, k_ready, k_smem, 0, n > STAGES)
+        columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+        s = gl.where((columns < length)[None, :], s, float("-inf"))
+        p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
+        p = p32.to(dtype)
+        if DROPOUT:
+            seed = gl.load(seed_ptr)
+            index = gl.load(index_ptr + b)
+            keep = keep_forward(seed, index, head, first_row, last, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
+            p = drop_forward(p, keep)
+        p = gl.convert_layout(p, weights)
+        mbarrier.wait(v_ready.index(0), 0)
+        if last + BLOCK_N > length:
+            zero_past(v_smem.index(0), length - last, num_warps)
+
+        slot, phase = 0, 0
+        for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
+            next_slot, next_phase = following(slot, phase, STAGES)
+            mbarrier.wait(k_ready.index(next_slot), next_phase)
+            next_s = warpgroup_mma(
+                q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True
+            )
+            mbarrier.wait(v_ready.index(slot), phase)
+            out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+            s = warpgroup_mma_wait(1, deps=[next_s])
+            fetch(k_desc, start + (t - 1 + STAGES) * BLOCK_N, column, k_ready, k_smem, next_slot, t + STAGES < n)
+            p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
+            p_next = p32.to(dtype)
+            if DROPOUT:
+                keep = keep_forward(
+                    seed, index, head, first_row, (t - 1) * BLOCK_N, threshold, scores, BLOCK_M, BLOCK_N, num_warps
+                )
+                p_next = drop_forward(p_next, keep)
+            acc, p = warpgroup_mma_wait(0, deps=[out, p])
+            fetch(v_desc, start + (t - 2 + STAGES) * BLOCK_N, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
+            p = gl.convert_layout(p_next, weights)
+            slot, phase = next_slot, next_phase
+        mbarrier.wait(v_ready.index(slot), phase)
+        acc = warpgroup_mma(p, v_smem.index(slot), acc)
+
+    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
+    sums = gl.maximum(gl.convert_layout(gl.sum(sums, 1), row_layout), 1e-30)
+    norm = 1.0 / sums
+    if DROPOUT:
+        norm = norm * (256.0 / (256 - threshold))
+    lse_ptr += head.to(gl.int64) * total + start
+    gl.store(lse_ptr + rows, top * scale_log2, mask=rows < length)
+    gl.store(lse_ptr + heads.to(gl.int64) * total + rows, gl.log2(sums), mask=rows < length)
+
+    acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, outputs))[:, None]
+    store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
+
+
+def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """As `forward.launch_forward`, for what `hopper.takes`."""
+    total, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        rows, columns, warps, stages = tuning.tile("hopper_forward", q.dtype, head_dim, problem.threshold > 0)
+        hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
+            describe(q, rows), describe(k, columns), describe(v, columns), out, lse,
+            problem.start, problem.length, problem.seed, problem.index,
+            heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=problem.threshold > 0, num_warps=warps,
+        )  # fmt: skip
+    return out, lse

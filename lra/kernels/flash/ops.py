@@ -1,0 +1,96 @@
+"""The kernels as PyTorch operators, `lra::flash_forward` and `lra::flash_backward`, and the derivative of the first.
+
+torch.compile takes an operator as one node: the graph does not break, and strides arrive as they are. Defined by the
+lower level of `torch.library`, because `custom_op` with `register_autograd` costs about 35 us more per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lra.kernels.flash.problem import Problem
+
+PROBLEM = (  # the fields of `Problem`, in their order
+    "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
+    "Tensor? seed, Tensor? index, bool deterministic"
+)
+
+
+class Attention(torch.autograd.Function):
+    """The derivative with respect to q, k and v of the result alone, not of the log-sum-exp, and only the first."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
+            out, lse = flash_forward(q, k, v, *problem)
+        # The tensors of the problem too, so that autograd notices if the caller overwrites one before the backward.
+        start, length, *numbers, seed, index, deterministic = problem
+        ctx.save_for_backward(q, k, v, out, lse, start, length, seed, index)
+        ctx.numbers, ctx.deterministic = numbers, deterministic
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros in the place of the log-sum-exp's gradient
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, out, lse, start, length, seed, index = ctx.saved_tensors
+        problem = (start, length, *ctx.numbers, seed, index, ctx.deterministic)
+        return *flash_backward(q, k, v, out, lse, do, *problem), *(None,) * len(problem)
+
+
+# Triton is imported by the first call, so that a machine without it has the other path.
+def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    from lra.kernels.flash.forward import launch_forward
+
+    return launch_forward(q, k, v, Problem(*problem))
+
+
+def run_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, *problem: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lra.kernels.flash.backward import launch_backward
+
+    return launch_backward(q, k, v, out, lse, do, Problem(*problem))
+
+
+# Shapes and dtypes of what the two return, all contiguous.
+def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(2, q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+LIBRARY = torch.library.Library("lra", "FRAGMENT")
+
+
+def define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lra::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.lra, name).default
+
+
+flash_forward = define(
+    "flash_forward",
+    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor lse)",
+    run_forward,
+    fake_forward,
+)
+flash_backward = define(
+    "flash_backward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, {PROBLEM})"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    run_backward,
+    fake_backward,
+)
+LIBRARY.impl("flash_forward", Attention.apply, "Autograd")

@@ -1,0 +1,201 @@
+"""`lra tune`: measures candidate tiles on this GPU and keeps, for each kernel, the fastest that is right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from lra import environment
+from lra.errors import UsageError
+from lra.kernels.flash import flash_attention, tuning
+from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
+from lra.kernels.testing import Case, check
+
+# Queries, keys, warps, stages. `tuning.default` is tried too, and first.
+NARROW_FORWARD = ((128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
+WIDE_FORWARD = ((128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
+NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 4, 2), (32, 64, 4, 3))
+WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))
+HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
+HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 2), (64, 128, 8, 3))
+FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
+
+HEADS, LENGTHS = 8, (4096,) * 8  # what is timed
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `lra tune` measures: the fields of its command line."""
+
+    kernels: tuple[str, ...] = ()  # none named: all that run on this GPU
+    dtypes: tuple[str, ...] = DTYPES
+    head_dims: tuple[int, ...] = (32, 64, 128)
+    dropout: tuple[bool, ...] = (False, True)
+    out: Path | None = None  # the user's table of this GPU
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate: how long its pass took, or why it is out of the question."""
+
+    key: Key
+    tile: Tile
+    microseconds: float | None = None
+    fault: str = ""
+
+
+def parse(args: Sequence[str]) -> Options:
+    """Options from `field=value` or `field=value,value`; UsageError names what is not understood."""
+    hints, values = get_type_hints(Options), {}
+    for arg in args:
+        field, equals, text = arg.partition("=")
+        if not equals or field not in hints:
+            raise UsageError(
+                f"lra tune does not know '{arg}': its fields are {', '.join(f'{name}=' for name in hints)}"
+            )
+        values[field] = Path(text) if field == "out" else tuple(_value(field, part) for part in text.split(","))
+    return Options(**values)
+
+
+def _value(field: str, text: str) -> str | int | bool:
+    known = {"kernels": KERNELS, "dtypes": DTYPES, "head_dims": range(1, 129), "dropout": (False, True)}[field]
+    for value in known:
+        if text.lower() == str(value).lower():
+            return value
+    shown = "1 to 128" if field == "head_dims" else ", ".join(str(value).lower() for value in known)
+    raise UsageError(f"{field}={text}: {field}= takes {shown}")
+
+
+def tune(options: Options) -> Iterator[Trial]:
+    """Yields every trial as it is made; the table is written whenever one of its rows is known.
+
+    Rows that this does not measure stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
+    compiling.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
+    torch.cuda.init()
+    refusal = tuning.hopper_refusal(tuning.capability())
+    if refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
+        raise UsageError(f"Hopper's kernels can't be measured: {refusal}")
+    kernels = options.kernels or [kernel for kernel in KERNELS if not (refusal and kernel.startswith("hopper_"))]
+    table = _begin(destination(options))
+    for dtype, head_dim, kernel, dropout in itertools.product(
+        options.dtypes, options.head_dims, kernels, options.dropout
+    ):
+        if dtype == "float32" and (kernel.startswith("hopper_") or kernel == "dkdv_dq"):
+            continue  # those are for 16 bits
+        key = Key(kernel, dtype, block_dim(head_dim), dropout)
+        trials = []
+        for candidate in candidates(key):
+            trials.append(measure(key, head_dim, candidate))
+            yield trials[-1]
+        best = yield from _fastest(key, head_dim, trials)
+        if best:
+            table.tiles[key], table.microseconds[key] = best
+            tuning.write(table)
+    tuning.forget()
+    if not table.tiles:
+        raise UsageError("no tile was right, so no table is written: the reasons are listed above")
+
+
+def destination(options: Options) -> Path:
+    return options.out or tuning.user_table(torch.cuda.get_device_name())
+
+
+def _begin(path: Path) -> Table:
+    """The table in `path` with what it may keep."""
+    new = environment.describe() | {"ptxas": tuning.dotted(tuning.ptxas(tuning.capability()).version)}
+    try:
+        old = tuning.read(path)
+    except UsageError:  # there is none, or nothing worth keeping
+        old = None
+    if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
+        return Table(path, new, tuning.sources(), {}, {})
+    commands = dict.fromkeys([*old.measured["command"].split(" && "), new["command"]])
+    return old._replace(measured=new | {"command": " && ".join(commands)})
+
+
+def _fastest(key: Key, head_dim: int, trials: Sequence[Trial]) -> Generator[Trial, None, tuple[Tile, float] | None]:
+    """The fastest that is right with the causal mask too; yields those that are not."""
+    timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
+    for microseconds, candidate in sorted(timed):
+        fault = wrong(key, head_dim, candidate, causal=True)
+        if not fault:
+            return candidate, microseconds
+        yield Trial(key, candidate, fault=f"causal: {fault}")
+    return None
+
+
+def candidates(key: Key) -> list[Tile]:
+    """A short list, without repetitions; the default comes first."""
+    if key.dtype == "float32":
+        tiles = FLOAT32
+    elif key.kernel.startswith("hopper_"):
+        tiles = HOPPER_FORWARD if key.kernel == "hopper_forward" else HOPPER_BACKWARD
+    elif key.kernel == "forward":
+        tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
+    else:
+        tiles = NARROW_BACKWARD if key.block_d <= 64 else WIDE_BACKWARD
+    first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d)
+    return list(dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]))
+
+
+def measure(key: Key, head_dim: int, tile: Tile) -> Trial:
+    """Check one candidate, then time it."""
+    fault = wrong(key, head_dim, tile, causal=False)
+    return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time(key, head_dim, tile))
+
+
+def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
+    """What is wrong with the results of this tile, or why there are none; empty if they are right."""
+    case = Case(
+        (300, 0, 1, 127), heads=2, head_dim=head_dim, dtype=getattr(torch, key.dtype), strides="fused", causal=causal,
+        dropout=0.1 * key.dropout, deterministic=_deterministic(key),
+    )  # fmt: skip
+    try:
+        with tuning.forced(key.kernel, tile) as launched:
+            errors = check(case, "cuda", "triton")
+            if not launched and not causal:
+                return "another kernel takes this case"
+    except Exception as error:  # a tile that does not compile or fit raises what it likes
+        torch.cuda.synchronize()  # raises too if the GPU can't go on
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
+
+
+def time(key: Key, head_dim: int, tile: Tile) -> float:
+    """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
+    from triton.testing import do_bench
+
+    rows = sum(LENGTHS)
+    make = lambda: torch.randn(rows, HEADS, head_dim, device="cuda").to(getattr(torch, key.dtype))  # noqa: E731
+    qkv, do = [make().requires_grad_() for _ in range(3)], make()
+    length = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+
+    def forward() -> torch.Tensor:
+        return flash_attention(
+            *qkv, start=length.cumsum(0, dtype=torch.int32) - length, length=length, max_length=max(LENGTHS),
+            dropout=0.1 * key.dropout, seed=torch.zeros((), dtype=torch.int64, device="cuda"), impl="triton",
+            deterministic=_deterministic(key),
+        )  # fmt: skip
+
+    with tuning.forced(key.kernel, tile):
+        if key.kernel.endswith("forward"):
+            with torch.no_grad():
+                milliseconds: Any = do_bench(forward, warmup=10, rep=50, return_mode="median")
+        else:
+            out = forward()
+            backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)  # noqa: E731
+            milliseconds = do_bench(backward, warmup=10, rep=50, return_mode="median")
+    return round(1000 * milliseconds, 1)
+
+
+def _deterministic(key: Key) -> bool:
+    """Whether the kernel belongs to the backward without atomics."""
+    return key.kernel in ("dkdv", "dq")

@@ -1,0 +1,284 @@
+"""Which kernels run, and which tile of scores each works on.
+
+A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
+`default`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lra.errors import UsageError
+
+KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward")
+DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
+HERE = Path(__file__).parent
+
+# Before 13.3, ptxas may reuse registers that an asynchronous wgmma still reads (12.8, 12.9), or write shared memory out
+# of bounds (12.8, 13.0), for Hopper.
+TRUSTED_PTXAS = (13, 3)
+
+
+class Tile(NamedTuple):
+    """Tile of scores that a program works on at a time, and how. All are powers of two but the stages."""
+
+    rows: int  # queries
+    columns: int  # keys, a multiple of 16
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of a launch. Fusing a * b + c is the default of some Triton versions only."""
+        return dict(
+            BLOCK_M=self.rows, BLOCK_N=self.columns, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
+        )
+
+
+class Key(NamedTuple):
+    """What a tile is measured for."""
+
+    kernel: str  # one of KERNELS
+    dtype: str  # one of DTYPES
+    block_d: int  # the head dimension inside the kernel, a power of two
+    dropout: bool
+
+
+class Table(NamedTuple):
+    """Measured tiles, as a file has them."""
+
+    path: Path
+    measured: dict[str, Any]  # environment.describe() of the measurement, and its ptxas
+    sources: str  # `sources()` of the kernels that were measured
+    tiles: dict[Key, Tile]
+    microseconds: dict[Key, float]  # of the pass with that tile
+
+
+class Ptxas(NamedTuple):
+    """The assembler that Triton calls for a GPU."""
+
+    path: str
+    version: tuple[int, ...]  # (12, 8)
+    variable: str  # the environment variable that names another one
+
+
+def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
+    """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one."""
+    if kernel in _forced:
+        _asked.add(kernel)
+        return _forced[kernel]
+    return _tile(_current_device(), kernel, dtype, block_d, dropout)
+
+
+def use_hopper(q: torch.Tensor) -> bool:
+    """Whether the Gluon kernels for Hopper take `q`. The plain Triton kernels run everywhere else."""
+    if _forced:
+        return next(iter(_forced)).startswith("hopper_")
+    if q.dtype == torch.float32:
+        return False
+    return _hopper_allowed(capability(q.device))
+
+
+@contextmanager
+def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
+    """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
+
+    The set has the kernel once it has been launched.
+    """
+    _forced[kernel] = tile
+    _asked.clear()
+    try:
+        yield _asked
+    finally:
+        del _forced[kernel]
+
+
+_forced: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
+_asked: set[str] = set()
+
+
+def block_dim(head_dim: int) -> int:
+    """The head dimension inside the kernels: a power of two, and at least the 16 that tl.dot needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def default(kernel: str, dtype: torch.dtype, block_d: int) -> Tile:
+    """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
+    narrow, generation = block_d <= 64, capability()[0]
+    if dtype == torch.float32:  # exact products run on the ordinary units, from registers
+        if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
+            return Tile(32, 32, 8, 2)
+        return Tile(64, 32, 8, 2) if narrow else Tile(32, 16, 8, 2)
+    if generation in (8, 12):  # mma.sync: operands and sums all lie in registers
+        if kernel == "forward":
+            return Tile(128, 32, 8, 2) if narrow else Tile(64, 64, 8, 2)
+        return Tile(64, 32, 4, 2) if narrow else Tile(32, 64, 8, 2)
+    return {
+        "forward": Tile(128, 64, 8, 3 if narrow else 2),
+        "dkdv": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
+        "dq": Tile(64, 64, 4 if narrow else 8, 2),
+        "dkdv_dq": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
+        "hopper_forward": Tile(64, 128, 4, 2) if narrow else Tile(64, 64, 4, 2),
+        "hopper_backward": Tile(64, 64, 4, 3) if narrow else Tile(64, 128, 8, 2),
+    }[kernel]
+
+
+def capability(device: torch.device | None = None) -> tuple[int, int]:
+    """Compute capability of a device, by default the current one; (0, 0) of the CPU, where kernels are interpreted."""
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def hopper_refusal(capability: tuple[int, int]) -> str | None:
+    """Why the Gluon kernels do not run on GPUs of this capability; None where they do."""
+    from triton import knobs
+
+    if capability != (9, 0):
+        return f"the faster kernels are for compute capability 9.0, not {dotted(capability)}"
+    if knobs.runtime.interpret:
+        return "Triton interprets (TRITON_INTERPRET=1)"
+    used = ptxas(capability)
+    if used.version < TRUSTED_PTXAS:
+        installed = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "ptxas")
+        return (
+            f"ptxas {dotted(used.version)} is known to miscompile for Hopper: pip install 'nvidia-cuda-nvcc>=13.4', "
+            f"then set {used.variable}={installed}"
+        )
+    return None
+
+
+def ptxas(capability: tuple[int, int]) -> Ptxas:
+    """The ptxas that Triton calls for GPUs of this capability, which differs between its versions."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    used = get_ptxas(10 * capability[0] + capability[1])
+    blackwell = used.path == knobs.nvidia.ptxas_blackwell.path
+    variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
+    return Ptxas(used.path, tuple(int(part) for part in used.version.split(".")), variable)
+
+
+def tables() -> list[Table]:
+    """The tables for the current device, the one to look into first in front."""
+    found = []
+    if torch.cuda.is_initialized():
+        path = user_table(torch.cuda.get_device_name())
+        if path.exists():
+            table = read(path)
+            if reason := outdated(table):
+                warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
+            else:
+                found.append(table)
+    major, minor = capability()
+    path = HERE / "tuned" / f"sm_{major}{minor}.json"
+    return [*found, read(path)] if path.exists() else found
+
+
+def user_table(gpu: str) -> Path:
+    """Where `lra tune` keeps what it measured: in the folder of prepared data, for each model of GPU."""
+    if chosen := os.environ.get("LRA_DATA"):
+        root = Path(chosen).expanduser().absolute()
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
+    return root / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
+
+
+def outdated(table: Table) -> str | None:
+    """Why a user's table says nothing about the kernels of today; None where it does."""
+    import triton
+
+    before = table.measured["versions"]["triton"]
+    if before != triton.__version__:
+        return f"it was measured with Triton {before}, and this is {triton.__version__}"
+    return None if table.sources == sources() else "the kernels have changed since it was measured"
+
+
+def sources() -> str:
+    """Identity of the kernels: a hash of the files that hold any."""
+    files = [file.read_bytes() for file in sorted(HERE.glob("*.py"))]
+    kernels = [text for text in files if re.search(rb"^@(triton|gluon)\.jit", text, re.MULTILINE)]
+    return hashlib.sha256(b"".join(kernels)).hexdigest()[:16]
+
+
+def read(path: Path) -> Table:
+    """UsageError if the file is not what `write` wrote."""
+    try:
+        content = json.loads(path.read_text())
+        table = Table(path, content["measured"], content["sources"], {}, {})
+        for row in content["tiles"]:
+            key = Key(*(row[name] for name in Key._fields))
+            chosen = Tile(*(row[name] for name in Tile._fields))
+            if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 for n in (key.block_d, *chosen)):
+                raise ValueError(f"no kernel has the row {row}")
+            table.tiles[key], table.microseconds[key] = chosen, row["microseconds"]
+        if not (table.measured["versions"]["triton"] and table.measured["gpu"] and table.measured["date"]):
+            raise ValueError("it does not say what it was measured with")
+        return table
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is broken ({error}): delete it, or measure anew with lra tune") from error
+
+
+def write(table: Table) -> None:
+    """Replaces the file in one step, a line for each row."""
+    head = json.dumps({"measured": table.measured, "sources": table.sources}, indent=2).removesuffix("\n}")
+    rows = (
+        {**key._asdict(), **table.tiles[key]._asdict(), "microseconds": table.microseconds[key]}
+        for key in sorted(table.tiles)
+    )
+    body = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    aside = table.path.with_name(f".{table.path.name}.{os.getpid()}")
+    try:
+        table.path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(f'{head},\n  "tiles": [\n{body}\n  ]\n}}\n')
+        os.replace(aside, table.path)
+    except OSError as error:
+        raise UsageError(f"cannot write {table.path} ({error.strerror}): name another file with out=") from error
+
+
+def forget() -> None:
+    """Read the tables, and ask for the GPU, anew: after a table was written."""
+    for cached in (_tile, _tables, _hopper_allowed):
+        cached.cache_clear()
+
+
+def _current_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+@functools.cache
+def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
+    """`device` is the current one, here so that each has its own."""
+    key = Key(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
+    return next((table.tiles[key] for table in _tables(device) if key in table.tiles), default(kernel, dtype, block_d))
+
+
+@functools.cache
+def _tables(device: int | None) -> list[Table]:
+    return tables()
+
+
+@functools.cache
+def _hopper_allowed(capability: tuple[int, int]) -> bool:
+    if capability[0] != 9:
+        return False
+    refusal = hopper_refusal(capability)
+    if refusal:
+        warnings.warn(f"attention runs on the slower plain Triton kernels: {refusal}", stacklevel=4)
+    return refusal is None
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """As people write it: (12, 8) is 12.8."""
+    return ".".join(map(str, version))

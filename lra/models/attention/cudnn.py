@@ -1,0 +1,46 @@
+"""cuDNN's fused attention through PyTorch, for comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention, AttentionSpec
+
+
+@ATTENTIONS.register(
+    "cudnn",
+    exact=True,
+    dropout=False,  # only probabilities that are multiples of 1/16
+    ragged=False,
+    head_dims=(8, 128),
+    dtypes=("bf16",),
+    needs_gpu=True,
+    paper="NVIDIA cuDNN, fused attention",
+)
+class CudnnAttention(Attention):
+    """cuDNN's fused attention, through PyTorch."""
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__(config, spec)
+        if spec.head_dim % 8:
+            raise UsageError(f"attn=cudnn supports head dimensions that are multiples of 8, not {spec.head_dim}")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        # a sequence of length 0 sees one column, as a softmax over nothing is NaN; its rows are zeroed like all padding
+        seen_BN = batch.mask()
+        seen_BN = seen_BN | (batch.length == 0)[:, None]
+        out = self.dense(batch.pad(q), batch.pad(k), batch.pad(v), seen_BN[:, None, None, :])
+        return out.masked_fill(~batch.mask()[:, :, None, None], 0).flatten(0, 1)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same; a mask costs half the speed."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)

@@ -1,0 +1,156 @@
+"""The authors' own kernels, for comparison: FlashAttention-3, 4 or 2, the first of them that is there.
+
+FlashAttention-3 may also be its compiled extension alone: the environment variable FA3_LIB names that file, and
+FA3_CUDART the libcudart it was linked with, where the loader does not find it by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.sdpa import Varlen, attend_packed
+
+
+class Library(NamedTuple):
+    """One version of FlashAttention."""
+
+    name: str
+    dense: Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, N, H, D] -> [B, N, H, D]
+    varlen: Varlen
+
+
+@ATTENTIONS.register(
+    "flash_attn",
+    exact=True,
+    dropout=False,  # versions 3 and 4 have none; version 2, which has, is attn=sdpa
+    head_dims=(8, 256),
+    dtypes=("bf16",),
+    needs_gpu=True,
+    paper="Shah et al. 2024, arXiv 2407.08608",
+    requires=("flash_attn|flash_attn_interface|$FA3_LIB",),
+)
+class FlashAttnAttention(Attention):
+    """The flash-attn package: FlashAttention-3, 4 or 2, the first that is there."""
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__(config, spec)
+        if spec.head_dim % 8:
+            raise UsageError(f"attn=flash_attn supports head dimensions that are multiples of 8, not {spec.head_dim}")
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        return f"{super().resolve(device, precision)} by {library().name}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        if batch.padded and library().name == "FlashAttention-3":  # it reads padded rows in place
+            padded = (batch.pad(x) for x in (q, k, v))
+            used = {"seqused_q": batch.length, "seqused_k": batch.length}
+            return FlashAttention3.apply(*padded, used).flatten(0, 1)
+        return attend_packed(library().varlen, q, k, v, batch)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same."""
+        return library().dense(*(_last_dim_contiguous(x) for x in (q, k, v)))
+
+
+@functools.cache
+def library() -> Library:
+    """What is installed; UsageError with each one's reason if nothing can be imported. FA3_LIB allows no other."""
+    reasons = []
+    for load in (_version_3,) if os.environ.get("FA3_LIB") else (_version_3, _version_4, _version_2):
+        try:
+            return load()
+        except (ImportError, OSError, AttributeError) as error:
+            why = str(error.__cause__ or error)  # torch.ops.load_library hides what the loader said
+            reasons.append(f"{load.__doc__}: {why.splitlines()[0] if why else type(error).__name__}")
+    raise UsageError(f"attn=flash_attn can't be imported ({'; '.join(reasons)}): use attn=sdpa, or install another")
+
+
+def _version_3() -> Library:
+    """FlashAttention-3"""
+    if extension := os.environ.get("FA3_LIB"):
+        if runtime := os.environ.get("FA3_CUDART"):
+            ctypes.CDLL(runtime, ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(extension)
+    else:
+        importlib.import_module("flash_attn_interface")
+    assert torch.ops.flash_attn_3.fwd and torch.ops.flash_attn_3.bwd  # AttributeError where they are not
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
+        sequences = {
+            "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": max_length, "max_seqlen_k": max_length
+        }  # fmt: skip
+        return FlashAttention3.apply(q, k, v, sequences)
+
+    return Library("FlashAttention-3", lambda q, k, v: FlashAttention3.apply(q, k, v, {}), varlen)
+
+
+def _version_4() -> Library:
+    """FlashAttention-4"""
+    package = importlib.import_module("flash_attn.cute")
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
+        sequences = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=max_length, max_seqlen_k=max_length)
+        return _first(package.flash_attn_varlen_func(q, k, v, **sequences))
+
+    return Library("FlashAttention-4", lambda q, k, v: _first(package.flash_attn_func(q, k, v)), varlen)
+
+
+def _version_2() -> Library:
+    """FlashAttention-2"""
+    package = importlib.import_module("flash_attn")
+    if not hasattr(package, "flash_attn_func"):  # the namespace that version 4 alone leaves
+        raise ImportError("no flash_attn_func in flash_attn")
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
+        return package.flash_attn_varlen_func(q, k, v, bounds, bounds, max_length, max_length)
+
+    return Library("FlashAttention-2", package.flash_attn_func, varlen)
+
+
+class FlashAttention3(torch.autograd.Function):
+    """The operators of FlashAttention-3 with their derivative; `sequences` are their arguments for ragged batches.
+
+    With `seqused_*` the operators leave the rows past a length alone: result and gradients are zeros there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any]) -> Tensor:
+        scale = q.shape[-1] ** -0.5
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if "seqused_q" in sequences else None
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=out, softmax_scale=scale, num_splits=1, **sequences)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.sequences = scale, sequences
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        make = torch.zeros if "seqused_q" in ctx.sequences else torch.empty
+        dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            _last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.sequences
+        )
+        return dq, dk, dv, None
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result

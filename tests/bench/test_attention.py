@@ -1,0 +1,279 @@
+"""`lra bench attention` on the CPU: options, checks, records, tables, plots. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lra.bench import attention, plots, timing
+from lra.bench.attention import bench, configure, notes, tables
+from lra.bench.cell import Cell, make_batch
+from lra.bench.check import check_dropout, check_small, check_timed, one_head
+from lra.bench.imdb import LENGTHS
+from lra.cli import app
+from lra.config.registry import Registry
+from lra.errors import UsageError
+from lra.kernels.flash.reference import reference_attention
+from lra.models.attention import ATTENTIONS, Capabilities
+from lra.models.attention.base import Attention
+from lra.models.attention.standard import StandardAttention
+
+CPU = torch.device("cpu")
+TINY = {"lengths": "16,32", "head_dims": "16", "dtypes": "fp32", "tokens": "64", "heads": "2"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Attentions that are wrong, each in one way, registered beside the real ones for one test."""
+    shapes = Registry("attention", "lra.models.attention", Capabilities)
+    facts: Any = {"exact": True, "ragged": False, "paper": "none"}
+
+    @shapes.register("scaled", **facts)
+    class Scaled(StandardAttention):
+        def forward(self, q, k, v, batch):
+            return super().forward(q, k, v, batch) * 1.01
+
+    @shapes.register("gradient", **facts)
+    class Gradient(StandardAttention):
+        def forward(self, q, k, v, batch):
+            return super().forward(q, k.detach() * 0.9 + k * 0.1, v, batch)
+
+    @shapes.register("long", **facts)
+    class Long(StandardAttention):
+        """Right for a few hundred rows only."""
+
+        def forward(self, q, k, v, batch):
+            out = super().forward(q, k, v, batch)
+            return out * 1.5 if batch.max_length > 200 else out
+
+    @shapes.register("keeps", **facts)
+    class Keeps(Attention):
+        """Takes dropout and does not drop."""
+
+        def forward(self, q, k, v, batch):
+            return reference_attention(q, k, v, start=batch.start, length=batch.length)
+
+    @shapes.register("approximate", **(facts | {"exact": False}))
+    class Approximate(Attention):
+        def forward(self, q, k, v, batch):
+            return (q + k + v) / 3
+
+    @shapes.register("infinite", **(facts | {"exact": False}))
+    class Infinite(Attention):
+        def forward(self, q, k, v, batch):
+            return (q + k + v) / 0
+
+    @shapes.register("crashes", **facts)
+    class Crashes(Attention):
+        def forward(self, q, k, v, batch):
+            raise RuntimeError("no such instruction\nat line 3")
+
+    @shapes.register("backward_too_large", **facts)
+    class BackwardTooLarge(StandardAttention):
+        def forward(self, q, k, v, batch):
+            out = super().forward(q, k, v, batch)
+            if batch.max_length == 32 and out.requires_grad:
+                out.register_hook(self.fail)
+            return out
+
+        def fail(self, grad):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    real = ATTENTIONS.get
+    monkeypatch.setattr(ATTENTIONS, "get", lambda name: shapes._classes.get(name) or real(name))
+
+
+def tiny(*args: str) -> list[str]:
+    """The arguments, over those of a tiny problem."""
+    return [f"{name}={value}" for name, value in (TINY | dict(arg.split("=", 1) for arg in args)).items()]
+
+
+def records(*args: str) -> list[dict[str, Any]]:
+    return bench(tiny(*args))["cells"]
+
+
+def test_every_combination_is_a_cell_and_attentions_vary_fastest():
+    options = configure(["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"])
+    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cells()]
+    assert len(cells) == 8
+    assert cells[:3] == [("flash", 0.0, (128,) * 4), ("standard", 0.0, (128,) * 4), ("flash", 0.0, (256,) * 2)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    {
+        ("lenghts=1",): "unknown field 'lenghts': did you mean 'lengths'",
+        ("attns=flahs",): "unknown attention 'flahs': did you mean 'flash'",
+        ("attns=flash:imlp=sdpa",): "attns=flash: unknown field 'imlp': did you mean 'impl'",
+        ("attns=flash:impl=cuda",): "attns=flash: impl=cuda: choose from auto, triton, sdpa",
+        ("attns=standard:impl=sdpa",): "attns=standard: unknown field 'impl': it has none",
+        ("attns=flash:impl",): "attns=flash: 'impl' is not of the form field=value",
+        ("lengths=0",): "lengths= must be at least 1",
+        ("batch=0",): "batch= must be at least 1",
+        ("lengths=1K",): "lengths=1K: '1K' is not of the type int",
+        ("dropout=1",): "dropout= must be at least 0 and below 1",
+        ("dtypes=bf16,int8",): "dtypes=int8 is unknown: choose from bf16, fp16, fp32",
+        ("passes=sideways",): "passes=sideways is unknown: choose from forward, backward, both",
+        ("table=8",): "table=8: choose from 7, 21",
+        ("ragged=imdb", "lengths=128"): "lengths= does not go with ragged=imdb",
+        ("ragged=imdb", "batch=1000"): "batch=1000: ragged=imdb has 128 lengths",
+        ("batch=4", "tokens=64"): "tokens= does not go with batch=",
+        ("heads=2", "heads=4"): "heads= is given twice",
+        ("heads",): "'heads' is not of the form field=value",
+    }.items(),
+)
+def test_bad_options_name_the_mend(args, message):
+    with pytest.raises(UsageError, match=message):
+        configure(args)
+
+
+def test_tables_are_other_defaults():
+    seven, twenty_one = configure(["table=7"]), configure(["table=21", "lengths=128"])
+    assert (seven.lengths, seven.batch, seven.heads, seven.dropout) == ((128, 256, 512), 64, 16, (0.1,))
+    assert (twenty_one.lengths, twenty_one.batch, twenty_one.heads, twenty_one.head_dims) == ((128,), 16, 8, (64,))
+    assert configure(["table=21"]).lengths[-1] == 65536
+
+
+def test_records_tables_and_json(tmp_path):
+    lines: list[str] = []
+    out, folder = tmp_path / "new" / "a.json", tmp_path / "plots"
+    args = tiny("attns=flash,sdpa,standard,cudnn", f"out={out}", f"plots={folder}")
+    result = bench(args, progress=lines.append)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
+    assert result["environment"]["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert len(lines) == 8 and len(result["cells"]) == 24
+    by_name = {(r["attention"], r["N"], r["pass"]): r for r in result["cells"]}
+    record = by_name["flash", 32, "both"]
+    assert record["status"] == "ok" and 0 < record["checked"] <= 1 and record["memory_mb"] is None
+    assert (record["batch"], record["tokens"], record["squares"]) == (2, 64, 2 * 32 * 32)
+    assert record["tflops"] == pytest.approx(3.5 * 4 * 2 * 16 * record["squares"] / record["ms"] / 1e9, rel=2e-3)
+    assert by_name["cudnn", 16, "forward"]["status"] == "unsupported" and not by_name["cudnn", 16, "forward"]["ms"]
+
+    shown = list(tables(result["cells"]))
+    assert [title for title, _, _ in shown] == [f"{name}: ms (TFLOP/s)" for name in ("forward", "backward", "both")]
+    _, header, rows = shown[0]
+    assert header == ["dtype", "d", "dropout", "N", "batch", "flash", "sdpa", "standard", "cudnn"]
+    assert [row[:5] for row in rows] == [["fp32", "16", "0.0", "16", "4"], ["fp32", "16", "0.0", "32", "2"]]
+    assert all(row[8] == "" and "(" in row[5] for row in rows)
+    assert len(notes(result["cells"])) == 1 and "cudnn: unsupported: attn=cudnn" in notes(result["cells"])[0]
+
+    files = sorted(path.name for path in folder.iterdir())  # no memory on a CPU
+    assert files == [f"runtime-{name}-fp32-d16-p0.svg" for name in ("backward", "both", "forward")]
+    drawing = ElementTree.parse(folder / files[0])
+    assert len(drawing.findall("{*}polyline")) == 3
+
+
+def test_options_of_an_attention_are_part_of_its_name():
+    (record,) = records("attns=flash:impl=sdpa", "lengths=16", "passes=forward")
+    assert (record["attention"], record["status"]) == ("flash:impl=sdpa", "ok")
+
+
+def test_dropout_is_checked_and_timed():
+    assert {r["status"] for r in records("attns=flash,sdpa,standard", "dropout=0.25", "lengths=16")} == {"ok"}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precisions_are_checked_in_their_own_budget(dtype):
+    assert {r["status"] for r in records("attns=standard,sdpa", f"dtypes={dtype}", "lengths=16")} == {"ok"}
+
+
+def test_ragged_batches_have_real_lengths(monkeypatch):
+    assert len(LENGTHS) == 128 and max(LENGTHS) == 4096 and sum(LENGTHS[:32]) == 47195
+    monkeypatch.setattr(attention, "LENGTHS", (40, 0, 7))
+    args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
+    cells = bench(args)["cells"]
+    assert {(r["status"], r["tokens"], r["squares"], r["N"]) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
+
+
+@pytest.mark.parametrize("name", ["scaled", "gradient", "infinite"])
+def test_a_wrong_kernel_is_caught_and_not_timed(broken, name):
+    for record in records(f"attns={name}", "lengths=16"):
+        assert record["status"] == "WRONG" and record["ms"] is None and record["reason"]
+
+
+def test_what_is_wrong_only_at_the_timed_size_is_caught(broken):
+    first, second = records("attns=long", "lengths=16,256", "passes=forward")
+    assert (first["status"], second["status"]) == ("ok", "WRONG") and "out is off by" in second["reason"]
+
+
+def test_dropout_that_does_not_drop_is_caught(broken):
+    assert {r["status"] for r in records("attns=keeps", "lengths=16")} == {"ok"}
+    (record,) = records("attns=keeps", "lengths=16", "dropout=0.1", "passes=forward")
+    assert record["status"] == "WRONG" and "dropout 0.1 makes ones 1.000 ± 0.000" in record["reason"]
+
+
+def test_an_approximate_attention_is_checked_for_finite_output(broken):
+    for record in records("attns=approximate", "lengths=16"):
+        assert record["status"] == "ok" and record["checked"] is None
+
+
+def test_one_failure_leaves_the_other_cells(broken):
+    cells = records("attns=crashes,standard", "lengths=16", "passes=forward")
+    assert [r["status"] for r in cells] == ["failed", "ok"]
+    assert cells[0]["reason"] == "RuntimeError: no such instruction"
+
+
+def test_what_does_not_fit_is_oom_and_the_forward_is_still_timed(broken):
+    cells = records("attns=backward_too_large")
+    status = {(r["N"], r["pass"]): r["status"] for r in cells}
+    assert {status[16, name] for name in attention.PASSES} == {"ok"}
+    assert [status[32, name] for name in attention.PASSES] == ["ok", "OOM", "OOM"]
+    assert next(iter(tables(cells[3:])))[2][0][-1] != "OOM" and list(tables(cells))[2][2][1][-1] == "OOM"
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_one_head_in_chunks_is_the_reference(monkeypatch, dropout):
+    monkeypatch.setattr("lra.bench.check.CHUNK", 7 * 33)
+    lengths, seed = (5, 33), torch.tensor(99)
+    batch = make_batch(lengths, False, CPU, seed=seed)
+    q, k, v, do = (torch.randn(38, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    options: Any = {"start": batch.start, "length": batch.length, "dropout": dropout, "seed": seed}
+    out = reference_attention(q, k, v, **options)
+    expected = (out, *torch.autograd.grad(out, (q, k, v), do))
+    q, k, v, do = (x[5:, 2].detach() for x in (q, k, v, do))
+    for actual, exact in zip(one_head(q, k, v, do, dropout, seed, 1, 2, torch.float64), expected, strict=True):
+        torch.testing.assert_close(actual, exact[5:, 2])
+
+
+def test_verdicts_are_within_the_budget_and_not_zero():
+    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64), 2)
+    assert 0 < (check_small(cell.small(), CPU).ratio or 0) <= 1
+    batch = make_batch(cell.lengths, True, CPU)
+    verdict = check_timed(cell, [torch.randn(128, 2, 16) for _ in range(4)], batch)
+    assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
+    assert not check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
+
+
+def test_axes_have_ticks_within_a_decade():
+    drawing = ElementTree.fromstring(plots.chart("a < b", "ms", {"flash": [(1024, 0.3)], "x": [(1024, 0.4)]}))
+    texts = [element.text for element in drawing.findall("{*}text")]
+    assert "a < b" in texts and "1K" in texts and len(drawing.findall("{*}line")) >= 1
+
+
+def test_the_command_prints_and_fails_on_wrong(broken):
+    done = CliRunner().invoke(app, ["bench", "attention", *tiny("attns=standard,scaled", "passes=forward")])
+    assert done.exit_code == 1, done.output
+    assert "forward: ms (TFLOP/s)" in done.output and "scaled: WRONG: dq is off by" in done.output
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_times_and_memory():
+    cells = bench(["attns=flash,sdpa,standard", "lengths=512", "head_dims=64", "dropout=0,0.1", "tokens=4096"])["cells"]
+    assert {r["status"] for r in cells} == {"ok"}, notes(cells)
+    for r in (r for r in cells if r["pass"] == "both"):
+        inputs_and_gradients = 8 * 2 * 4096 * 8 * 64 / 1e6
+        assert r["memory_mb"] >= inputs_and_gradients and r["ms"] > 0
