@@ -167,26 +167,33 @@ def keep_forward(
 def draw_backward(
     seed, index, head, first_row, first_column, threshold, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr
 ):
-    """Two words `[M / 2, N / 4]` for each call, of its keys 0 to 7 and 8 to 15, for `spread_backward`.
+    """A word `[M / 2, N / 4]` for each half of a call, its 16 keys, for `spread_backward`.
 
-    A warp, which has 16 keys, draws the words where the forward pass would and transposes their 8 x 8 blocks.
+    Two warps, which have 16 keys each, draw one half of the calls for both, as the forward pass has them; then each
+    transposes its 8 x 8 blocks. The two highest bits of a byte are the signs for the keys 0 to 7 and 8 to 15.
     """
-    layout: gl.constexpr = call_layout(M // 2, N // 4, 1, num_warps)
+    layout: gl.constexpr = call_layout(M // 2, N // 8, 2, num_warps // 2)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
-    half = gl.arange(0, N // 4, gl.SliceLayout(0, layout))  # two for a call: its columns 0 to 15 and 16 to 31
-    columns = first_column // 8 + half // 8 * 4 + half % 4
+    columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
     w0, w1, w2, w3 = draw_calls(seed, index, head, rows[:, None], columns[None, :])
-    second = (half // 4 % 2 == 1)[None, :]
-    low, high = keep_signs(gl.where(second, w2, w0), threshold), keep_signs(gl.where(second, w3, w1), threshold)
-    return transpose_blocks(low), transpose_blocks(high)
+    first = two_signs(keep_signs(w0, threshold), keep_signs(w1, threshold))
+    second = two_signs(keep_signs(w2, threshold), keep_signs(w3, threshold))
+    words = gl.join(first, second).reshape(M // 2, N // 32, 4, 2).permute(0, 1, 3, 2).reshape(M // 2, N // 4)
+    return transpose_blocks(gl.convert_layout(words, call_layout(M // 2, N // 4, 1, num_warps)))
 
 
 @gluon.jit
-def spread_backward(low, high, scores: gl.constexpr):
+def two_signs(high, low):
+    """The signs of both words' bytes in one word: its bytes' highest bits, and the bits below."""
+    return (high & -0x7F7F7F80) | ((low >> 1) & 0x7F7F7F7F)
+
+
+@gluon.jit
+def spread_backward(drawn, scores: gl.constexpr):
     """int32 `[N, M]` in the layout `scores` of the transposed tile, as `keep_forward`."""
-    M: gl.constexpr = 2 * low.shape[0]
-    N: gl.constexpr = 4 * low.shape[1]
-    words = gl.join(low, high)
+    M: gl.constexpr = 2 * drawn.shape[0]
+    N: gl.constexpr = 4 * drawn.shape[1]
+    words = gl.join(drawn, drawn << 1)
     words = gl.join(gl.join(words, words), gl.join(words, words))
     words = words.reshape(M // 16, 8, N // 16, 4, 2, 2, 2).permute(2, 4, 1, 0, 5, 3, 6).reshape(N, M)
     return gl.convert_layout(words, scores)

@@ -117,6 +117,7 @@ def hopper_backward_kernel(
     if first_column >= owned:
         return
 
+    gl.static_assert(STAGES >= 2)  # a tile of queries is fetched while the one before is still read
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])  # [N, M]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])  # [N, D]
@@ -186,11 +187,11 @@ def hopper_backward_kernel(
         no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
         row = gl.arange(0, BLOCK_M, row_layout)
         load_statistics(stats_ptr, heads, total, last + row, length, lse_smem, delta_smem)
-        low, high = 0, 0
+        drawn = 0
         if DROPOUT:
             seed = gl.load(seed_ptr)
             index = gl.load(index_ptr + b)
-            low, high = draw_backward(seed, index, head, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+            drawn = draw_backward(seed, index, head, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
@@ -203,7 +204,7 @@ def hopper_backward_kernel(
             p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
             kept = p
             if DROPOUT:
-                kept = drop_backward(p, spread_backward(low, high, scores))
+                kept = drop_backward(p, spread_backward(drawn, scores))
             p_a = gl.convert_layout(kept.to(dtype), weights)
             delta = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -219,23 +220,21 @@ def hopper_backward_kernel(
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
+            refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
+            refill_row = start + row_of(t - 1 + STAGES, n, last, shift, BLOCK_M)
+            load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
+            load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
             next_row = row_of(t + 1, n, last, shift, BLOCK_M)
             load_statistics(stats_ptr, heads, total, next_row + row, length, lse_smem, delta_smem)
             dq = warpgroup_mma_wait(1, deps=[dq])
             dq_smem.store(dq)
             fence_async_shared()
             add_tile(dq_desc, [start + row_of(t, n, last, shift, BLOCK_M), column], dq_smem)
-            refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
-            refill_row = start + row_of(t - 1 + STAGES, n, last, shift, BLOCK_M)
-            load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
-            load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
             dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
             mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
             s = warpgroup_mma(k_a, q_smem.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if DROPOUT:
-                low, high = draw_backward(
-                    seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps
-                )
+                drawn = draw_backward(seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
             s = warpgroup_mma_wait(0, deps=[s])
             before, slot, phase = slot, next_slot, next_phase
         tma.store_wait(0)
