@@ -21,7 +21,11 @@ def run(*command: str | Path, **options) -> str:
 
 def source_files() -> set[str]:
     """Files of the package in the checkout, relative to it."""
-    return {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.yaml", "*.json") for path in (ROOT / "lra").rglob(pattern)}
+    return {
+        str(path.relative_to(ROOT))
+        for pattern in ("*.py", "*.yaml", "*.json")
+        for path in (ROOT / "lra").rglob(pattern)
+    }
 
 
 @pytest.fixture(scope="module")

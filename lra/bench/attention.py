@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import itertools
@@ -20,7 +19,7 @@ from lra.bench import plots
 from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
 from lra.bench.imdb import LENGTHS
-from lra.bench.options import parse
+from lra.bench.options import parse, shown
 from lra.bench.timing import Pass, Steps, measure
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
@@ -106,7 +105,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     options = configure(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
-        "environment": environment.describe(), "options": dataclasses.asdict(options), "cells": []
+        "environment": environment.describe(), "options": shown(options), "cells": []
     }  # fmt: skip
     small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
     for cell in options.cells():

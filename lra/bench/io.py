@@ -7,7 +7,6 @@ Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import shutil
@@ -21,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lra import environment
-from lra.bench.options import parse
+from lra.bench.options import parse, shown
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
 
@@ -109,7 +108,7 @@ def bench(args: Sequence[str]) -> dict[str, Any]:
             if row["algorithm"] == OURS:
                 _count(row, options, notes)
     result = {
-        "environment": environment.describe(), "options": dataclasses.asdict(options), "rows": rows, "notes": notes
+        "environment": environment.describe(), "options": shown(options), "rows": rows, "notes": notes
     }  # fmt: skip
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,11 @@ def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset:
     return schema(**(preset | values))
 
 
+def shown(options: Any) -> dict[str, Any]:
+    """What a result states of them: not where it lies."""
+    return {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "plots")}
+
+
 def _convert(given: str, hint: Any, text: str) -> Any:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

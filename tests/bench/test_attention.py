@@ -28,7 +28,10 @@ TINY = {"lengths": "16,32", "head_dims": "16", "dtypes": "fp32", "tokens": "64",
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, request):
+    """Short, and on the CPU but for the tests that need a GPU."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

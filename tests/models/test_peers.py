@@ -124,21 +124,19 @@ def test_an_extension_that_is_named_but_not_there_is_an_error(monkeypatch):
         flash_attn.library()
 
 
-@pytest.mark.parametrize("sequences", [{}, {"seqused_q": 1, "seqused_k": 1}, {"cu_seqlens_q": 1, "max_seqlen_q": 20}])
+@pytest.mark.parametrize("sequences", [{}, {"cu_seqlens_q": 1, "max_seqlen_q": 20}])
 def test_flash_attention_3_is_called_by_its_schema(monkeypatch, sequences):
-    """The operators' arguments in their order, as the extension declares them, and what must be zeros is."""
+    """The operators' arguments in their order, as the extension declares them."""
     calls = {}
 
-    def fwd(q, k, v, *, out, softmax_scale, num_splits, **given):
+    def fwd(q, k, v, *, softmax_scale, num_splits, **given):
         calls["fwd"] = given
-        result = torch.full_like(q, 2.0) if out is None else out
-        return result, q.new_zeros(1), None, None
+        return torch.full_like(q, 2.0), q.new_zeros(1), None, None
 
     def bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale, **given):
         calls["bwd"] = given
-        if "seqused_q" not in given:
-            for x in (dq, dk, dv):
-                x.fill_(3.0)
+        for x in (dq, dk, dv):
+            x.fill_(3.0)
         return dq, dk, dv
 
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
@@ -146,8 +144,7 @@ def test_flash_attention_3_is_called_by_its_schema(monkeypatch, sequences):
     out = flash_attn.FlashAttention3.apply(q, k, v, sequences)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert calls == {"fwd": sequences, "bwd": sequences}
-    untouched = "seqused_q" in sequences
-    assert largest(out) == (0 if untouched else 2) and all(largest(g) == (0 if untouched else 3) for g in grads)
+    assert largest(out) == 2 and all(largest(g) == 3 for g in grads)
 
 
 @pytest.mark.gpu

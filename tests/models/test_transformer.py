@@ -15,10 +15,10 @@ from lra.models.attention import ATTENTIONS
 from lra.models.positions import LearnedPositions, angles, rotate
 from lra.models.transformer import Encoder
 
-HERE = sorted(  # the attentions that this machine can run
+HERE = sorted(  # the attentions that run on a CPU
     entry.name
     for entry in ATTENTIONS.catalogue().values()
-    if not entry.missing and (torch.cuda.is_available() or not ATTENTIONS.declared(entry).needs_gpu)
+    if not entry.missing and not ATTENTIONS.declared(entry).needs_gpu
 )
 POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
 

@@ -90,11 +90,11 @@ def row_of(t, n, last, shift, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def load_statistics(stats_ptr, heads, total, rows, length, lse_smem, delta_smem):
-    """Of a tile's rows, into shared memory; past the length they make every weight 0."""
+def load_statistics(stats_ptr, heads, total, rows, length):
+    """Of a tile's rows; past the length they make every weight 0."""
     real = rows < length
-    lse_smem.store(gl.load(stats_ptr + rows, mask=real, other=float("inf")))
-    delta_smem.store(gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0))
+    lse = gl.load(stats_ptr + rows, mask=real, other=float("inf"))
+    return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
 
 
 @gluon.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
@@ -186,7 +186,9 @@ def hopper_backward_kernel(
         no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
         no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
         row = gl.arange(0, BLOCK_M, row_layout)
-        load_statistics(stats_ptr, heads, total, last + row, length, lse_smem, delta_smem)
+        lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
+        lse_smem.store(lse)
+        delta_smem.store(delta)
         drawn = 0
         if DROPOUT:
             seed = gl.load(seed_ptr)
@@ -197,6 +199,8 @@ def hopper_backward_kernel(
         barrier()  # or one would be in the loop
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)
+            next_row = row_of(t + 1, n, last, shift, BLOCK_M)
+            next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
             mbarrier.wait(do_ready.index(slot), phase)
@@ -206,10 +210,10 @@ def hopper_backward_kernel(
             if DROPOUT:
                 kept = drop_backward(p, spread_backward(drawn, scores))
             p_a = gl.convert_layout(kept.to(dtype), weights)
-            delta = delta_smem.load(column_layout)[None, :]
+            delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = (kept * dp - p * delta if DROPOUT else p * (dp - delta)).to(dtype)
+            ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
             ds_smem.store(ds)
             if partial:
                 zero_past(ds_smem, length - first_column, num_warps)
@@ -224,8 +228,8 @@ def hopper_backward_kernel(
             refill_row = start + row_of(t - 1 + STAGES, n, last, shift, BLOCK_M)
             load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
             load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
-            next_row = row_of(t + 1, n, last, shift, BLOCK_M)
-            load_statistics(stats_ptr, heads, total, next_row + row, length, lse_smem, delta_smem)
+            lse_smem.store(next_lse)
+            delta_smem.store(next_delta)
             dq = warpgroup_mma_wait(1, deps=[dq])
             dq_smem.store(dq)
             fence_async_shared()

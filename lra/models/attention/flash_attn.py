@@ -55,10 +55,6 @@ class FlashAttnAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
-        if batch.padded and library().name == "FlashAttention-3":  # it reads padded rows in place
-            padded = (batch.pad(x) for x in (q, k, v))
-            used = {"seqused_q": batch.length, "seqused_k": batch.length}
-            return FlashAttention3.apply(*padded, used).flatten(0, 1)
         return attend_packed(library().varlen, q, k, v, batch)
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,14 +120,13 @@ def _version_2() -> Library:
 class FlashAttention3(torch.autograd.Function):
     """The operators of FlashAttention-3 with their derivative; `sequences` are their arguments for ragged batches.
 
-    With `seqused_*` the operators leave the rows past a length alone: result and gradients are zeros there.
+    Not their `seqused_*`, for padded rows: version 3's gradients of short sequences are wrong with it.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any]) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if "seqused_q" in sequences else None
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=out, softmax_scale=scale, num_splits=1, **sequences)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, num_splits=1, **sequences)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.sequences = scale, sequences
         return out
@@ -140,8 +135,7 @@ class FlashAttention3(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        make = torch.zeros if "seqused_q" in ctx.sequences else torch.empty
-        dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         torch.ops.flash_attn_3.bwd(
             _last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.sequences
         )
