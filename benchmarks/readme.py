@@ -3,9 +3,10 @@
     python benchmarks/readme.py [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, or `<what>-exactness.json`,
-`<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder. With --check nothing is
-written, and the exit code is 1 if README.md is not what would be.
+the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, `<what>-exactness.json`,
+`<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder, or
+`<what>-attention.json` or `<what>-io.json` of `lra bench`. With --check nothing is written, and the exit code is 1 if
+README.md is not what would be.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = ("-exactness", "-learnability", "-prepare")  # ends of the names of what is no run
+OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare")  # ends of the names of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 
@@ -160,8 +161,87 @@ def _covered(result: dict[str, Any]) -> str:
     )
 
 
+def speed(results: Path) -> str:
+    """TFLOP/s, forward / backward, of what `lra bench attention` timed without a preset of the paper."""
+    measured = [pair for pair in _measured(results, "-attention") if pair[1]["options"]["table"] is None]
+    names = list(dict.fromkeys(cell["attention"] for _, result in measured for cell in result["cells"]))
+    rows: dict[Any, dict[Any, str]] = {}
+    for file, result in measured:
+        ragged = result["options"]["ragged"] != "false"
+        for cell in result["cells"]:
+            length = f"IMDB, at most {cell['N']:,}" if ragged else f"{cell['N']:,}"
+            key = (file.name, f"{cell['d']}", f"{cell['dropout']:g}", length, f"{cell['batch']}")
+            value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
+            rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
+    header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
+    table = _table(
+        header,
+        (
+            (f"[{d}](benchmarks/results/{name})", dropout, length, batch, *(_both(row, attn) for attn in names))
+            for (name, d, dropout, length, batch), row in rows.items()
+        ),
+    )
+    return "\n".join([table, *(f"\n{_made_with(result)}" for _, result in measured[:1])])
+
+
+def _both(row: dict[Any, str], attention: str) -> str:
+    both = [row.get((attention, what), "") for what in ("forward", "backward")]
+    return " / ".join(both) if any(both) else ""
+
+
+def _ended(cell: dict[str, Any]) -> str:
+    return {"oom": "OOM", "wrong": "WRONG"}.get(cell["status"].lower(), "")
+
+
+def memory(results: Path) -> str:
+    """Peak MB of forward and backward, of the preset of the paper's Table 21."""
+    rows: dict[Any, dict[str, str]] = {}
+    measured = [pair for pair in _measured(results, "-attention") if pair[1]["options"]["table"] == "21"]
+    for file, result in measured:
+        for cell in result["cells"]:
+            if cell["pass"] == "both":
+                value = f"{cell['memory_mb']:,.0f}" if cell["status"] == "ok" else _ended(cell)
+                rows.setdefault((file.name, cell["N"]), {})[cell["attention"]] = value
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return _table(
+        ("N", *(f"`{name}`" for name in names)),
+        (
+            (f"[{n:,}](benchmarks/results/{file})", *(row.get(name, "") for name in names))
+            for (file, n), row in rows.items()
+        ),
+    )
+
+
+def traffic(results: Path) -> str:
+    """GB that the forward pass moves, from the formulas, and as the hardware counted them."""
+    rows = [
+        (
+            f"[{row['algorithm']}](benchmarks/results/{file.name})",
+            *("" if row[block] is None else str(row[block]) for block in ("block_columns", "block_rows")),
+            *("" if value is None else f"{value / 1e9:.2f}" for value in (row["read"] + row["write"], _counted(row))),
+        )
+        for file, result in _measured(results, "-io")
+        for row in result["rows"]
+    ]
+    return _table(("algorithm", "B_c", "B_r", "loads and stores, GB", "measured in HBM, GB"), rows)
+
+
+def _counted(row: dict[str, Any]) -> float | None:
+    both = (row["measured_read"], row["measured_write"])
+    return None if None in both else sum(both)
+
+
+def _made_with(result: dict[str, Any]) -> str:
+    made_with = result["environment"]
+    versions = made_with["versions"]
+    return (
+        f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}, {made_with['date'][:10]}; "
+        f"{result['options']['heads']} heads, {', '.join(result['options']['dtypes'])}."
+    )
+
+
 MADE: dict[str, Callable[[Path], str]] = {
-    f.__name__: f for f in (tasks, attentions, runs, learnability, prepare, exactness)
+    f.__name__: f for f in (tasks, attentions, speed, memory, traffic, runs, learnability, prepare, exactness)
 }
 
 

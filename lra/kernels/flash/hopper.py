@@ -5,7 +5,8 @@ r and r + 8, for r = lane / 4, the columns 8 j + 2 c and 8 j + 2 c + 1 for c = l
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
