@@ -85,9 +85,9 @@ def test_compiled_equals_eager(case, device):
         assert torch.equal(eager, traced)
 
 
-def test_one_graph_serves_all_lengths(device, monkeypatch):
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_one_graph_serves_all_lengths(device):
     """Other numbers of rows and sequences and another longest length, without compiling again."""
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((20, 0, 13, 5), (7, 31), (9, 4, 3, 2, 17)):  # first no three: PyTorch would tie that to q, k and v
         case = Case(lengths, dropout=0.3)
