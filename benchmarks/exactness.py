@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lra import environment
+from lra.kernels.flash import tuning
 from lra.kernels.testing import NAMES, Case, check, random_case
 from lra.training.run import write as replace_file
 
@@ -104,16 +105,6 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def ptxas() -> str | None:
-    """Version of the assembler that Triton uses: some miscompile."""
-    try:
-        from triton import knobs
-
-        return knobs.nvidia.ptxas.version
-    except (ImportError, AttributeError, RuntimeError):
-        return None
-
-
 def write(result: dict[str, Any], path: Path) -> None:
     """One key a line: readable, and the ratios stay compact."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
@@ -141,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("exactness: PyTorch finds no GPU, and the compiled kernels need one", file=sys.stderr)
         return 2
     made_with = environment.describe()
-    result = {"environment": made_with, "ptxas": ptxas()}
+    ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
+    result = {"environment": made_with, "ptxas": ptxas}
     result |= summarise(survey([draw(number) for number in range(given.cases)], given.workers))
     write(result, given.out)
     print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {given.out}")

@@ -190,7 +190,7 @@ def _both(row: dict[Any, str], attention: str) -> str:
 
 
 def _ended(cell: dict[str, Any]) -> str:
-    return {"oom": "OOM", "wrong": "WRONG"}.get(cell["status"].lower(), "")
+    return "" if cell["status"] == "unsupported" else cell["status"]
 
 
 def memory(results: Path) -> str:

@@ -1,8 +1,9 @@
-"""What a measurement was made with: versions, hardware, commit, command, date."""
+"""Where lra keeps its files, and what a measurement was made with: versions, hardware, commit, command, date."""
 
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import re
 import subprocess
@@ -15,6 +16,13 @@ PACKAGES = (
     "lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba", "pillow",
     "pyarrow",
 )  # fmt: skip
+
+
+def cache_root() -> Path:
+    """The folder of what lra keeps between runs: `$LRA_DATA`, else `lra` in the user's cache folder."""
+    if chosen := os.environ.get("LRA_DATA"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
 
 
 def versions() -> dict[str, str | None]:

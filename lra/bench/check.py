@@ -12,7 +12,7 @@ from lra.batch import Batch
 from lra.bench.cell import DTYPES, Cell, attend, has_reference_dropout, make_batch
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.testing import NAMES, Case, Error, largest, make_inputs, run
+from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
 from lra.models.attention.base import Attention
 
 CHUNK = 2**23  # scores in memory at a time
@@ -45,7 +45,7 @@ def check_small(cell: Cell, device: torch.device) -> Verdict:
     options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
     expected = run(reference_attention, inputs, torch.float64, **options)
     plain = run(reference_attention, inputs, case.dtype, **options)
-    return _judge(actual, expected, plain, case.dtype)
+    return _judge(actual, expected, plain)
 
 
 def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
@@ -65,7 +65,7 @@ def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bo
     del out, grads
     dropout = (cell.dropout, batch.seed, int(batch.index[b]), cell.heads - 1)
     expected, plain = (one_head(q, k, v, do, *dropout, dtype) for dtype in (torch.float64, q.dtype))
-    return _judge(actual, expected[: len(actual)], plain, q.dtype)
+    return _judge(actual, expected[: len(actual)], plain)
 
 
 def one_head(
@@ -118,15 +118,12 @@ def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]
     return attention.facts.exact, attention, cell
 
 
-def _judge(
-    actual: Sequence[Tensor], expected: Sequence[Tensor], plain: Sequence[Tensor], dtype: torch.dtype
-) -> Verdict:
+def _judge(actual: Sequence[Tensor], expected: Sequence[Tensor], plain: Sequence[Tensor]) -> Verdict:
     verdict = Verdict(0.0)
     for name, a, e, p in zip(NAMES[: len(actual)], actual, expected, plain, strict=False):
-        budget = 2 * largest(p.double() - e) + 2 * torch.finfo(dtype).eps * largest(e)
-        error = Error(largest(a.double() - e), budget)
-        wrong = "" if error.ok else f"{name} is off by {error.error:.2g}, its budget is {budget:.2g}"
-        verdict = verdict.worse(Verdict(error.error / budget if budget else float(not error.ok), wrong))
+        found = compare(a, e, p)
+        wrong = "" if found.ok else f"{name} is off by {found.error:.2g}, its budget is {found.budget:.2g}"
+        verdict = verdict.worse(Verdict(found.error / found.budget if found.budget else float(not found.ok), wrong))
     return verdict
 
 

@@ -37,10 +37,8 @@ FORMAT = 2  # of the files and the manifest; readers refuse any other
 
 
 def root() -> Path:
-    """The folder of all prepared stores: `$LRA_DATA`, else `lra` in the user's cache folder."""
-    if chosen := os.environ.get("LRA_DATA"):
-        return Path(chosen).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
+    """The folder of all prepared stores."""
+    return environment.cache_root()
 
 
 def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:

@@ -137,9 +137,14 @@ def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]
     errors = {}
     for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name}: {a.shape} {a.dtype}"
-        budget = 2 * largest(p.double() - e) + 2 * torch.finfo(case.dtype).eps * largest(e)
-        errors[name] = Error(largest(a.double() - e), budget)
+        errors[name] = compare(a, e, p)
     return errors
+
+
+def compare(actual: Tensor, exact: Tensor, plain: Tensor) -> Error:
+    """The error of `actual` with its budget; `exact` is in float64, `plain` computed in the dtype of `actual`."""
+    budget = 2 * largest(plain.double() - exact) + 2 * torch.finfo(actual.dtype).eps * largest(exact)
+    return Error(largest(actual.double() - exact), budget)
 
 
 def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:

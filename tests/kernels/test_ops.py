@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from lra.batch import Batch
 from lra.errors import UsageError
@@ -65,9 +65,9 @@ def test_operators_keep_their_contracts(dropout, strides, device):
     inputs = make_inputs(case, device)
     problem = problem_of(case, inputs)
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    torch.library.opcheck(torch.ops.lra.flash_forward.default, (*leaves, *problem))
+    library.opcheck(torch.ops.lra.flash_forward.default, (*leaves, *problem))
     out, lse = torch.ops.lra.flash_forward(*inputs[:3], *problem)
-    torch.library.opcheck(torch.ops.lra.flash_backward.default, (*inputs[:3], out, lse, inputs.do, *problem))
+    library.opcheck(torch.ops.lra.flash_backward.default, (*inputs[:3], out, lse, inputs.do, *problem))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lra import environment
 from lra.errors import UsageError
 
 KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward")
@@ -188,11 +189,7 @@ def tables() -> list[Table]:
 
 def user_table(gpu: str) -> Path:
     """Where `lra tune` keeps what it measured: in the folder of prepared data, for each model of GPU."""
-    if chosen := os.environ.get("LRA_DATA"):
-        root = Path(chosen).expanduser().absolute()
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
-    return root / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
+    return environment.cache_root() / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
 
 
 def outdated(table: Table) -> str | None:

@@ -15,6 +15,7 @@ class Capabilities:
     causal: bool = False
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
     head_dims: tuple[int, int] = (1, 1024)  # smallest and largest
+    head_dim_multiple: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     needs_gpu: bool = False
 

@@ -46,6 +46,10 @@ class Attention(nn.Module):
             )
         if spec.dropout and not self.facts.dropout:
             self._refuse("no dropout on its probabilities: set model.attn_dropout=0", bool, "dropout")
+        if spec.head_dim % (multiple := self.facts.head_dim_multiple):
+            raise UsageError(  # names no alternatives: what sdpa takes depends on the device
+                f"attn={self.name} supports head dimensions that are multiples of {multiple}, not {spec.head_dim}"
+            )
         self.config, self.spec = config, spec
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

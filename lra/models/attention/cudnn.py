@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import Attention
 
 
 @ATTENTIONS.register(
@@ -20,17 +17,13 @@ from lra.models.attention.base import Attention, AttentionSpec
     dropout=False,  # only probabilities that are multiples of 1/16
     ragged=False,
     head_dims=(8, 128),
+    head_dim_multiple=8,
     dtypes=("bf16",),
     needs_gpu=True,
     paper="NVIDIA cuDNN, fused attention",
 )
 class CudnnAttention(Attention):
     """cuDNN's fused attention, through PyTorch."""
-
-    def __init__(self, config: Any, spec: AttentionSpec):
-        super().__init__(config, spec)
-        if spec.head_dim % 8:
-            raise UsageError(f"attn=cudnn supports head dimensions that are multiples of 8, not {spec.head_dim}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         # a sequence of length 0 sees one column, as a softmax over nothing is NaN; its rows are zeroed like all padding

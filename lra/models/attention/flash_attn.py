@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec
-from lra.models.attention.sdpa import Varlen, attend_packed
+from lra.models.attention.base import Attention
+from lra.models.attention.sdpa import Varlen, attend_packed, last_dim_contiguous
 
 
 class Library(NamedTuple):
@@ -37,6 +37,7 @@ class Library(NamedTuple):
     exact=True,
     dropout=False,  # versions 3 and 4 have none; version 2, which has, is attn=sdpa
     head_dims=(8, 256),
+    head_dim_multiple=8,
     dtypes=("bf16",),
     needs_gpu=True,
     paper="Shah et al. 2024, arXiv 2407.08608",
@@ -45,21 +46,16 @@ class Library(NamedTuple):
 class FlashAttnAttention(Attention):
     """The flash-attn package: FlashAttention-3, 4 or 2, the first that is there."""
 
-    def __init__(self, config: Any, spec: AttentionSpec):
-        super().__init__(config, spec)
-        if spec.head_dim % 8:
-            raise UsageError(f"attn=flash_attn supports head dimensions that are multiples of 8, not {spec.head_dim}")
-
     def resolve(self, device: torch.device, precision: str) -> str:
         return f"{super().resolve(device, precision)} by {library().name}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         return attend_packed(library().varlen, q, k, v, batch)
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same."""
-        return library().dense(*(_last_dim_contiguous(x) for x in (q, k, v)))
+        return library().dense(*(last_dim_contiguous(x) for x in (q, k, v)))
 
 
 @functools.cache
@@ -137,13 +133,9 @@ class FlashAttention3(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         torch.ops.flash_attn_3.bwd(
-            _last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.sequences
+            last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.sequences
         )
         return dq, dk, dv, None
-
-
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _first(result: Any) -> Tensor:

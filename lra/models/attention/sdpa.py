@@ -53,11 +53,16 @@ class SdpaAttention(Attention):
         return effective_dropout(self.spec.dropout) if self.training else 0.0
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         # what PyTorch's nested tensors call; its public varlen_attn has no dropout
         return torch.ops.aten._flash_attention_forward(
             q, k, v, bounds, bounds, max_length, max_length, self._dropout, False, False, scale=q.shape[-1] ** -0.5
         )[0]
+
+
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """`x`, copied only if its last dimension is strided: FlashAttention takes every other stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend_packed(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
