@@ -37,7 +37,8 @@ def flash_attention(
     Ragged form: q, k, v are `[T, H, D]` and sequence `b` owns the rows `start[b] : start[b] + length[b]`. There
     are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
     (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
-    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros.
+    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. In a
+    packed batch an infinity or NaN within a sequence may spread to the first rows of dq of the next one.
 
     Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
     without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices

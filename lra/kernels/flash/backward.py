@@ -30,6 +30,7 @@ from lra.kernels.flash.tiles import (
     load_statistics,
     program_tile,
     score_gradient,
+    sequence_tile,
     store_rows,
     sum_type,
     visible,
@@ -61,11 +62,9 @@ def dkdv_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ADD_DQ: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_N), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    start = tl.load(start_ptr + b)
-    length = tl.load(length_ptr + b)
-    owned = tl.maximum(length, padded_length)
-    first_column = tile * BLOCK_N
+    head, b, start, length, owned, first_column = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+    )
     if first_column >= owned:
         return
 
@@ -119,11 +118,9 @@ def dq_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    start = tl.load(start_ptr + b)
-    length = tl.load(length_ptr + b)
-    owned = tl.maximum(length, padded_length)
-    first_row = tile * BLOCK_M
+    head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+    )
     if first_row >= owned:
         return
 

@@ -22,7 +22,7 @@ from lra.kernels.flash.tiles import (
     head_pointer,
     keep_tile,
     load_rows,
-    program_tile,
+    sequence_tile,
     store_rows,
     sum_type,
     visible,
@@ -38,11 +38,9 @@ def forward_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, b = program_tile(tl.cdiv(max_length, BLOCK_M), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    start = tl.load(start_ptr + b)
-    length = tl.load(length_ptr + b)
-    owned = tl.maximum(length, padded_length)
-    first_row = tile * BLOCK_M
+    head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+    )
     if first_row >= owned:
         return
 

@@ -10,15 +10,19 @@ r and r + 8, for r = lane / 4, the columns 8 j + 2 c and 8 j + 2 c + 1 for c = l
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lra.kernels.flash import tiles
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.reference import PHILOX_ROUNDS
 from lra.kernels.flash.tuning import use_hopper
@@ -29,6 +33,8 @@ ROUNDS = gl.constexpr(PHILOX_ROUNDS)
 # Names of newer Tritons, or of 3.6.
 load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+sequence_tile = gluon.jit(tiles.sequence_tile.fn)
 
 
 def takes(problem: Problem, *tensors: Tensor) -> bool:
@@ -51,8 +57,12 @@ def contiguous_heads(x: Tensor) -> bool:
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """What TMA needs to know of `[T, H, D]` to copy tiles of `rows` rows of a head."""
     total, heads, d = x.shape
-    layout = gl.NVMMASharedLayout.get_default_for([rows, d], GLUON[x.dtype])
-    return TensorDescriptor(x, [total, heads * d], [x.stride(0), 1], [rows, d], layout)
+    return TensorDescriptor(x, [total, heads * d], [x.stride(0), 1], [rows, d], shared_layout(rows, d, x.dtype))
+
+
+@functools.cache
+def shared_layout(rows: int, d: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, d], GLUON[dtype])
 
 
 @builtin
@@ -61,6 +71,16 @@ def add_tile(descriptor, coordinates, source, _semantic=None):
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def keep_barriers(buffers):
+    """At a kernel's end: no other data may share the memory of these barriers before.
+
+    A convert_layout that used it after the last wait found eight bytes changed now and then.
+    """
+    for i in gl.static_range(len(buffers)):
+        mbarrier.invalidate(buffers[i].index(0))
 
 
 @gluon.jit
@@ -127,9 +147,8 @@ def philox(seed, c0, c1, c2, c3):
 @gluon.jit
 def keep_signs(word, threshold):
     """The highest bit of each byte becomes 1 where the byte is at least `threshold`; four comparisons at once."""
-    small = threshold <= 128
-    summand = (gl.where(small, 128, 256) - threshold) * 0x01010101
-    either = gl.where(small, -1, 0)
+    either = (threshold - 129) >> 31  # all ones up to 128; as a choice it would cost three instructions a word, not one
+    summand = (256 - threshold + 128 * either) * 0x01010101
     word = word.to(gl.int32, bitcast=True)
     total = (word & 0x7F7F7F7F) + summand
     return (total & word) | ((total | word) & either)
@@ -191,10 +210,10 @@ def two_signs(high, low):
 
 @gluon.jit
 def spread_backward(drawn, scores: gl.constexpr):
-    """int32 `[N, M]` in the layout `scores` of the transposed tile, as `keep_forward`."""
+    """int32 `[N, M]` in the layout `scores` of the transposed tile: the word of which a byte says to keep a score."""
     M: gl.constexpr = 2 * drawn.shape[0]
     N: gl.constexpr = 4 * drawn.shape[1]
-    words = gl.join(drawn, drawn << 1)
+    words = gl.join((drawn >> 1) & 0x40404040, drawn & 0x40404040)
     words = gl.join(gl.join(words, words), gl.join(words, words))
     words = words.reshape(M // 16, 8, N // 16, 4, 2, 2, 2).permute(2, 4, 1, 0, 5, 3, 6).reshape(N, M)
     return gl.convert_layout(words, scores)
@@ -208,8 +227,9 @@ def transpose_blocks(words):
     )
 
 
-# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. `prmt`
-# with 8 + i copies the sign of byte i into a byte of a mask.
+# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. In the
+# forward pass `prmt` with 8 + i copies the sign of byte i into a byte of a mask. In the backward pass the byte is 0x40
+# or 0, the highest of 2.0f or 0.0f, whose others are 0.
 
 DROP_FORWARD = gl.constexpr("""{
 .reg .b32 m;
@@ -217,17 +237,16 @@ prmt.b32 m, $4, 0, 0xAA88;  and.b32 $0, $2, m;
 prmt.b32 m, $4, 0, 0xBB99;  and.b32 $1, $3, m;
 }""")
 
-DROP_BACKWARD = gl.constexpr("""{
-.reg .b32 m;
-prmt.b32 m, $16, 0, 0x8888;  and.b32 $0, $8, m;
-prmt.b32 m, $17, 0, 0xAAAA;  and.b32 $1, $9, m;
-prmt.b32 m, $18, 0, 0x8888;  and.b32 $2, $10, m;
-prmt.b32 m, $19, 0, 0xAAAA;  and.b32 $3, $11, m;
-prmt.b32 m, $20, 0, 0x9999;  and.b32 $4, $12, m;
-prmt.b32 m, $21, 0, 0xBBBB;  and.b32 $5, $13, m;
-prmt.b32 m, $22, 0, 0x9999;  and.b32 $6, $14, m;
-prmt.b32 m, $23, 0, 0xBBBB;  and.b32 $7, $15, m;
-}""")
+KEEP_FACTORS = gl.constexpr("""
+prmt.b32 $0, $8, 0, 0x0444;
+prmt.b32 $1, $9, 0, 0x2444;
+prmt.b32 $2, $10, 0, 0x0444;
+prmt.b32 $3, $11, 0, 0x2444;
+prmt.b32 $4, $12, 0, 0x1444;
+prmt.b32 $5, $13, 0, 0x3444;
+prmt.b32 $6, $14, 0, 0x1444;
+prmt.b32 $7, $15, 0, 0x3444;
+""")
 
 
 @gluon.jit
@@ -237,9 +256,34 @@ def drop_forward(p, words):
 
 
 @gluon.jit
-def drop_backward(p, words):
-    """Weights `[N, M]`, fp32."""
+def keep_factors(words):
+    """fp32 `[N, M]`: 2 where dropout keeps a weight, else 0."""
     return gl.inline_asm_elementwise(
-        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r", [p, words],
-        dtype=gl.float32, is_pure=True, pack=8,
-    )  # fmt: skip
+        KEEP_FACTORS, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r", [words], dtype=gl.float32, is_pure=True, pack=8
+    )
+
+
+# fp32 tiles for TMA have 128 bytes a row and the 16 bytes of index i of row r at i ^ r % 8. Of a product's accumulator,
+# whose threads store 8 bytes in 8 rows, always two rows meet in the same banks: 0 and 1, 2 and 3, ... unless odd rows
+# store what is 16 columns further.
+
+
+@gluon.constexpr_function
+def swapped_layout(rows, d):
+    """Where the elements of a swapped tile lie in shared memory: TMA finds the tile's own in their places."""
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
+    bases += [[8 * 2**i, 0] for i in range((rows // 8).bit_length() - 1)]
+    bases += [[0, 32 * 2**i] for i in range((d // 32).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases, alignment=1024)
+
+
+@gluon.jit
+def store_accumulator(buffer, x):
+    """Store fp32 `[M, D]`, a product's accumulator, to shared memory from where TMA takes it."""
+    M: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    left, right = gl.split(x.reshape(M, D // 32, 2, 16).permute(0, 1, 3, 2))
+    swapped = gl.join(right, left).permute(0, 1, 3, 2).reshape(M, D)
+    odd = gl.arange(0, M, gl.SliceLayout(1, x.type.layout)) % 2 == 1
+    x = gl.where(odd[:, None], gl.convert_layout(swapped, x.type.layout), x)
+    reinterpret(buffer, gl.float32, [M, D], swapped_layout(M, D)).store(x)

@@ -6,7 +6,7 @@ and Q, which give dV and dK, want them.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ from lra.kernels.flash.hopper import (
     contiguous_heads,
     describe,
     draw_backward,
-    drop_backward,
     following,
+    keep_barriers,
+    keep_factors,
     load_tile,
+    sequence_tile,
     spread_backward,
+    store_accumulator,
     store_tile,
     zero_past,
 )
@@ -51,8 +54,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Zeros for the sum of dQ, and the two statistics of each row of scores, of ROWS of the T * H rows.
 
-    With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
-    needs no factor, and r * delta, where delta = rowsum(dO * O).
+    They are the log-sum-exp and delta = rowsum(dO * O). With the keep rate r of dropout they are the log-sum-exp
+    + log2(2 r) and 2 r delta: weights come out divided by 2 r, and what is kept of them and of dP is doubled.
     """
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
@@ -62,7 +65,7 @@ def prepare_kernel(
     out = tl.load(out_ptr + offset, mask=real[:, None], other=0.0)
     do = tl.load(do_ptr + (row * do_row + head * do_head)[:, None] + d, mask=real[:, None], other=0.0)
     tl.store(dq_ptr + offset, tl.zeros([ROWS, D], tl.float32), mask=real[:, None])
-    rate = 1.0 - threshold / 256.0
+    rate = tl.where(threshold > 0, 2.0 - threshold / 128.0, 1.0)
     place = head * total + row
     second = heads.to(tl.int64) * total
     lse = tl.load(lse_ptr + place, mask=real) + tl.load(lse_ptr + second + place, mask=real)
@@ -103,17 +106,11 @@ def hopper_backward_kernel(
     start_ptr, length_ptr, seed_ptr, index_ptr,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
-    A_IN_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    tiles = gl.cdiv(max_length, BLOCK_N)
-    program = gl.program_id(0)
-    tile = program % tiles
-    head = program // tiles % heads
-    b = program // tiles // heads
-    start = gl.load(start_ptr + b)
-    length = gl.load(length_ptr + b)
-    owned = gl.maximum(length, padded_length)
-    first_column = tile * BLOCK_N
+    head, b, start, length, owned, first_column = sequence_tile(
+        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+    )
     if first_column >= owned:
         return
 
@@ -127,6 +124,10 @@ def hopper_backward_kernel(
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
     BYTES: gl.constexpr = BLOCK_M * D * 2
+    # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand, and the next
+    # tile's scores while this one's dQ is stored.
+    HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
+    AHEAD: gl.constexpr = D == 64
     row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -154,7 +155,7 @@ def hopper_backward_kernel(
     if n > 0:
         # The last tile of queries, which alone may be partial, comes first. Then tile 0, 1, ...
         last = (n - 1) * BLOCK_M
-        shift = tile * (n - 1) // tiles
+        shift = first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
         load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_smem.index(0))
         load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_smem.index(0))
@@ -175,7 +176,7 @@ def hopper_backward_kernel(
         if last + BLOCK_M > length:
             zero_past(q_smem.index(0), length - last, num_warps)
             zero_past(do_smem.index(0), length - last, num_warps)
-        if A_IN_REGISTERS:  # which leaves shared memory's bandwidth to B
+        if HOLD_KV:
             k_a = k_tile.load(gl.DotOperandLayout(0, scores, 2))
             v_a = v_tile.load(gl.DotOperandLayout(0, scores, 2))
         else:
@@ -203,17 +204,21 @@ def hopper_backward_kernel(
             next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
+            q_next = q_smem.index(next_slot)
             mbarrier.wait(do_ready.index(slot), phase)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
             kept = p
             if DROPOUT:
-                kept = drop_backward(p, spread_backward(drawn, scores))
+                factors = keep_factors(spread_backward(drawn, scores))
+                kept = p * factors
             p_a = gl.convert_layout(kept.to(dtype), weights)
             delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
+            if DROPOUT:
+                dp = dp * factors
+            ds = (p * (dp - delta_M)).to(dtype)
             ds_smem.store(ds)
             if partial:
                 zero_past(ds_smem, length - first_column, num_warps)
@@ -230,21 +235,28 @@ def hopper_backward_kernel(
             load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
             lse_smem.store(next_lse)
             delta_smem.store(next_delta)
-            dq = warpgroup_mma_wait(1, deps=[dq])
-            dq_smem.store(dq)
+            if AHEAD:
+                mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+                s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                dq = warpgroup_mma_wait(2, deps=[dq])
+            else:
+                dq = warpgroup_mma_wait(1, deps=[dq])
+            store_accumulator(dq_smem, dq)
             fence_async_shared()
             add_tile(dq_desc, [start + row_of(t, n, last, shift, BLOCK_M), column], dq_smem)
-            dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
-            mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
-            s = warpgroup_mma(k_a, q_smem.index(next_slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if not AHEAD:
+                dv_next, dk_next, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
+                mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+                s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if DROPOUT:
                 drawn = draw_backward(seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
-            s = warpgroup_mma_wait(0, deps=[s])
+            s, dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[s_next, dv_next, dk_next, p_a, ds_a])
             before, slot, phase = slot, next_slot, next_phase
         tma.store_wait(0)
 
     store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
     store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
+    keep_barriers((k_ready, q_ready, do_ready))
 
 
 def launch_hopper_backward(
@@ -270,9 +282,7 @@ def launch_hopper_backward(
             heads, total, problem.max_length, problem.padded_length,
             problem.scale, problem.scale * LOG2_E, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=dropout,
-            # 168 registers: three programs of 128 threads on a multiprocessor
-            A_IN_REGISTERS=head_dim == 64 or (head_dim == 32 and not dropout), num_warps=warps,
-            maxnreg=168 if head_dim == 32 else None,
+            num_warps=warps, maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
         )  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](

@@ -6,7 +6,7 @@ of the previous weights with V run on the tensor cores (the overlap within a war
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import describe, drop_forward, following, keep_forward, load_tile, store_tile, zero_past
+from lra.kernels.flash.hopper import (
+    describe,
+    drop_forward,
+    following,
+    keep_barriers,
+    keep_forward,
+    load_tile,
+    sequence_tile,
+    store_tile,
+    zero_past,
+)
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
 
@@ -55,15 +65,9 @@ def hopper_forward_kernel(
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    tiles = gl.cdiv(max_length, BLOCK_M)
-    program = gl.program_id(0)
-    tile = program % tiles
-    head = program // tiles % heads
-    b = program // tiles // heads
-    start = gl.load(start_ptr + b)
-    length = gl.load(length_ptr + b)
-    owned = gl.maximum(length, padded_length)
-    first_row = tile * BLOCK_M
+    head, b, start, length, owned, first_row = sequence_tile(
+        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+    )
     if first_row >= owned:
         return
 
@@ -154,19 +158,21 @@ def hopper_forward_kernel(
 
     acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, outputs))[:, None]
     store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
+    keep_barriers((q_ready, k_ready, v_ready))
 
 
 def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """As `forward.launch_forward`, for what `hopper.takes`."""
     total, heads, head_dim = q.shape
+    dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        rows, columns, warps, stages = tuning.tile("hopper_forward", q.dtype, head_dim, problem.threshold > 0)
+        rows, columns, warps, stages = tuning.tile("hopper_forward", q.dtype, head_dim, dropout)
         hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
             describe(q, rows), describe(k, columns), describe(v, columns), out, lse,
             problem.start, problem.length, problem.seed, problem.index,
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=problem.threshold > 0, num_warps=warps,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=dropout, num_warps=warps,
         )  # fmt: skip
     return out, lse

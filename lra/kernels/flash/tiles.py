@@ -26,6 +26,14 @@ def program_tile(tiles, heads):
 
 
 @triton.jit
+def sequence_tile(start_ptr, length_ptr, max_length, padded_length, heads, ROWS: tl.constexpr):
+    """(head, sequence, its first row, its length, the rows it owns, where in it this program's tile of ROWS begins)."""
+    tile, head, b = program_tile(tl.cdiv(max_length, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    length = tl.load(length_ptr + b)
+    return head, b, tl.load(start_ptr + b), length, tl.maximum(length, padded_length), tile * ROWS
+
+
+@triton.jit
 def head_pointer(pointer, row, head, stride_row, stride_head):
     """Where row `row` of head `head` begins. In 64 bits: a batch can have more than 2^31 elements."""
     return pointer + tl.cast(row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
