@@ -210,10 +210,10 @@ def two_signs(high, low):
 
 @gluon.jit
 def spread_backward(drawn, scores: gl.constexpr):
-    """int32 `[N, M]` in the layout `scores` of the transposed tile: the word of which a byte says to keep a score."""
+    """int32 `[N, M]` in the layout `scores` of the transposed tile, as `keep_forward`."""
     M: gl.constexpr = 2 * drawn.shape[0]
     N: gl.constexpr = 4 * drawn.shape[1]
-    words = gl.join((drawn >> 1) & 0x40404040, drawn & 0x40404040)
+    words = gl.join(drawn, drawn << 1)
     words = gl.join(gl.join(words, words), gl.join(words, words))
     words = words.reshape(M // 16, 8, N // 16, 4, 2, 2, 2).permute(2, 4, 1, 0, 5, 3, 6).reshape(N, M)
     return gl.convert_layout(words, scores)
@@ -227,9 +227,8 @@ def transpose_blocks(words):
     )
 
 
-# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. In the
-# forward pass `prmt` with 8 + i copies the sign of byte i into a byte of a mask. In the backward pass the byte is 0x40
-# or 0, the highest of 2.0f or 0.0f, whose others are 0.
+# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. `prmt`
+# with 8 + i copies the sign of byte i into a byte of a mask.
 
 DROP_FORWARD = gl.constexpr("""{
 .reg .b32 m;
@@ -237,16 +236,17 @@ prmt.b32 m, $4, 0, 0xAA88;  and.b32 $0, $2, m;
 prmt.b32 m, $4, 0, 0xBB99;  and.b32 $1, $3, m;
 }""")
 
-KEEP_FACTORS = gl.constexpr("""
-prmt.b32 $0, $8, 0, 0x0444;
-prmt.b32 $1, $9, 0, 0x2444;
-prmt.b32 $2, $10, 0, 0x0444;
-prmt.b32 $3, $11, 0, 0x2444;
-prmt.b32 $4, $12, 0, 0x1444;
-prmt.b32 $5, $13, 0, 0x3444;
-prmt.b32 $6, $14, 0, 0x1444;
-prmt.b32 $7, $15, 0, 0x3444;
-""")
+DROP_BACKWARD = gl.constexpr("""{
+.reg .b32 m;
+prmt.b32 m, $16, 0, 0x8888;  and.b32 $0, $8, m;
+prmt.b32 m, $17, 0, 0xAAAA;  and.b32 $1, $9, m;
+prmt.b32 m, $18, 0, 0x8888;  and.b32 $2, $10, m;
+prmt.b32 m, $19, 0, 0xAAAA;  and.b32 $3, $11, m;
+prmt.b32 m, $20, 0, 0x9999;  and.b32 $4, $12, m;
+prmt.b32 m, $21, 0, 0xBBBB;  and.b32 $5, $13, m;
+prmt.b32 m, $22, 0, 0x9999;  and.b32 $6, $14, m;
+prmt.b32 m, $23, 0, 0xBBBB;  and.b32 $7, $15, m;
+}""")
 
 
 @gluon.jit
@@ -256,11 +256,12 @@ def drop_forward(p, words):
 
 
 @gluon.jit
-def keep_factors(words):
-    """fp32 `[N, M]`: 2 where dropout keeps a weight, else 0."""
+def drop_backward(p, words):
+    """Weights `[N, M]`, fp32."""
     return gl.inline_asm_elementwise(
-        KEEP_FACTORS, "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r", [words], dtype=gl.float32, is_pure=True, pack=8
-    )
+        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r", [p, words],
+        dtype=gl.float32, is_pure=True, pack=8,
+    )  # fmt: skip
 
 
 # fp32 tiles for TMA have 128 bytes a row and the 16 bytes of index i of row r at i ^ r % 8. Of a product's accumulator,

@@ -31,9 +31,9 @@ from lra.kernels.flash.hopper import (
     contiguous_heads,
     describe,
     draw_backward,
+    drop_backward,
     following,
     keep_barriers,
-    keep_factors,
     load_tile,
     sequence_tile,
     spread_backward,
@@ -54,8 +54,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Zeros for the sum of dQ, and the two statistics of each row of scores, of ROWS of the T * H rows.
 
-    They are the log-sum-exp and delta = rowsum(dO * O). With the keep rate r of dropout they are the log-sum-exp
-    + log2(2 r) and 2 r delta: weights come out divided by 2 r, and what is kept of them and of dP is doubled.
+    With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
+    needs no factor, and r * delta, where delta = rowsum(dO * O).
     """
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
@@ -65,7 +65,7 @@ def prepare_kernel(
     out = tl.load(out_ptr + offset, mask=real[:, None], other=0.0)
     do = tl.load(do_ptr + (row * do_row + head * do_head)[:, None] + d, mask=real[:, None], other=0.0)
     tl.store(dq_ptr + offset, tl.zeros([ROWS, D], tl.float32), mask=real[:, None])
-    rate = tl.where(threshold > 0, 2.0 - threshold / 128.0, 1.0)
+    rate = 1.0 - threshold / 256.0
     place = head * total + row
     second = heads.to(tl.int64) * total
     lse = tl.load(lse_ptr + place, mask=real) + tl.load(lse_ptr + second + place, mask=real)
@@ -127,7 +127,7 @@ def hopper_backward_kernel(
     # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand, and the next
     # tile's scores while this one's dQ is stored.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
-    AHEAD: gl.constexpr = D == 64
+    AHEAD: gl.constexpr = D < 128
     row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -210,15 +210,12 @@ def hopper_backward_kernel(
             p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
             kept = p
             if DROPOUT:
-                factors = keep_factors(spread_backward(drawn, scores))
-                kept = p * factors
+                kept = drop_backward(p, spread_backward(drawn, scores))
             p_a = gl.convert_layout(kept.to(dtype), weights)
             delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            if DROPOUT:
-                dp = dp * factors
-            ds = (p * (dp - delta_M)).to(dtype)
+            ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
             ds_smem.store(ds)
             if partial:
                 zero_past(ds_smem, length - first_column, num_warps)
