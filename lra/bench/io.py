@@ -90,7 +90,7 @@ class IoOptions:
 def bench(args: Sequence[str]) -> dict[str, Any]:
     """Counts and returns {"environment", "options", "rows", "notes"}; bytes of the whole batch in each row."""
     options = parse(IoOptions, args)
-    missing = "counters=false" if options.counters == "false" else _no_counters()
+    missing = "counters=false" if options.counters == "false" else no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
     n, d, size, heads = options.length, options.head_dim, BYTES[options.dtype], options.heads * options.batch
@@ -137,7 +137,7 @@ def table(result: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     return "HBM traffic of the forward pass, GB", header, rows
 
 
-def _no_counters() -> str | None:
+def no_counters() -> str | None:
     """Why hardware counters can't be read here; None where they can be tried."""
     if not torch.cuda.is_available():
         return "PyTorch finds no GPU"

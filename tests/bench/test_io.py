@@ -168,7 +168,7 @@ def test_what_ncu_counts_stands_beside_the_formula(monkeypatch, output, code, me
         calls.append(command)
         return io.subprocess.CompletedProcess(command, code, output, "")
 
-    monkeypatch.setattr(io, "_no_counters", lambda: None)
+    monkeypatch.setattr(io, "no_counters", lambda: None)
     monkeypatch.setattr(io.subprocess, "run", run)
     monkeypatch.setattr(io.environment, "describe", dict)
     result = bench(["blocks=64"])

@@ -22,7 +22,8 @@ WIDE_FORWARD = ((128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 
 NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 4, 2), (32, 64, 4, 3))
 WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))
 HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
-HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (64, 128, 8, 3))
+HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3))
+WIDE_HOPPER_BACKWARD = (*HOPPER_BACKWARD, (64, 128, 8, 2), (64, 128, 8, 3))
 FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
 
 SPILLING = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
@@ -143,7 +144,8 @@ def candidates(key: Key) -> list[Tile]:
     if key.dtype == "float32":
         tiles = FLOAT32
     elif key.kernel.startswith("hopper_"):
-        tiles = HOPPER_FORWARD if key.kernel == "hopper_forward" else HOPPER_BACKWARD
+        backward = HOPPER_BACKWARD if key.block_d < 64 else WIDE_HOPPER_BACKWARD
+        tiles = HOPPER_FORWARD if key.kernel == "hopper_forward" else backward
     elif key.kernel == "forward":
         tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
     else:
