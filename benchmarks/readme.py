@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare")  # ends of the names of what is no run
+OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare", "-profile")  # ends of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 
@@ -212,6 +212,41 @@ def memory(results: Path) -> str:
     )
 
 
+def short(results: Path) -> str:
+    """Milliseconds of the preset of the paper's Table 7."""
+    rows: dict[Any, dict[int, str]] = {}
+    for file, result in _measured(results, "-attention"):
+        for cell in result["cells"] if result["options"]["table"] == "7" else ():
+            value = f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell)
+            rows.setdefault((file.name, cell["attention"], cell["pass"]), {})[cell["N"]] = value
+    lengths = list(dict.fromkeys(n for row in rows.values() for n in row))
+    return _table(
+        ("attention", "pass", *(f"N = {n}" for n in lengths)),
+        (
+            (f"[`{name}`](benchmarks/results/{file})", what, *(row.get(n, "") for n in lengths))
+            for (file, name, what), row in rows.items()
+        ),
+    )
+
+
+def profile(results: Path) -> str:
+    """What hardware counters say of the kernels: the share of time in which each unit is busy, in percent."""
+    rows = [(file, row) for file, result in _measured(results, "-profile") for row in result["rows"]]
+    units = list(dict.fromkeys(unit for _, row in rows for unit in row["busy_percent"]))
+    return _table(
+        ("kernel", "d", "dropout", *units),
+        (
+            (
+                f"[{row['kernel'].removesuffix('_kernel').replace('_', ' ')}](benchmarks/results/{file.name})",
+                f"{row['d']}",
+                f"{row['dropout']:g}",
+                *(f"{row['busy_percent'][unit]:.0f}" for unit in units),
+            )
+            for file, row in rows
+        ),
+    )
+
+
 def traffic(results: Path) -> str:
     """GB that the forward pass moves, from the formulas, and as the hardware counted them."""
     rows = [
@@ -241,7 +276,8 @@ def _made_with(result: dict[str, Any]) -> str:
 
 
 MADE: dict[str, Callable[[Path], str]] = {
-    f.__name__: f for f in (tasks, attentions, speed, memory, traffic, runs, learnability, prepare, exactness)
+    f.__name__: f
+    for f in (tasks, attentions, speed, short, profile, memory, traffic, runs, learnability, prepare, exactness)
 }
 
 
