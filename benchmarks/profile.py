@@ -9,10 +9,7 @@ in which units are busy, in percent, and for which reasons a warp waits, in cycl
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,7 @@ from typing import Any
 import torch
 
 from lra import environment
-from lra.bench.io import no_counters
+from lra.bench.io import no_counters, read_kernels, run_ncu
 from lra.kernels import flash_attention
 from lra.training.run import write as replace_file
 
@@ -60,31 +57,21 @@ def launch(head_dim: int, dropout: float) -> None:
 
 def profile(head_dim: int, dropout: float) -> list[dict[str, Any]]:
     metrics = [*BUSY.values(), *(STALL.format(reason) for reason in REASONS), *OTHERS.values()]
-    done = subprocess.run(
-        [
-            "ncu", "--csv", "--page", "raw", "--print-units", "base", "-k", f"regex:{'|'.join(KERNELS)}",
-            "--metrics", ",".join(metrics), sys.executable, __file__, "--launch", str(head_dim), str(dropout),
-        ],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if done.returncode or header is None:
+    program = [sys.executable, __file__, "--launch", str(head_dim), str(dropout)]
+    done = run_ncu(metrics, ["-k", f"regex:{'|'.join(KERNELS)}"], program)
+    kernels = read_kernels(done.stdout)
+    if done.returncode or not kernels:
         raise SystemExit(f"profile: ncu failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines[header:]))))[1:]  # the first has the units
-    return [_row(row, head_dim, dropout) for row in rows]
+    return [_row(name, counted, head_dim, dropout) for name, counted in kernels]
 
 
-def _row(row: dict[str, str], head_dim: int, dropout: float) -> dict[str, Any]:
-    def number(metric: str) -> float:
-        return float(row[metric].replace(",", ""))
-
-    others = {name: number(metric) for name, metric in OTHERS.items()}
+def _row(kernel: str, counted: dict[str, float], head_dim: int, dropout: float) -> dict[str, Any]:
+    others = {name: counted[metric] for name, metric in OTHERS.items()}
     others["milliseconds, at the profiler's clocks"] /= 1e6
     return {
-        "kernel": row["Kernel Name"], "d": head_dim, "dropout": dropout, **others,
-        "busy_percent": {name: number(metric) for name, metric in BUSY.items()},
-        "waits": {reason: number(STALL.format(reason)) for reason in REASONS},
+        "kernel": kernel, "d": head_dim, "dropout": dropout, **others,
+        "busy_percent": {name: counted[metric] for name, metric in BUSY.items()},
+        "waits": {reason: counted[STALL.format(reason)] for reason in REASONS},
     }  # fmt: skip
 
 

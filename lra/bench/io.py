@@ -147,13 +147,8 @@ def no_counters() -> str | None:
 def _count(row: dict[str, Any], options: IoOptions, notes: list[str]) -> None:
     """Fills in what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
     values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, row["block_rows"])
-    done = subprocess.run(
-        [
-            "ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base",
-            "--metrics", ",".join(METRICS), sys.executable, "-m", "lra.bench.launch", *map(str, values),
-        ],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    program = [sys.executable, "-m", "lra.bench.launch", *map(str, values)]
+    done = run_ncu(METRICS, ["--clock-control", "none", "--profile-from-start", "off"], program)
     counted = read_ncu(done.stdout)
     if done.returncode or len(counted) < len(METRICS):
         lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()] or [
@@ -164,13 +159,28 @@ def _count(row: dict[str, Any], options: IoOptions, notes: list[str]) -> None:
     row["measured_read"], row["measured_write"] = (counted[metric] for metric in METRICS)
 
 
-def read_ncu(output: str) -> dict[str, int]:
-    """Bytes of each metric, summed over the kernels in what `ncu --csv --print-units base` printed."""
+def run_ncu(metrics: Sequence[str], options: Sequence[str], program: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Counts the metrics while the program runs; what it prints is for `read_kernels`."""
+    counting = ["ncu", *options, "--csv", "--print-units", "base", "--metrics", ",".join(metrics)]
+    return subprocess.run([*counting, *program], capture_output=True, text=True)
+
+
+def read_kernels(output: str) -> list[tuple[str, dict[str, float]]]:
+    """Name and metrics of each kernel in what `run_ncu` printed."""
     lines = output.splitlines()
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    counted: dict[str, int] = {}
+    kernels: dict[str, tuple[str, dict[str, float]]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[header:]))):
-        if row.get("Metric Name") in METRICS:
-            value = round(float(row["Metric Value"].replace(",", "")))
-            counted[row["Metric Name"]] = counted.get(row["Metric Name"], 0) + value
+        if row.get("Metric Value"):  # else a line of the program
+            _, counted = kernels.setdefault(row["ID"], (row["Kernel Name"], {}))
+            counted[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    return list(kernels.values())
+
+
+def read_ncu(output: str) -> dict[str, int]:
+    """Bytes of each of METRICS, summed over the kernels."""
+    counted: dict[str, int] = {}
+    for _, metrics in read_kernels(output):
+        for metric in metrics.keys() & set(METRICS):
+            counted[metric] = counted.get(metric, 0) + round(metrics[metric])
     return counted

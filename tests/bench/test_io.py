@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra.bench import io
-from lra.bench.io import Traffic, bench, flash, on_chip, ours, read_ncu, standard, table
+from lra.bench.io import Traffic, bench, flash, on_chip, ours, read_kernels, read_ncu, standard, table
 from lra.cli import app
 from lra.errors import UsageError
 
@@ -146,6 +146,13 @@ def test_counters_that_are_asked_for_and_missing_are_an_error(monkeypatch):
     monkeypatch.setattr(io.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="counters=true: ncu .* is not on PATH"):
         bench(["counters=true"])
+
+
+def test_each_kernel_has_its_counters():
+    assert read_kernels(NCU + "a line of the program\n") == [
+        ("forward_kernel", {"dram__bytes_read.sum": 1024, "dram__bytes_write.sum": 512}),
+        ("other_kernel", {"dram__bytes_read.sum": 76, "dram__bytes_write.sum": 0}),
+    ]
 
 
 def test_counters_are_summed_over_kernels():

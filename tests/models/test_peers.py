@@ -13,8 +13,9 @@ from lra.bench.cell import make_batch
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
 from lra.kernels.testing import largest
-from lra.models.attention import ATTENTIONS, flash_attn
+from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
+from lra.models.attention.flash_attn import FlashAttention3, library
 from lra.models.attention.flex import columns_within
 from lra.models.attention.sdpa import attend_packed
 
@@ -119,9 +120,9 @@ def test_flash_attn_is_unavailable_with_a_reason(monkeypatch):
 
 def test_an_extension_that_is_named_but_not_there_is_an_error(monkeypatch):
     monkeypatch.setenv("FA3_LIB", "/nowhere/_C.so")
-    flash_attn.library.cache_clear()
+    library.cache_clear()
     with pytest.raises(UsageError, match=r"attn=flash_attn can't be imported \(FlashAttention-3: .*/nowhere/_C.so"):
-        flash_attn.library()
+        library()
 
 
 @pytest.mark.parametrize("sequences", [{}, {"cu_seqlens_q": 1, "max_seqlen_q": 20}])
@@ -141,7 +142,7 @@ def test_flash_attention_3_is_called_by_its_schema(monkeypatch, sequences):
 
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd, bwd=bwd), raising=False)
     q, k, v = qkv(20)
-    out = flash_attn.FlashAttention3.apply(q, k, v, sequences)
+    out = FlashAttention3.apply(q, k, v, sequences)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert calls == {"fwd": sequences, "bwd": sequences}
     assert largest(out) == 2 and all(largest(g) == 3 for g in grads)

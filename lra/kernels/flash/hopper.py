@@ -83,11 +83,17 @@ def keep_barriers(buffers):
         mbarrier.invalidate(buffers[i].index(0))
 
 
+@gluon.constexpr_function
+def row_layout(d, num_warps):
+    """Of a tile `[.., d]`: each thread has eight neighbours in a row, and a warp some whole rows."""
+    return gl.BlockedLayout([1, 8], [256 // d, d // 8], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
 def zero_past(tile, count, num_warps: gl.constexpr):
     """Zero the rows of a tile in shared memory from `count` on: they belong to others, and 0 * NaN is NaN."""
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    layout: gl.constexpr = row_layout(D, num_warps)
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     values = tile.load(layout)
     tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
@@ -98,7 +104,7 @@ def zero_past(tile, count, num_warps: gl.constexpr):
 def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr):
     """Store the rows from `first` on that the sequence owns; those past its length become zeros."""
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    layout: gl.constexpr = row_layout(D, num_warps)
     values = gl.convert_layout(tile.to(dtype), layout)
     rows = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))

@@ -132,8 +132,8 @@ def hopper_backward_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-    k_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_N, D], v_desc.layout)
+    k_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
     ds_smem = gl.allocate_shared_memory(
@@ -157,16 +157,14 @@ def hopper_backward_kernel(
         last = (n - 1) * BLOCK_M
         shift = first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
-        load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_smem.index(0))
-        load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_smem.index(0))
+        load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
+        load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
         for i in gl.static_range(STAGES):
             from_row = start + row_of(i, n, last, shift, BLOCK_M)
             mbarrier.expect(q_ready.index(i), BYTES, pred=i < n)
             mbarrier.expect(do_ready.index(i), BYTES, pred=i < n)
             load_tile(q_desc, [from_row, column], q_ready.index(i), q_smem.index(i), pred=i < n)
             load_tile(do_desc, [from_row, column], do_ready.index(i), do_smem.index(i), pred=i < n)
-        k_tile = k_smem.index(0)
-        v_tile = v_smem.index(0)
         mbarrier.wait(k_ready.index(0), 0)
         partial = first_column + BLOCK_N > length
         if partial:
