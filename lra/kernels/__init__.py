@@ -1,9 +1,10 @@
 """Attention kernels: each folder has a `reference.py` that defines the result and the kernels that compute it fast."""
 
+from lra.kernels.block_sparse.api import block_sparse_attention
 from lra.kernels.flash import flash_attention
 from lra.kernels.flash.problem import dropout_threshold
 
-__all__ = ["effective_dropout", "flash_attention"]
+__all__ = ["block_sparse_attention", "effective_dropout", "flash_attention"]
 
 
 def effective_dropout(dropout: float) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.ops import flash_forward
 from lra.kernels.flash.problem import Problem, dropout_threshold
 from lra.kernels.flash.sdpa import sdpa_attention
@@ -67,10 +69,38 @@ def flash_attention(
     Returns:
         A tensor of the shape and dtype of q.
     """
-    impl = resolve_impl(impl, q.device, deterministic)
+    return attention(
+        q, k, v, None, sdpa_attention, start=start, length=length, max_length=max_length, causal=causal, scale=scale,
+        dropout=dropout, seed=seed, index=index, impl=impl, other="sdpa", deterministic=deterministic,
+    )  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | None,
+    elsewhere: Callable[[Tensor, Tensor, Tensor, Problem], Tensor],
+    *,
+    start: Tensor | None,
+    length: Tensor | None,
+    max_length: int | None,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    seed: Tensor | None,
+    index: Tensor | None,
+    impl: str,
+    other: str,
+    deterministic: bool,
+) -> Tensor:
+    """Dense attention or, with a layout, block-sparse; `elsewhere` is the path that is called `other`."""
+    impl = resolve_impl(impl, q.device, deterministic, other)
     _check_inputs(q, k, v)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = _sequences(q, start, length, max_length)
+    if layout is not None and max_length > min(layout.size):
+        raise ValueError(f"the layout covers {min(layout.size)} tokens, and max_length is {max_length}")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
@@ -78,33 +108,34 @@ def flash_attention(
     seed, index = _randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
     padded = bool(len(q_rows) == len(start) * max_length)  # a bool for the operator, of traced shapes too
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic)
+    key = None if layout is None else layout.key
+    problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic, key)
 
-    if impl == "sdpa":
-        return sdpa_attention(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
-    _check_triton(q)
+    if impl == other:
+        return elsewhere(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
+    _check_triton(q, layout, other)
     out, _ = flash_forward(q_rows, k_rows, v_rows, *problem)
     return out.view(q.shape)
 
 
-def resolve_impl(impl: str, device: torch.device, deterministic: bool = False) -> str:
-    """The path that `impl` names on `device`: "triton" or "sdpa".
+def resolve_impl(impl: str, device: torch.device, deterministic: bool = False, other: str = "sdpa") -> str:
+    """The path that `impl` names on `device`: "triton", or the one for any device, `other`.
 
-    "auto" is Triton on CUDA and SDPA elsewhere. An explicit "triton" that cannot run, and an explicit "sdpa" that
+    "auto" is Triton on CUDA and the other elsewhere. An explicit "triton" that cannot run, and an explicit other that
     cannot be deterministic, raise a ValueError; nothing falls back.
     """
     if impl == "auto":
-        return "triton" if device.type == "cuda" else "sdpa"
-    if impl not in ("triton", "sdpa"):
-        raise ValueError(f"unknown impl {impl!r}: use 'auto', 'triton' or 'sdpa'")
+        return "triton" if device.type == "cuda" else other
+    if impl not in ("triton", other):
+        raise ValueError(f"unknown impl {impl!r}: use 'auto', 'triton' or '{other}'")
     if impl == "triton" and device.type != "cuda" and not _interpreted():
         raise ValueError(
-            f"impl='triton' needs CUDA tensors, got {device.type}: use impl='sdpa', or set TRITON_INTERPRET=1 before "
-            "Triton is imported to run the kernels slowly on the CPU"
+            f"impl='triton' needs CUDA tensors, got {device.type}: use impl='{other}', or set TRITON_INTERPRET=1 "
+            "before Triton is imported to run the kernels slowly on the CPU"
         )
-    if impl == "sdpa" and deterministic and device.type == "cuda" and not _strictly_deterministic():
+    if impl == other and deterministic and device.type == "cuda" and not _strictly_deterministic():
         raise ValueError(
-            "impl='sdpa' is deterministic on CUDA only in PyTorch's own mode: for deterministic=True use "
+            f"impl='{other}' is deterministic on CUDA only in PyTorch's own mode: for deterministic=True use "
             "impl='triton', or call torch.use_deterministic_algorithms(True)"
         )
     return impl
@@ -132,13 +163,16 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
-def _check_triton(q: Tensor) -> None:
+def _check_triton(q: Tensor, layout: Layout | None, other: str) -> None:
     if q.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(
-            f"impl='triton' takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='sdpa'"
+            f"impl='triton' takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='{other}'"
         )
     if q.dtype == torch.bfloat16 and q.device.type != "cuda":
-        raise TypeError("Triton's interpreter multiplies bfloat16 wrongly: use float16, float32 or impl='sdpa'")
+        raise TypeError(f"Triton's interpreter multiplies bfloat16 wrongly: use float16, float32 or impl='{other}'")
+    if layout is not None and any(side % 16 for side in layout.block):
+        rows, columns = layout.block
+        raise ValueError(f"impl='triton' takes blocks with sides that are multiples of 16, not {rows}x{columns}")
 
 
 def _sequences(

@@ -17,7 +17,7 @@ from lra.kernels.flash.problem import Problem
 
 PROBLEM = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
-    "Tensor? seed, Tensor? index, bool deterministic"
+    "Tensor? seed, Tensor? index, bool deterministic, int? layout"
 )
 
 
@@ -29,9 +29,9 @@ class Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
             out, lse = flash_forward(q, k, v, *problem)
         # The tensors of the problem too, so that autograd notices if the caller overwrites one before the backward.
-        start, length, *numbers, seed, index, deterministic = problem
+        start, length, *numbers, seed, index, deterministic, layout = problem
         ctx.save_for_backward(q, k, v, out, lse, start, length, seed, index)
-        ctx.numbers, ctx.deterministic = numbers, deterministic
+        ctx.numbers, ctx.rest = numbers, (deterministic, layout)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # no zeros in the place of the log-sum-exp's gradient
         return out, lse
@@ -42,7 +42,7 @@ class Attention(torch.autograd.Function):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, start, length, seed, index = ctx.saved_tensors
-        problem = (start, length, *ctx.numbers, seed, index, ctx.deterministic)
+        problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
         return *flash_backward(q, k, v, out, lse, do, *problem), *(None,) * len(problem)
 
 

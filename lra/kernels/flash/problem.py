@@ -31,6 +31,7 @@ class Problem:
     seed: Tensor | None = None  # int64, one element; with dropout only
     index: Tensor | None = None  # int32 [B], place in the global batch; with dropout only
     deterministic: bool = False  # gradients bitwise equal over runs: no sum whose order may change
+    layout: int | None = None  # key of a `Layout`; without it every query sees every key
 
     @property
     def size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.problem import dropout_threshold
 
 LOW_32_BITS = 0xFFFFFFFF
@@ -23,9 +24,11 @@ def reference_attention(
     dropout: float = 0.0,
     seed: Tensor | None = None,
     index: Tensor | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Attention of ragged rows `[T, H, D]` with the scores written out; arguments as in `flash_attention`.
 
+    A query that sees no key of its sequence gives zeros, which only a `layout` can bring about.
     Any dtype (float64 for tests), differentiable by autograd. Rows that no sequence owns give zeros.
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -39,7 +42,13 @@ def reference_attention(
         position = torch.arange(count, device=q.device)
         if causal:
             s_HMN = s_HMN.masked_fill(position > position[:, None], float("-inf"))
-        p_HMN = s_HMN.softmax(dim=-1)
+        sees = torch.ones((), dtype=s_HMN.dtype, device=q.device)  # 0 for queries that see nothing
+        if layout is not None:
+            seen = layout.token_mask(position, position).to(q.device)
+            seen = seen[torch.arange(q.shape[1], device=q.device) % len(seen)]
+            sees = seen.any(-1, keepdim=True)
+            s_HMN = s_HMN.masked_fill(~seen, float("-inf")).masked_fill(~sees, 0.0)
+        p_HMN = s_HMN.softmax(dim=-1) * sees
         if threshold:
             assert seed is not None
             head = torch.arange(q.shape[1], device=q.device)[:, None, None]

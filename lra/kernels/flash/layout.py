@@ -1,0 +1,166 @@
+"""Which keys a query sees, in blocks, and what the kernels read of it: the tiles that each program visits."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+NONE, PARTIAL, FULL = 0, 1, 2
+END = 2**30  # fills the lists of visits: past every tile
+
+
+class Visits(NamedTuple):
+    """The tiles to visit, for each head and each tile of the other side."""
+
+    entries: Tensor  # int32 [H or 1, tiles, longest], on the device: 2 * tile + 1 if its block is set, ascending, END
+    longest: int  # a power of two
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Query i of head h sees key j if `blocks[h, i // R, j // C]`, or if a rule says so, and never j > i if causal.
+
+    Positions count within a sequence, whose length is at most `size`. With `[1, rows, columns]` all heads are alike;
+    else head h of a call has the layout h % H. Layouts of one size are united with `|`.
+
+    Raises:
+        ValueError: a query sees no key at all, or an argument is out of range.
+    """
+
+    blocks: Tensor  # bool [H or 1, rows, columns], on the CPU; not to be changed
+    block: tuple[int, int]  # R queries by C keys
+    band: int | None = None  # |i - j| <= band is seen
+    globals: int = 0  # tokens before this one see all and are seen by all
+    causal: bool = False
+    key: int = field(init=False)  # identity of the content, by which operators know it
+
+    def __post_init__(self) -> None:
+        if self.blocks.dim() != 3 or self.blocks.dtype != torch.bool or self.blocks.device.type != "cpu":
+            raise ValueError("blocks must be a bool tensor [H or 1, rows, columns] on the CPU")
+        if min(self.block) < 1 or self.globals < 0 or (self.band is not None and self.band < 0):
+            raise ValueError("block sizes must be positive, band and globals not negative")
+        seen = (self.kinds(*self.block) != NONE).any(2)
+        if not bool(seen.all()):
+            head, row = (int(x) for x in seen.logical_not().nonzero()[0])
+            raise ValueError(f"block row {row} of head {head} sees no block: every query must see a key")
+        facts = (tuple(self.blocks.shape), self.block, self.band, self.globals, self.causal)
+        content = repr(facts).encode() + self.blocks.contiguous().numpy().tobytes()
+        key = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+        object.__setattr__(self, "key", key)
+        _known.setdefault(key, self)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys that it covers; sequences may be shorter."""
+        return self.blocks.shape[1] * self.block[0], self.blocks.shape[2] * self.block[1]
+
+    @property
+    def ruled(self) -> bool:
+        """Whether some block may be seen in part."""
+        return self.causal or self.band is not None or self.globals > 0
+
+    def __or__(self, other: Layout) -> Layout:
+        if (self.block, self.blocks.shape[1:], self.causal) != (other.block, other.blocks.shape[1:], other.causal):
+            raise ValueError("a union needs layouts of one size, one block and one causality")
+        bands = [x.band for x in (self, other) if x.band is not None]
+        return dataclasses.replace(
+            self,
+            blocks=self.blocks | other.blocks,
+            band=max(bands, default=None),
+            globals=max(self.globals, other.globals),
+        )
+
+    def token_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """bool `[H or 1, rows, columns]`, whether the queries `rows` see the keys `columns`: the definition."""
+        i, j = rows.cpu()[:, None], columns.cpu()[None, :]
+        seen = self.blocks[:, i // self.block[0], j // self.block[1]]
+        if self.band is not None:
+            seen = seen | ((i - j).abs() <= self.band)
+        if self.globals:
+            seen = seen | (i < self.globals) | (j < self.globals)
+        return seen & (j <= i) if self.causal else seen
+
+    def kinds(self, rows: int, columns: int) -> Tensor:
+        """int8 `[H or 1, ceil, ceil]`: whether tiles of `rows` by `columns` tokens are NONE, PARTIAL or FULL."""
+        some = _coarse(self.blocks, self.block, (rows, columns), torch.any)
+        every = _coarse(self.blocks, self.block, (rows, columns), torch.all)
+        last_row, last_column = (side - 1 for side in self.size)
+        i = torch.arange(0, last_row + 1, rows)[:, None]
+        j = torch.arange(0, last_column + 1, columns)[None, :]
+        last_i, last_j = (i + rows - 1).clamp(max=last_row), (j + columns - 1).clamp(max=last_column)
+        if self.band is not None:
+            some = some | ((j - last_i <= self.band) & (i - last_j <= self.band))
+            every = every | ((last_j - i <= self.band) & (last_i - j <= self.band))
+        if self.globals:
+            some = some | (i < self.globals) | (j < self.globals)
+            every = every | (last_i < self.globals) | (last_j < self.globals)
+        if self.causal:
+            some, every = some & (j <= last_i), every & (last_j <= i)
+        return torch.where(every, FULL, torch.where(some, PARTIAL, NONE)).to(torch.int8)
+
+    def density(self, n: int | None = None) -> float:
+        """Share of the n^2 pairs of a sequence of n tokens that are seen; n is the whole size by default."""
+        n = n or min(self.size)
+        if n > min(self.size):
+            raise ValueError(f"the layout covers {min(self.size)} tokens, not {n}")
+        if not self.ruled:
+            rows, columns = (
+                (n - side * torch.arange(count)).clamp(0, side)
+                for side, count in zip(self.block, self.blocks.shape[1:], strict=True)
+            )
+            return float((self.blocks * rows.double()[:, None] * columns).sum()) / (len(self.blocks) * n * n)
+        every, step = torch.arange(n), max(1, 2**24 // (n * len(self.blocks)))
+        parts = (self.token_mask(rows, every).sum() for rows in every.split(step))
+        return int(sum(parts)) / (len(self.blocks) * n * n)
+
+    def visits(self, rows: int, columns: int, device: torch.device, by_key: bool = False) -> Visits:
+        """The tiles of `columns` keys that each of `rows` queries visits, or by key the other way round.
+
+        A tile must lie within a block. The lists are built once and stay on the device.
+        """
+        place = (self.key, rows, columns, device, by_key)
+        if place not in _visits:
+            _visits[place] = self._list(rows, columns, device, by_key)
+        return _visits[place]
+
+    def _list(self, rows: int, columns: int, device: torch.device, by_key: bool) -> Visits:
+        if self.block[0] % rows or self.block[1] % columns:
+            raise ValueError(f"tiles of {rows} by {columns} do not divide blocks of {self.block[0]} by {self.block[1]}")
+        seen = self.kinds(rows, columns) != NONE
+        whole = self.blocks.repeat_interleave(self.block[0] // rows, 1).repeat_interleave(self.block[1] // columns, 2)
+        if by_key:
+            seen, whole = seen.transpose(1, 2), whole.transpose(1, 2)
+        entries = torch.where(seen, 2 * torch.arange(seen.shape[2]) + whole, END)
+        count = max(1, int(seen.sum(2).max()))
+        longest = 1 << (count - 1).bit_length()
+        entries = pad(entries.sort(2).values[:, :, :longest], (0, max(0, longest - entries.shape[2])), value=END)
+        return Visits(entries.to(device, torch.int32).contiguous(), longest)
+
+
+# By content: layers with equal layouts share the lists, which stay for as long as the process runs.
+_known: dict[int, Layout] = {}
+_visits: dict[tuple[int, int, int, torch.device, bool], Visits] = {}
+
+
+def find(key: int) -> Layout:
+    """The layout with this `key`."""
+    return _known[key]
+
+
+def _coarse(blocks: Tensor, block: tuple[int, int], tile: tuple[int, int], combine: Callable[..., Tensor]) -> Tensor:
+    """Whether any, or all, of the blocks that each tile meets are set."""
+    for dim in (1, 2):
+        length = blocks.shape[dim] * block[dim - 1]
+        starts = torch.arange(0, length, tile[dim - 1])
+        first, last = starts // block[dim - 1], (starts + tile[dim - 1] - 1).clamp(max=length - 1) // block[dim - 1]
+        reach = int((last - first).max()) + 1
+        which = (first[:, None] + torch.arange(reach)).minimum(last[:, None])
+        blocks = combine(blocks.index_select(dim, which.flatten()).unflatten(dim, which.shape), dim=dim + 1)
+    return blocks
