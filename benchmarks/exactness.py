@@ -1,10 +1,11 @@
 """Compares the flash kernels with their reference on random cases on a GPU, and records every error.
 
     python benchmarks/exactness.py [--cases 200] [--workers 8] [--out benchmarks/results/flash-exactness.json]
+    python benchmarks/exactness.py --sparse [--cases 500]      # block-sparse attention with random layouts
 
-Case `i` is drawn from seed `i`, its dtype in turn from DTYPES. Its result and three gradients are compared in float64
-with the budget of lra.kernels.testing; a ratio is error / budget, so that 1 is the limit. Exit code 1 if any case is
-over budget or fails, 2 without a GPU.
+Several GPUs share the cases. Case `i` is drawn from seed `i`, its dtype in turn from DTYPES. Its result and three
+gradients are compared in float64 with the budget of lra.kernels.testing; a ratio is error / budget, so that 1 is the
+limit. Exit code 1 if any case is over budget or fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from lra import environment
 from lra.kernels.flash import tuning
-from lra.kernels.testing import NAMES, Case, check, random_case
+from lra.kernels.testing import NAMES, Case, check, random_case, random_sparse_case
 from lra.training.run import write as replace_file
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,13 +47,18 @@ class Outcome:
         return self.error is None and all(ratio is not None and ratio <= 1 for ratio in self.ratios)
 
 
-def draw(number: int, dtypes: Sequence[torch.dtype] = DTYPES, max_length: int = MAX_LENGTH) -> Case:
-    return random_case(random.Random(number), (dtypes[number % len(dtypes)],), max_length)
+def draw(
+    number: int, dtypes: Sequence[torch.dtype] = DTYPES, max_length: int = MAX_LENGTH, sparse: bool = False
+) -> Case:
+    make = random_sparse_case if sparse else random_case
+    return make(random.Random(number), (dtypes[number % len(dtypes)],), max_length)
 
 
 def measure(number: int, case: Case, device: str = "cuda") -> Outcome:
     """Runs one case. A failure is an outcome, too: no case is left out."""
     try:
+        if device == "cuda":
+            torch.cuda.set_device(number % torch.cuda.device_count())
         errors = check(case, device, "triton")
     except Exception as error:  # whatever a compiler or a driver raises
         return _failure(number, case, error)
@@ -90,7 +96,9 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "dropout": sum(case.dropout > 0 for case in cases),
             "packed": sum(case.layout == "packed" for case in cases),
             "padded": sum(case.layout == "padded" for case in cases),
-            "causal": sum(case.causal for case in cases),
+            "causal": sum(bool(case.sparse.causal if case.sparse else case.causal) for case in cases),
+            "layouts": len({case.sparse.key for case in cases if case.sparse}),
+            "rules": sum(bool(case.sparse and case.sparse.ruled) for case in cases),
             "length": [min(min(case.lengths) for case in cases), max(max(case.lengths) for case in cases)],
             "head_dim": sorted({case.head_dim for case in cases}),
         },
@@ -124,8 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare the flash kernels with their reference on a GPU.")
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "flash-exactness.json")
+    parser.add_argument("--sparse", action="store_true", help="block-sparse attention")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
+    name = "block-sparse" if given.sparse else "flash"
+    out = given.out or Path(__file__).parent / "results" / f"{name}-exactness.json"
     if min(given.cases, given.workers) < 1:
         parser.error("--cases and --workers must be at least 1")
     if not torch.cuda.is_available():
@@ -134,9 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made_with = environment.describe()
     ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
-    result |= summarise(survey([draw(number) for number in range(given.cases)], given.workers))
-    write(result, given.out)
-    print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {given.out}")
+    cases = [draw(number, sparse=given.sparse) for number in range(given.cases)]
+    result |= summarise(survey(cases, given.workers))
+    write(result, out)
+    print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {out}")
     print(table(result))
     for failure in result["failures"]:
         print("failed:", json.dumps(failure))

@@ -5,8 +5,8 @@
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
 the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, `<what>-exactness.json`,
 `<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder, or
-`<what>-attention.json` or `<what>-io.json` of `lra bench`. With --check nothing is written, and the exit code is 1 if
-README.md is not what would be.
+`<what>-attention.json`, `<what>-butterfly-attention.json` (what is block-sparse) or `<what>-io.json` of `lra bench`.
+With --check nothing is written, and the exit code is 1 if README.md is not what would be.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- e
 OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare", "-profile")  # ends of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
+SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
 Row = Sequence[str]
 
@@ -152,18 +153,19 @@ def exactness(results: Path) -> str:
 def _covered(result: dict[str, Any]) -> str:
     cover, made_with = result["coverage"], result["environment"]
     low, high = cover["length"]
+    layouts = f", {cover['layouts']} layouts, {cover['rules']} with rules" if cover.get("layouts") else ""
     assembler = f", ptxas {result['ptxas']}" if result["ptxas"] else ""
     return (
         f"{result['cases']} cases, {cover['dropout']} with dropout, {cover['packed']} packed, {cover['padded']} "
-        f"padded, {cover['causal']} causal, lengths {low} to {high:,}, head dimensions {cover['head_dim'][0]} to "
-        f"{cover['head_dim'][-1]}; {made_with['gpu']}, PyTorch {made_with['versions']['torch']}, Triton "
+        f"padded, {cover['causal']} causal{layouts}, lengths {low} to {high:,}, head dimensions "
+        f"{cover['head_dim'][0]} to {cover['head_dim'][-1]}; {made_with['gpu']}, PyTorch {made_with['versions']['torch']}, Triton "
         f"{made_with['versions']['triton']}{assembler}, {made_with['date'][:10]}."
     )
 
 
 def speed(results: Path) -> str:
     """TFLOP/s, forward / backward, of what `lra bench attention` timed without a preset of the paper."""
-    measured = [pair for pair in _measured(results, "-attention") if pair[1]["options"]["table"] is None]
+    measured = [pair for pair in _dense(results) if pair[1]["options"]["table"] is None]
     names = list(dict.fromkeys(cell["attention"] for _, result in measured for cell in result["cells"]))
     rows: dict[Any, dict[Any, str]] = {}
     for file, result in measured:
@@ -193,10 +195,53 @@ def _ended(cell: dict[str, Any]) -> str:
     return "" if cell["status"] == "unsupported" else cell["status"]
 
 
+def _dense(results: Path) -> list[tuple[Path, dict[str, Any]]]:
+    measured = _measured(results, "-attention")
+    return [(file, result) for file, result in measured if not file.stem.endswith("-butterfly-attention")]
+
+
+def sparse(results: Path) -> str:
+    """Milliseconds, forward / backward, of butterfly, dense attention and FlexAttention with the same blocks."""
+    rows: dict[Any, dict[Any, str]] = {}
+    measured = _measured(results, "-butterfly-attention")
+    for file, result in measured:
+        for cell in result["cells"]:
+            name, *options = cell["attention"].split(":")
+            if name != "butterfly" or cell["block"] is None:
+                continue
+            alike = [other for other in result["cells"] if all(other[key] == cell[key] for key in SIZE)]
+            flash = [other for other in alike if other["attention"] == "flash"]
+            flex = [other for other in alike if other["attention"].partition(":")[0] == "butterfly@flex"]
+            flex = [other for other in flex if all(other[key] == cell[key] for key in ("block", "density"))]
+            blocks = " ".join([cell["block"], *(f"`{text}`" for text in options if not text.startswith("block="))])
+            key = (file.name, cell["d"], f"{cell['N']:,}", blocks, f"{cell['density']:.3g}", f"{cell['dropout']:g}")
+            columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex), "ratio": ""}
+            if flash and cell["status"] == flash[0]["status"] == "ok":
+                columns["ratio"] = f"{cell['ms'] / (cell['density'] * flash[0]['ms']):.2f}"
+            rows.setdefault(key, {}).update({(column, cell["pass"]): value for column, value in columns.items()})
+    header = (
+        "d", "N", "block", "density", "dropout", "`butterfly`, ms", "`flash`, ms", "FlexAttention, ms",
+        "`butterfly` / (density × `flash`)",
+    )  # fmt: skip
+    values = ("butterfly", "flash", "flex", "ratio")
+    table = _table(
+        header,
+        (
+            (f"[{d}](benchmarks/results/{file})", *facts, *(_both(row, column) for column in values))
+            for (file, d, *facts), row in rows.items()
+        ),
+    )
+    return "\n".join([table, *(f"\n{_made_with(result)}" for _, result in measured[:1])]) if rows else ""
+
+
+def _ms(cells: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell) for cell in cells[:1])
+
+
 def memory(results: Path) -> str:
     """Peak MB of forward and backward, of the preset of the paper's Table 21."""
     rows: dict[Any, dict[str, str]] = {}
-    measured = [pair for pair in _measured(results, "-attention") if pair[1]["options"]["table"] == "21"]
+    measured = [pair for pair in _dense(results) if pair[1]["options"]["table"] == "21"]
     for file, result in measured:
         for cell in result["cells"]:
             if cell["pass"] == "both":
@@ -215,7 +260,7 @@ def memory(results: Path) -> str:
 def short(results: Path) -> str:
     """Milliseconds of the preset of the paper's Table 7."""
     rows: dict[Any, dict[int, str]] = {}
-    for file, result in _measured(results, "-attention"):
+    for file, result in _dense(results):
         for cell in result["cells"] if result["options"]["table"] == "7" else ():
             value = f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault((file.name, cell["attention"], cell["pass"]), {})[cell["N"]] = value
@@ -277,7 +322,7 @@ def _made_with(result: dict[str, Any]) -> str:
 
 MADE: dict[str, Callable[[Path], str]] = {
     f.__name__: f
-    for f in (tasks, attentions, speed, short, profile, memory, traffic, runs, learnability, prepare, exactness)
+    for f in (tasks, attentions, speed, sparse, short, profile, memory, traffic, runs, learnability, prepare, exactness)
 }
 
 

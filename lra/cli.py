@@ -173,7 +173,7 @@ def data_show(fields: TaskFields = None) -> None:
 
 @bench_app.command("attention")
 def bench_attention(
-    fields: Annotated[list[str] | None, typer.Argument(metavar="attns=… [lengths=… field=value …]")] = None,
+    fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
     """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
     from lra.bench.attention import bench, notes, tables

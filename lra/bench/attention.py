@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
 from lra.bench.imdb import LENGTHS
 from lra.bench.options import parse, shown
+from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
@@ -43,6 +44,7 @@ class AttentionOptions:
     """What `lra bench attention` measures: every combination of the lists."""
 
     attns: tuple[str, ...] = ("flash",)  # name, or name:field=value:… with fields of its configuration
+    attn: str | None = None  # instead of `attns`: a block-sparse one beside flash and its peers, another alone
     lengths: tuple[int, ...] = (1024, 4096, 16384)
     head_dims: tuple[int, ...] = (32, 64, 128)
     dropout: tuple[float, ...] = (0.0,)
@@ -87,8 +89,13 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     options = parse(AttentionOptions, args, **TABLES.get(table, {}))
     clash = given & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     clash |= {"tokens"} if {"tokens", "batch"} <= given else set()
+    if {"attn", "attns"} <= given:
+        raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
     if clash:
         raise UsageError(f"{min(clash)}= does not go with {'ragged=imdb' if options.ragged == 'imdb' else 'batch='}")
+    if options.attn is not None:
+        configurable(options.attn)
+        options = replace(options, attns=compared(options.attn))
     for attention in options.attns:
         name, cls = configurable(attention)
         parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
@@ -124,13 +131,15 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
 def run_cell(
     cell: Cell, passes: Sequence[str], device: torch.device, small: Callable[[Cell], Verdict]
 ) -> Iterator[dict[str, Any]]:
-    """One record for each pass. `small` checks a small problem; its answer is the same for every length."""
+    """One record for each pass. `small` checks a small problem; its answer is the same for all that give that one."""
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
+    layout, density = None, None
     try:
-        cell.build(device)
+        layout = cell.build(device).layout
+        density = cell.density(layout)
         _clear(device)
-        verdict = small(cell.small())
+        verdict = small(cell.small(layout))
         if not verdict.wrong:
             _clear(device)  # compiled for the small size, a kernel would be one for any size
             verdict, times, out_of_memory = _measure(cell, backward, device, verdict)
@@ -149,9 +158,11 @@ def run_cell(
             "attention": cell.attention, "pass": name, "N": max(cell.lengths), "d": cell.head_dim, "dtype": cell.dtype,
             "dropout": cell.dropout, "batch": len(cell.lengths), "heads": cell.heads,
             "tokens": sum(cell.lengths), "squares": sum(n * n for n in cell.lengths),
+            "density": _round(density),  # share of these that is seen
+            "block": layout and "x".join(map(str, layout.block)),  # queries by keys, of what is block-sparse
             "status": "ok" if spent else status,
             "ms": _round(spent and spent.ms),
-            "tflops": _round(spent and FLOPS[name] * cell.flops / spent.ms / 1e9),
+            "tflops": _round(spent and density and FLOPS[name] * density * cell.flops / spent.ms / 1e9),
             "memory_mb": _round(spent and spent.memory_mb),
             "repetitions": spent and spent.repetitions,
             "checked": _round(verdict.ratio),
@@ -226,9 +237,25 @@ def _clear(device: torch.device, compiled: bool = True) -> None:
 
 
 def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention."""
+    """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
+
+    What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
+    """
     attentions = list(dict.fromkeys(record["attention"] for record in records))
     keys = ("dtype", "d", "dropout", "N", "batch")
+
+    def place(record: dict[str, Any]) -> tuple[Any, ...]:
+        return record["pass"], *(record[key] for key in keys)
+
+    dense = {place(record): record["ms"] for record in records if record["attention"] == "flash"}
+
+    def speed(record: dict[str, Any]) -> str:
+        text = _speed(record)
+        if record["status"] == "ok" and record.get("block"):
+            text += f", {record['density']:.3g}"
+            if ms := dense.get(place(record)):
+                text += f", {record['ms'] / (record['density'] * ms):.2f}"
+        return text
 
     def table(title: str, name: str, cell: Callable[[dict[str, Any]], str]) -> tuple[str, list[str], list[list[str]]]:
         rows: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -240,7 +267,12 @@ def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], 
 
     passes = list(dict.fromkeys(record["pass"] for record in records))
     for name in passes:
-        yield table(f"{name}: ms (TFLOP/s)", name, _speed)
+        also = (
+            [", density", ", time / (density x time of flash)"]
+            if any(record.get("block") for record in records)
+            else []
+        )
+        yield table(f"{name}: ms (TFLOP/s)" + "".join(also if dense else also[:1]), name, speed)
     if any(record["memory_mb"] is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
@@ -266,6 +298,7 @@ def _status(record: dict[str, Any]) -> str:
 def _line(records: Sequence[dict[str, Any]]) -> str:
     first = records[0]
     size = f"{first['attention']} {first['dtype']} d={first['d']} p={first['dropout']:g} N={first['N']}"
+    size += f" density={first['density']:.3g}" if first["block"] else ""
     return f"{size}: " + ", ".join(f"{record['pass']} {_speed(record) or record['status']}" for record in records)
 
 

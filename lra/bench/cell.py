@@ -12,13 +12,16 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.bench.options import parse
+from lra.bench.sparse import PEERS
 from lra.kernels.flash import resolve_impl
+from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.butterfly import ButterflyAttention
 from lra.models.attention.flash import FlashAttention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SMALL_FULL, SMALL_RAGGED = (200, 200), (200, 0, 67, 130)
+ELSEWHERE = {FlashAttention: "sdpa", ButterflyAttention: "gather"}  # where they run without a GPU
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Cell:
     dropout: float
     lengths: tuple[int, ...]
     heads: int
+    span: int = 0  # tokens that a layout covers, if more than the longest sequence has
 
     @property
     def full(self) -> bool:
@@ -39,12 +43,24 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass: two products of 2 N^2 D for each sequence and head."""
+        """Of the forward pass where all is seen: two products of 2 N^2 D for each sequence and head."""
         return 4 * self.heads * self.head_dim * sum(n * n for n in self.lengths)
 
-    def small(self) -> Cell:
-        """A few hundred rows of the same kind, where all heads and sequences can be checked."""
-        return dataclasses.replace(self, lengths=SMALL_FULL if self.full else SMALL_RAGGED, heads=2)
+    def density(self, layout: Layout | None) -> float:
+        """Share of these FLOPs that is of pairs which are seen."""
+        if layout is None:
+            return 1.0
+        seen = {n: layout.density(n) * n * n for n in set(self.lengths) - {0}} | {0: 0.0}
+        return sum(seen[n] for n in self.lengths) / sum(n * n for n in self.lengths)
+
+    def small(self, layout: Layout | None = None) -> Cell:
+        """A few hundred rows of the same kind, where all heads and sequences can be checked.
+
+        Of a layout, those of its first four rows of blocks and a part of the fifth: of a butterfly not all is seen.
+        """
+        n = 200 if layout is None else 4 * max(layout.block) + 72
+        lengths = (n, n) if self.full else (n, 0, 67, n - 70)
+        return dataclasses.replace(self, lengths=lengths, heads=2, span=0 if layout is None else max(self.lengths))
 
     def without_dropout(self) -> Cell:
         return dataclasses.replace(self, dropout=0.0)
@@ -53,7 +69,7 @@ class Cell:
         """The attention, training; UsageError if it does not support the cell on the device."""
         name, cls = configurable(self.attention)
         config = parse(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
-        spec = AttentionSpec(self.heads, self.head_dim, max(self.lengths), self.dropout)
+        spec = AttentionSpec(self.heads, self.head_dim, max(self.span, *self.lengths), self.dropout)
         attention = cls(config, spec)
         attention.resolve(device, "fp32" if self.dtype == "fp32" else "bf16")  # what takes bf16 takes fp16
         return attention.to(device, DTYPES[self.dtype]).train()
@@ -62,15 +78,13 @@ class Cell:
 def configurable(attention: str) -> tuple[str, Any]:
     """The name in `name[:field=value…]` and its class; UsageError if it is unknown or not installed."""
     name = attention.partition(":")[0]
-    return name, ATTENTIONS.get(name)
+    return name, (PEERS if "@" in name else ATTENTIONS).get(name)
 
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
     """Whether its dropout mask is the one that the reference defines."""
-    if not isinstance(attention, FlashAttention):
-        return False
-    config = attention.config
-    return resolve_impl(config.impl, device, config.deterministic) == "triton"
+    elsewhere, config = ELSEWHERE.get(type(attention)), attention.config
+    return elsewhere is not None and resolve_impl(config.impl, device, config.deterministic, elsewhere) == "triton"
 
 
 def make_batch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.bench.cell import DTYPES, Cell, attend, has_reference_dropout, make_batch
+from lra.kernels.flash.layout import NONE, Layout
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
@@ -31,7 +32,7 @@ class Verdict(NamedTuple):
 
 def check_small(cell: Cell, device: torch.device) -> Verdict:
     """All heads and sequences of a small cell."""
-    exact, attention, cell = _checkable(cell, device)
+    known, attention, cell = _checkable(cell, device)
     case = Case(cell.lengths, cell.heads, cell.head_dim, DTYPES[cell.dtype], dropout=cell.dropout)
     inputs = make_inputs(case, device)
     batch = make_batch(cell.lengths, False, device, inputs.sequences["index"], inputs.seed)
@@ -40,9 +41,10 @@ def check_small(cell: Cell, device: torch.device) -> Verdict:
         return attend(attention, q, k, v, batch, cell.full)
 
     actual = run(forward, inputs, case.dtype)
-    if not exact:
+    if not known:
         return _finite(actual)
     options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
+    options["layout"] = attention.layout
     expected = run(reference_attention, inputs, torch.float64, **options)
     plain = run(reference_attention, inputs, case.dtype, **options)
     return _judge(actual, expected, plain)
@@ -51,71 +53,112 @@ def check_small(cell: Cell, device: torch.device) -> Verdict:
 def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
     """The last head of the longest sequence, at the size that is timed. `inputs` are q, k, v and the gradient."""
     device = inputs[0].device
-    exact, attention, cell = _checkable(cell, device)
+    known, attention, cell = _checkable(cell, device)
     q, k, v, do = (x.detach() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(backward)
     out = attend(attention, q, k, v, batch, cell.full)
     grads = torch.autograd.grad(out, (q, k, v), do) if backward else ()
-    if not exact:
+    if not known:
         return _finite((out, *grads))
     b = max(range(batch.size), key=cell.lengths.__getitem__)
     rows = slice(first := int(batch.start[b]), first + cell.lengths[b])
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads))
     del out, grads
     dropout = (cell.dropout, batch.seed, int(batch.index[b]), cell.heads - 1)
-    expected, plain = (one_head(q, k, v, do, *dropout, dtype) for dtype in (torch.float64, q.dtype))
+    expected, plain = (one_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
     return _judge(actual, expected[: len(actual)], plain)
 
 
 def one_head(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dropout: float, seed: Any, index: int, head: int, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    dropout: float,
+    seed: Any,
+    index: int,
+    head: int,
+    dtype: torch.dtype,
+    layout: Layout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, dq, dk, dv) of one sequence and head, `[N, D]` each, computed in `dtype` from a few rows at a time.
 
-    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64.
+    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64. Of a
+    layout, only the columns of blocks that a row of the chunk sees are computed.
     """
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
     count, scale, threshold = len(q), q.shape[-1] ** -0.5, dropout_threshold(dropout)
-    column = torch.arange(count, device=q.device)
+    position = torch.arange(count, device=q.device)
     out, dq = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q, dtype=torch.float64)
     dk, dv = torch.zeros_like(q, dtype=torch.float64), torch.zeros_like(q, dtype=torch.float64)
-    for row in column.split(max(1, CHUNK // count)):
-        p = (q[row] @ k.T * scale).softmax(-1)
+    for rows, columns, seen in _chunks(count, head, layout):
+        at = columns.to(q.device) if isinstance(columns, Tensor) else columns
+        s = q[rows] @ k[at].T * scale
+        if seen is None:
+            p = s.softmax(-1)
+        else:
+            seen = seen.to(q.device)
+            sees = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros
+            p = s.masked_fill(~seen, float("-inf")).masked_fill(~sees, 0.0).softmax(-1) * sees
         keep: Any = 1.0
         if threshold:
             head_id = torch.tensor(head, device=q.device)
-            keep = keep_mask(seed, index, head_id, row[:, None], column, threshold) * (256 / (256 - threshold))
-            keep = keep.to(dtype)
-        out[row] = (o := (p * keep) @ v).double()
-        ds = p * ((do[row] @ v.T) * keep - (do[row] * o).sum(-1, keepdim=True)) * scale
-        dq[row] = (ds @ k).double()
-        dk += (ds.T @ q[row]).double()
-        dv += ((p * keep).T @ do[row]).double()
+            keep = keep_mask(seed, index, head_id, position[rows, None], position[at], threshold)
+            keep = (keep * (256 / (256 - threshold))).to(dtype)
+        out[rows] = (o := (p * keep) @ v[at]).double()
+        ds = p * ((do[rows] @ v[at].T) * keep - (do[rows] * o).sum(-1, keepdim=True)) * scale
+        dq[rows] = (ds @ k[at]).double()
+        dk[at] += (ds.T @ q[rows]).double()
+        dv[at] += ((p * keep).T @ do[rows]).double()
     return out, dq, dk, dv
+
+
+def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slice, slice | Tensor, Tensor | None]]:
+    """Rows, the columns of the blocks that they see, and which of these each row sees, bool; on the CPU."""
+    step = max(1, CHUNK // count)
+    if layout is None:
+        yield from ((slice(first, first + step), slice(None), None) for first in range(0, count, step))
+        return
+    step, side = min(step, max(layout.block)), layout.block[1]
+    tiles = layout.kinds(step, side)[head % len(layout.blocks)] != NONE
+    position = torch.arange(count)
+    for tile, row in zip(tiles, position.split(step), strict=False):
+        column = position[tile.repeat_interleave(side)[:count]]
+        mask = layout.token_mask(row, column)
+        yield slice(int(row[0]), int(row[-1]) + 1), column, mask[head % len(mask)]
 
 
 def check_dropout(cell: Cell, device: torch.device) -> Verdict:
     """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum."""
     attention = cell.build(device)
-    if not cell.dropout or has_reference_dropout(attention, device) or not attention.facts.exact:
+    if not cell.dropout or has_reference_dropout(attention, device) or not _known(attention):
         return Verdict(None)
     longest = max(cell.lengths)
+    visible = torch.tensor(float(longest))
+    if attention.layout is not None:
+        visible = attention.layout.token_mask(torch.arange(longest), torch.arange(longest)).sum(-1).clamp(min=1)
     ones = torch.ones(sum(cell.lengths), cell.heads, cell.head_dim, dtype=DTYPES[cell.dtype], device=device)
     out = attend(attention, ones, ones, ones, make_batch(cell.lengths, False, device), cell.full)[:longest].float()
-    # each row of the first sequence, the longest, is the mean of that many ones, of which a share is dropped
-    mean, spread, expected = float(out.mean()), float(out.std()), (cell.dropout / (1 - cell.dropout) / longest) ** 0.5
+    # each row of the first sequence, the longest, is the mean of the ones that it sees, of which a share is dropped
+    mean, spread = float(out.mean()), float(out.std())
+    expected = (cell.dropout / (1 - cell.dropout) * float((1 / visible).mean())) ** 0.5
     right = abs(mean - 1) < 0.5 * expected and 0.5 * expected < spread < 2 * expected
     return Verdict(None, "" if right else f"dropout {cell.dropout} makes ones {mean:.3f} ± {spread:.3f}")
 
 
 def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]:
-    """Whether the attention is exact; the attention, without dropout if its mask is its own; and the cell so."""
+    """Whether the result is known; the attention, without dropout if its mask is its own; and the cell so."""
     attention = cell.build(device)
     if cell.dropout and not has_reference_dropout(attention, device):
         cell = cell.without_dropout()
         attention = cell.build(device)
-    return attention.facts.exact, attention, cell
+    return _known(attention), attention, cell
+
+
+def _known(attention: Attention) -> bool:
+    """Whether the reference computes the same."""
+    return attention.facts.exact or attention.layout is not None
 
 
 def _judge(actual: Sequence[Tensor], expected: Sequence[Tensor], plain: Sequence[Tensor]) -> Verdict:

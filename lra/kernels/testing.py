@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from lra.kernels.block_sparse.api import block_sparse_attention
 from lra.kernels.flash import flash_attention
+from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.reference import reference_attention
 
 LAYOUTS = ("packed", "padded")
@@ -35,6 +37,7 @@ class Case:
     slack: int = 0  # by how much max_length exceeds the longest length
     deterministic: bool = False
     spread: float = 1.0  # standard deviation of the scores
+    sparse: Layout | None = None  # what block-sparse attention sees; covers max_length tokens
     seed: int = 0
 
     @property
@@ -90,6 +93,32 @@ def random_case(
     )
 
 
+BLOCKS = ((16, 256), (256, 16), (32, 32), (64, 64), (128, 128), (64, 128), (128, 64), (128, 32))
+
+
+def random_sparse_case(
+    rng: random.Random, *choices: Any, blocks: Sequence[tuple[int, int]] = BLOCKS, **more: Any
+) -> Case:
+    """As `random_case`, with a layout: blocks at random, for each head or for all, and rules in every other one.
+
+    Two in five are what the kernels for Hopper take, if they have 16 bits.
+    """
+    case = random_case(rng, *choices, **more)
+    simple = rng.random() < 0.4
+    block = rng.choice([block for block in blocks if not simple or min(block) >= 64])
+    rows, columns = (-(-case.max_length // side) + rng.choice((0, 0, 1)) for side in block)
+    generator = torch.Generator().manual_seed(case.seed)
+    chosen = torch.rand(rng.choice((1, 1, 2)), rows, columns, generator=generator) < rng.choice((0.05, 0.2, 0.5))
+    row = torch.arange(rows)
+    chosen[:, row, row * block[0] // block[1] % columns] = True  # every query sees a key
+    rules: dict[str, Any] = {}
+    if simple:
+        case = replace(case, strides="fused", deterministic=False, head_dim=rng.choice((32, 64, 128)))
+    elif rng.random() < 0.8:
+        rules = {"band": rng.choice((None, 0, 5, 100)), "globals": rng.choice((0, 1, 40)), "causal": rng.random() < 0.3}
+    return replace(case, causal=False, sparse=Layout(chosen, block, **rules))
+
+
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     """Random tensors; rows past a length are NaN, in the gradient too, since nothing may read them."""
     generator = torch.Generator(device).manual_seed(case.seed)
@@ -122,17 +151,20 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
 def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]:
     """Errors of the result and the three gradients of `flash_attention(impl=impl)`, with their budgets.
 
-    What the kernels allocate is filled with NaN first. Dropout can be compared for the Triton path only.
+    Of `block_sparse_attention` if the case is sparse. What the kernels allocate is filled with NaN first. Dropout can
+    be compared for the Triton path only.
     """
-    if case.dropout and impl == "sdpa":
-        raise ValueError("impl='sdpa' draws another dropout mask than the reference: check it with dropout=0")
+    if case.dropout and impl != "triton":
+        raise ValueError(f"impl='{impl}' draws another dropout mask than the reference: check it with dropout=0")
     inputs = make_inputs(case, device)
-    options = {**inputs.sequences, "causal": case.causal, "dropout": case.dropout, "seed": inputs.seed}
+    options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
+    function: Any = block_sparse_attention if case.sparse else flash_attention
+    seen = {"layout": case.sparse} if case.sparse else {"causal": case.causal}
     with poisoned_empty():
         more = {"max_length": case.max_length, "deterministic": case.deterministic, "impl": impl}
-        actual = run(flash_attention, inputs, case.dtype, **options, **more)
-    exact = run(reference_attention, inputs, torch.float64, **options)
-    plain = run(reference_attention, inputs, case.dtype, **options)
+        actual = run(function, inputs, case.dtype, **options, **seen, **more)
+    exact = run(reference_attention, inputs, torch.float64, **options, **seen)
+    plain = run(reference_attention, inputs, case.dtype, **options, **seen)
 
     errors = {}
     for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):

@@ -84,8 +84,8 @@ def fit(*args: str) -> dict[str, Any]:
         directory.open()
 
     def facts() -> dict[str, Any]:
-        resumed = {"resumed": checkpoint is not None}
-        return result.facts(composed, module, trainer, clock) | resumed | result.spent(trainer, started)
+        known = {"resumed": checkpoint is not None, "attention": attention}
+        return result.facts(composed, module, trainer, clock) | known | result.spent(trainer, started)
 
     with _recorded(directory, run, trainer, facts):
         what = (

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tuning
 from lra.kernels.flash.backward import launch_backward
 from lra.kernels.flash.forward import launch_forward
@@ -64,8 +65,14 @@ def choose(arch: int, hopper: bool) -> None:
     tuning.forget()
 
 
-def launch(dtype: str, head_dim: int, dropout: float, causal: bool, deterministic: bool) -> None:
-    """One forward and backward of a fused projection."""
+def launch(
+    dtype: str, head_dim: int, dropout: float, causal: bool, deterministic: bool, block: list[int] | None, rules: bool
+) -> None:
+    """One forward and backward of a fused projection; with a butterfly of blocks of this size, if one is given."""
+    layout = None
+    if block:
+        rule: dict[str, Any] = dict(band=20, globals=3, causal=True) if rules else {}
+        layout = butterfly(max(block) * 16, (block[0], block[1]), **rule)
     lengths = torch.tensor([100, 128], dtype=torch.int32)
     q, k, v = torch.zeros(256, 3, 2, head_dim, dtype=getattr(torch, dtype)).unbind(1)
     problem = Problem(
@@ -73,7 +80,7 @@ def launch(dtype: str, head_dim: int, dropout: float, causal: bool, deterministi
         scale=head_dim**-0.5, threshold=dropout_threshold(dropout),
         seed=torch.zeros((), dtype=torch.int64) if dropout else None,
         index=torch.arange(2, dtype=torch.int32) if dropout else None,
-        deterministic=deterministic,
+        deterministic=deterministic, layout=layout and layout.key,
     )  # fmt: skip
     out, lse = launch_forward(q, k, v, problem)
     launch_backward(q, k, v, out, lse, torch.zeros_like(out), problem)

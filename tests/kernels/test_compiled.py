@@ -25,11 +25,16 @@ PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mm
 HELPERS = {"delta_kernel", "prepare_kernel", "finish_kernel"}  # kernels that multiply no tiles
 
 
-def case(arch: int, dtype: str, head_dim: int, dropout: float, *flags: str) -> dict[str, Any]:
-    """`flags`: hopper (the kernels that Hopper alone has), causal, deterministic."""
-    assert set(flags) <= {"hopper", "causal", "deterministic"}
-    return dict(arch=arch, dtype=dtype, head_dim=head_dim, dropout=dropout) | {
-        flag: flag in flags for flag in ("hopper", "causal", "deterministic")
+FLAGS = ("hopper", "causal", "deterministic", "rules")
+
+
+def case(
+    arch: int, dtype: str, head_dim: int, dropout: float, *flags: str, block: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """`flags`: hopper (the kernels that Hopper alone has), causal, deterministic, rules (of a block-sparse layout)."""
+    assert set(flags) <= set(FLAGS)
+    return dict(arch=arch, dtype=dtype, head_dim=head_dim, dropout=dropout, block=block) | {
+        flag: flag in flags for flag in FLAGS
     }
 
 
@@ -39,10 +44,16 @@ def few(arch: int) -> list[dict[str, Any]]:
         case(arch, "float16", 32, 0.0, "deterministic"),
         case(arch, "bfloat16", 128, 0.1, "causal"),
         case(arch, "float32", 64, 0.1),
+        case(arch, "bfloat16", 64, 0.1, "rules", block=(128, 128)),
+        case(arch, "float16", 32, 0.0, block=(16, 256)),
     ]
 
 
-FEW_HOPPER = [case(90, "bfloat16", 64, 0.1, "hopper"), case(90, "float16", 32, 0.0, "hopper", "deterministic")]
+FEW_HOPPER = [
+    case(90, "bfloat16", 64, 0.1, "hopper"),
+    case(90, "float16", 32, 0.0, "hopper", "deterministic"),
+    case(90, "bfloat16", 64, 0.1, "hopper", block=(128, 128)),
+]
 
 
 def every() -> list[dict[str, Any]]:
@@ -54,7 +65,19 @@ def every() -> list[dict[str, Any]]:
             cases.append(case(90, dtype, head_dim, dropout, *flags))
             if dtype != "float32" and head_dim > 16:
                 cases.append(case(90, dtype, head_dim, dropout, "hopper", *flags))
-    return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1)]
+    return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1), *block_sparse()]
+
+
+def block_sparse() -> list[dict[str, Any]]:
+    cases = []
+    for head_dim, dropout in itertools.product((32, 64, 128), (0.0, 0.1)):
+        for block in ((64, 64), (128, 128)):
+            cases.append(case(90, "bfloat16", head_dim, dropout, "hopper", block=block))
+        for block in ((16, 256), (32, 32), (128, 128)):
+            cases.append(case(90, "bfloat16", head_dim, dropout, "rules", block=block))
+        cases.append(case(90, "bfloat16", head_dim, dropout, "rules", "deterministic", block=(64, 64)))
+        cases.append(case(90, "float32", head_dim, dropout, "rules", block=(64, 64)))
+    return cases
 
 
 @pytest.mark.parametrize("cases", [few(80) + few(89), few(90) + FEW_HOPPER, few(100)], ids=["80, 89", "90", "100"])
@@ -95,7 +118,8 @@ def check(cases: list[dict[str, Any]]) -> None:
                 used = {product for product in ("mma", "wgmma", "tcgen05") if kernel[product]}
                 expected = PRODUCTS[result["arch"]] if result["dtype"] != "float32" else set()
                 assert bool(used) == bool(expected) and used <= expected, where
-                assert not used or result["arch"] != 90 or "wgmma" in used, where
+                # wgmma takes 64 rows at least
+                assert not used or result["arch"] != 90 or min(result["block"] or [64]) < 64 or "wgmma" in used, where
                 assert bool(kernel["philox"]) == (result["dropout"] > 0), where
 
 

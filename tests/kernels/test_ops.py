@@ -33,7 +33,7 @@ def problem_of(case: Case, inputs) -> tuple[Any, ...]:
     seed, index = (inputs.seed, index) if threshold else (None, None)
     return (
         start, length, case.max_length, case.layout == "padded", case.causal, case.head_dim**-0.5, threshold,
-        seed, index, True,
+        seed, index, True, case.sparse and case.sparse.key,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from lra.kernels.flash.tiles import (
     alone,
     head_pointer,
     keep_tile,
+    listed,
     load_rows,
     load_statistics,
     program_tile,
@@ -34,6 +35,7 @@ from lra.kernels.flash.tiles import (
     store_rows,
     sum_type,
     visible,
+    visited,
 )
 
 DELTA_ROWS = 64
@@ -53,14 +55,15 @@ def delta_kernel(
     tl.store(head_pointer(delta_ptr, 0, head, 1, total) + rows_M, delta_M, mask=rows_M < total)
 
 
-@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ADD_DQ: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+    ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
@@ -78,20 +81,25 @@ def dkdv_kernel(
         seed = tl.load(seed_ptr)
         index = tl.load(index_ptr + b)
 
-    begin = first_column if CAUSAL else 0
-    begin = tl.where(first_column < length, begin, length)  # a tile of padding has only zeros to store
+    begin = first_column if CAUSAL and not LONGEST else 0
+    end = length
+    if LONGEST:
+        visits_ptr += (head % layouts * tiles + first_column // BLOCK_N) * LONGEST
+        end = listed(visits_ptr, length, BLOCK_M, LONGEST)
+    begin = tl.where(first_column < length, begin, end)  # a tile of padding has only zeros to store
     row = heads * D
     if ADD_DQ:
         dq_ptr = head_pointer(dq_ptr, start, head, row, D)
     SUM: tl.constexpr = sum_type(k_ND.dtype)
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
-    for first_row in range(begin, length, BLOCK_M):
+    for place in range(begin, end, BLOCK_M):
+        first_row, whole = visited(visits_ptr, place, BLOCK_M, LONGEST)
         rows_M = first_row + tl.arange(0, BLOCK_M)
         q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
         do_MD = load_rows(do_ptr, rows_M, length, do_row, do_d, D, BLOCK_D)
         top_M, log_total_M, delta_M = load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows_M, length)
-        seen_NM = visible(rows_M[None, :], columns_N[:, None], length, CAUSAL)
+        seen_NM = visible(rows_M[None, :], columns_N[:, None], length, whole, CAUSAL, BAND, GLOBALS)
         keep_NM = seen_NM
         if DROPOUT:
             keep_NM = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, True)
@@ -109,14 +117,14 @@ def dkdv_kernel(
     store_rows(head_pointer(dv_ptr, start, head, row, D), dv_ND * keep_scale, columns_N, length, owned, row, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
@@ -139,13 +147,17 @@ def dq_kernel(
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)
+    if LONGEST:
+        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
+        end = listed(visits_ptr, end, BLOCK_N, LONGEST)
     SUM: tl.constexpr = sum_type(q_MD.dtype)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
-    for first_column in range(0, end, BLOCK_N):
+    for place in range(0, end, BLOCK_N):
+        first_column, whole = visited(visits_ptr, place, BLOCK_N, LONGEST)
         columns_N = first_column + tl.arange(0, BLOCK_N)
         k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
         v_ND = load_rows(v_ptr, columns_N, length, v_row, v_d, D, BLOCK_D)
-        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
+        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, whole, CAUSAL, BAND, GLOBALS)
         keep_MN = seen_MN
         if DROPOUT:
             keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
@@ -177,22 +189,25 @@ def launch_backward(
         heads, total, problem.max_length, problem.padded_length,
         problem.scale, problem.scale * LOG2_E, problem.threshold,
     )  # fmt: skip
-    shared = dict(D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=dropout)
+    shared = dict(D=head_dim, BLOCK_D=block_d, DROPOUT=dropout, **problem.rules)
     with torch.cuda.device_of(q):
         delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
             out, do, delta, *do.stride(), heads, total,
             D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
         )  # fmt: skip
-        tile = tuning.tile("dkdv_dq" if fast else "dkdv", q.dtype, block_d, dropout)
+        tile = tuning.tile("dkdv_dq" if fast else "dkdv", q.dtype, block_d, dropout, problem.pattern)
+        *visits, longest = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
         dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
-            q, k, v, do, lse, delta, dk, dv, dq_sum, *sequences, *strides, *scalars, **shared, ADD_DQ=fast,
-            **tile.options(),
+            q, k, v, do, lse, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
+            LONGEST=longest, ADD_DQ=fast, **tile.options(),
         )  # fmt: skip
         if dq_sum is not None:
             return dq_sum.to(q.dtype), dk, dv
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tile = tuning.tile("dq", q.dtype, block_d, dropout)
+        tile = tuning.tile("dq", q.dtype, block_d, dropout, problem.pattern)
+        *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
         dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-            q, k, v, do, lse, delta, dq, *sequences, *strides, *scalars, **shared, **tile.options()
-        )
+            q, k, v, do, lse, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
+            **tile.options(),
+        )  # fmt: skip
     return dq, dk, dv

@@ -21,22 +21,24 @@ from lra.kernels.flash.tiles import (
     attend,
     head_pointer,
     keep_tile,
+    listed,
     load_rows,
     sequence_tile,
     store_rows,
     sum_type,
     visible,
+    visited,
 )
 
 
-@triton.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d,
     heads, total, max_length, padded_length, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
@@ -56,19 +58,25 @@ def forward_kernel(
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)  # a tile of padding has nothing to compute, only zeros to store
+    if LONGEST:
+        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
+        end = listed(visits_ptr, end, BLOCK_N, LONGEST)
     SUM: tl.constexpr = sum_type(q_MD.dtype)
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], SUM)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
-    for first_column in range(0, end, BLOCK_N):
+    for place in range(0, end, BLOCK_N):
+        first_column, whole = visited(visits_ptr, place, BLOCK_N, LONGEST)
         columns_N = first_column + tl.arange(0, BLOCK_N)
         k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
         v_ND = load_rows(v_ptr, columns_N, length, v_row, v_d, D, BLOCK_D)
-        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, CAUSAL)
+        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, whole, CAUSAL, BAND, GLOBALS)
         keep_MN = seen_MN
         if DROPOUT:
             keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
-        top_M, total_M, acc_MD = attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT)
+        top_M, total_M, acc_MD = attend(
+            q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT, LONGEST > 0
+        )
 
     total_M = tl.maximum(total_M, 1e-30)  # in a row of padding nothing was summed
     norm_M = 1.0 / total_M
@@ -98,12 +106,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
     with torch.cuda.device_of(q):
-        tile = tuning.tile("forward", q.dtype, block_d, dropout)
+        tile = tuning.tile("forward", q.dtype, block_d, dropout, problem.pattern)
+        *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
         forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
             q, k, v, out, lse,
-            problem.start, problem.length, problem.seed, problem.index,
+            problem.start, problem.length, problem.seed, problem.index, *visits,
             *q.stride(), *k.stride(), *v.stride(),
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_D=block_d, CAUSAL=problem.causal, DROPOUT=dropout, **tile.options(),
+            D=head_dim, BLOCK_D=block_d, LONGEST=longest, DROPOUT=dropout, **problem.rules, **tile.options(),
         )  # fmt: skip
     return out, lse

@@ -39,9 +39,10 @@ sequence_tile = gluon.jit(tiles.sequence_tile.fn)
 
 def takes(problem: Problem, *tensors: Tensor) -> bool:
     """Whether the Gluon kernels take the problem with these `[T, H, D]` tensors."""
-    head_dim = tensors[0].shape[2]
+    head_dim, layout = tensors[0].shape[2], problem.pattern
     return (
         not problem.causal
+        and (layout is None or not (layout.ruled or any(side % 64 for side in layout.block)))
         and head_dim in HEAD_DIMS
         and use_hopper(tensors[0])
         and tensors[0].numel() > 0
@@ -81,6 +82,34 @@ def keep_barriers(buffers):
     """
     for i in gl.static_range(len(buffers)):
         mbarrier.invalidate(buffers[i].index(0))
+
+
+@gluon.constexpr_function
+def list_layout(longest, num_warps):
+    """Every warp has all of a list: then its sum needs no shared memory."""
+    lanes = min(longest, 32)
+    return gl.DistributedLinearLayout(
+        [[lanes * 2**i] for i in range((longest // lanes).bit_length() - 1)],
+        [[2**i if 2**i < longest else 0] for i in range(5)],
+        [[0]] * (num_warps.bit_length() - 1), [], [longest],
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_visits(list_ptr, limit, LONGEST: gl.constexpr, num_warps: gl.constexpr):
+    """How many of the first `limit` tiles are in the list; without a layout, LONGEST = 0, all are."""
+    if LONGEST:
+        entries = gl.load(list_ptr + gl.arange(0, LONGEST, list_layout(LONGEST, num_warps)))
+        limit = gl.sum((entries < 2 * limit).to(gl.int32), 0)
+    return limit
+
+
+@gluon.jit
+def visited(list_ptr, i, n, SIZE: gl.constexpr, LONGEST: gl.constexpr):
+    """Where the tile of SIZE begins that is number `i` of the n in the list; anywhere for an `i` that is not in it."""
+    if LONGEST:
+        i = gl.load(list_ptr + gl.maximum(gl.minimum(i, n - 1), 0)) // 2
+    return i * SIZE
 
 
 @gluon.constexpr_function

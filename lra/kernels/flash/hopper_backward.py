@@ -29,6 +29,7 @@ from lra.kernels.flash.hopper import (
     add_tile,
     barrier,
     contiguous_heads,
+    count_visits,
     describe,
     draw_backward,
     drop_backward,
@@ -39,6 +40,7 @@ from lra.kernels.flash.hopper import (
     spread_backward,
     store_accumulator,
     store_tile,
+    visited,
     zero_past,
 )
 from lra.kernels.flash.problem import Problem
@@ -83,13 +85,14 @@ def finish_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
 
 
 @gluon.jit
-def row_of(t, n, last, shift, BLOCK_M: gl.constexpr):
-    """Where tile `t` in a program's order begins: the last one, then the others, each program from another one on.
+def row_of(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, LONGEST: gl.constexpr):
+    """Where the tile begins that is visited as number `t`: the last one, then the others, each program from another on.
 
     All programs of a head add to the same dQ: so they do not do it all at once.
     """
     tile = t - 1 + shift
-    return gl.where(t == 0, last, gl.where(tile < n - 1, tile, tile - (n - 1)) * BLOCK_M)
+    tile = gl.where(tile < n - 1, tile, tile - (n - 1))
+    return gl.where(t == 0, last, visited(list_ptr, tile, n, BLOCK_M, LONGEST))
 
 
 @gluon.jit
@@ -100,21 +103,28 @@ def load_statistics(stats_ptr, heads, total, rows, length):
     return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
 
 
-@gluon.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+@gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
-    num_warps: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
+    DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
+    limit = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
+    if LONGEST:
+        visits_ptr += (head % layouts * tiles + first_column // BLOCK_N) * LONGEST
+    n = count_visits(visits_ptr, limit, LONGEST, num_warps)
+    if DROPOUT:
+        seed = gl.load(seed_ptr)
+        index = gl.load(index_ptr + b)
     if first_column >= owned:
         return
 
-    gl.static_assert(STAGES >= 2)  # a tile of queries is fetched while the one before is still read
+    gl.static_assert(STAGES == 2 or STAGES == 3)  # a tile of queries is fetched while the one before is still read
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])  # [N, M]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])  # [N, D]
@@ -149,22 +159,24 @@ def hopper_backward_kernel(
         mbarrier.init(do_ready.index(i), count=1)
 
     column = head * D
-    n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
     dv = gl.zeros([BLOCK_N, D], gl.float32, sums)
     if n > 0:
-        # The last tile of queries, which alone may be partial, comes first. Then tile 0, 1, ...
-        last = (n - 1) * BLOCK_M
-        shift = first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
+        # The last tile of queries, which alone may be partial, comes first. Then the others in order.
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
         load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
         load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
+        last = visited(visits_ptr, n - 1, n, BLOCK_M, LONGEST)
+        shift = first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
-            from_row = start + row_of(i, n, last, shift, BLOCK_M)
+            from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
             mbarrier.expect(q_ready.index(i), BYTES, pred=i < n)
             mbarrier.expect(do_ready.index(i), BYTES, pred=i < n)
             load_tile(q_desc, [from_row, column], q_ready.index(i), q_smem.index(i), pred=i < n)
             load_tile(do_desc, [from_row, column], do_ready.index(i), do_smem.index(i), pred=i < n)
+        stats_ptr += head.to(gl.int64) * total + start
+        row = gl.arange(0, BLOCK_M, row_layout)
+        lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
         mbarrier.wait(k_ready.index(0), 0)
         partial = first_column + BLOCK_N > length
         if partial:
@@ -181,24 +193,19 @@ def hopper_backward_kernel(
             k_a = k_tile
             v_a = v_tile
 
-        stats_ptr += head.to(gl.int64) * total + start
         no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
         no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
-        row = gl.arange(0, BLOCK_M, row_layout)
-        lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
         lse_smem.store(lse)
         delta_smem.store(delta)
         drawn = 0
         if DROPOUT:
-            seed = gl.load(seed_ptr)
-            index = gl.load(index_ptr + b)
             drawn = draw_backward(seed, index, head, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
+        first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)
-            next_row = row_of(t + 1, n, last, shift, BLOCK_M)
             next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
@@ -225,7 +232,8 @@ def hopper_backward_kernel(
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
             refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
-            refill_row = start + row_of(t - 1 + STAGES, n, last, shift, BLOCK_M)
+            after_row = row_of(visits_ptr, t + 2, n, last, shift, BLOCK_M, LONGEST)
+            refill_row = start + (next_row if STAGES == 2 else after_row)
             load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
             load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
             lse_smem.store(next_lse)
@@ -238,7 +246,7 @@ def hopper_backward_kernel(
                 dq = warpgroup_mma_wait(1, deps=[dq])
             store_accumulator(dq_smem, dq)
             fence_async_shared()
-            add_tile(dq_desc, [start + row_of(t, n, last, shift, BLOCK_M), column], dq_smem)
+            add_tile(dq_desc, [start + first_row, column], dq_smem)
             if not AHEAD:
                 dv_next, dk_next, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
                 mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
@@ -247,6 +255,7 @@ def hopper_backward_kernel(
                 drawn = draw_backward(seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
             s, dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[s_next, dv_next, dk_next, p_a, ds_a])
             before, slot, phase = slot, next_slot, next_phase
+            first_row, next_row = next_row, after_row
         tma.store_wait(0)
 
     store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
@@ -270,14 +279,17 @@ def launch_hopper_backward(
             out, do, lse, stats, dq_sum, do.stride(0), do.stride(1), heads, total, problem.threshold,
             D=head_dim, ROWS=FLAT_ROWS,
         )  # fmt: skip
-        rows, columns, warps, stages = tuning.tile("hopper_backward", q.dtype, head_dim, dropout)
+        tile = tuning.tile("hopper_backward", q.dtype, head_dim, dropout, problem.pattern)
+        rows, columns, warps, stages = tile
+        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
         hopper_backward_kernel[(triton.cdiv(problem.max_length, columns) * heads * problem.size,)](
             describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
             stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-            heads, total, problem.max_length, problem.padded_length,
+            *visits, heads, total, problem.max_length, problem.padded_length,
             problem.scale, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=dropout,
-            num_warps=warps, maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            num_warps=min(warps, columns // 16),
+            maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
         )  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from lra.kernels.flash import tuning
 from lra.kernels.flash.hopper import (
+    count_visits,
     describe,
     drop_forward,
     following,
@@ -27,6 +28,7 @@ from lra.kernels.flash.hopper import (
     load_tile,
     sequence_tile,
     store_tile,
+    visited,
     zero_past,
 )
 from lra.kernels.flash.problem import Problem
@@ -57,17 +59,24 @@ def softmax_step(s, top, sums, scale_log2):
     return p, shrink, new_top, sums
 
 
-@gluon.jit(do_not_specialize=["heads", "total", "max_length", "padded_length", "threshold"])
+@gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale_log2, threshold,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DROPOUT: gl.constexpr,
-    num_warps: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
+    DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
+    limit = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
+    if LONGEST:
+        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
+    n = count_visits(visits_ptr, limit, LONGEST, num_warps)
+    if DROPOUT:
+        seed = gl.load(seed_ptr)
+        index = gl.load(index_ptr + b)
     if first_row >= owned:
         return
 
@@ -89,16 +98,15 @@ def hopper_forward_kernel(
         mbarrier.init(v_ready.index(i), count=1)
 
     column = head * D
-    n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
     sums = thread_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores))
     acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
     if n > 0:
-        # The last tile, which alone may be partial, comes first: the loop masks nothing. Then tile 0, 1, ...
-        last = (n - 1) * BLOCK_N
+        # The last tile, which alone may be partial, comes first: the loop masks nothing. Then the others in order.
         fetch(q_desc, start + first_row, column, q_ready, q_smem, 0, True)
+        last = visited(visits_ptr, n - 1, n, BLOCK_N, LONGEST)
         for i in gl.static_range(STAGES):
-            row = start + (last if i == 0 else (i - 1) * BLOCK_N)
+            row = start + (last if i == 0 else visited(visits_ptr, i - 1, n, BLOCK_N, LONGEST))
             fetch(k_desc, row, column, k_ready, k_smem, i, i < n)
             fetch(v_desc, row, column, v_ready, v_smem, i, i < n)
         q_tile = q_smem.index(0)
@@ -106,14 +114,13 @@ def hopper_forward_kernel(
         mbarrier.wait(q_ready.index(0), 0)
         mbarrier.wait(k_ready.index(0), 0)
         s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
-        fetch(k_desc, start + (STAGES - 1) * BLOCK_N, column, k_ready, k_smem, 0, n > STAGES)
+        v_row = start + visited(visits_ptr, STAGES - 1, n, BLOCK_N, LONGEST)
+        fetch(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
         columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
         s = gl.where((columns < length)[None, :], s, float("-inf"))
         p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
         p = p32.to(dtype)
         if DROPOUT:
-            seed = gl.load(seed_ptr)
-            index = gl.load(index_ptr + b)
             keep = keep_forward(seed, index, head, first_row, last, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
             p = drop_forward(p, keep)
         p = gl.convert_layout(p, weights)
@@ -124,6 +131,7 @@ def hopper_forward_kernel(
         slot, phase = 0, 0
         for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
             next_slot, next_phase = following(slot, phase, STAGES)
+            k_row = start + visited(visits_ptr, t - 1 + STAGES, n, BLOCK_N, LONGEST)
             mbarrier.wait(k_ready.index(next_slot), next_phase)
             next_s = warpgroup_mma(
                 q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True
@@ -131,19 +139,18 @@ def hopper_forward_kernel(
             mbarrier.wait(v_ready.index(slot), phase)
             out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=[next_s])
-            fetch(k_desc, start + (t - 1 + STAGES) * BLOCK_N, column, k_ready, k_smem, next_slot, t + STAGES < n)
+            fetch(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
             p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
             p_next = p32.to(dtype)
             if DROPOUT:
-                keep = keep_forward(
-                    seed, index, head, first_row, (t - 1) * BLOCK_N, threshold, scores, BLOCK_M, BLOCK_N, num_warps
-                )
+                first = visited(visits_ptr, t - 1, n, BLOCK_N, LONGEST)
+                keep = keep_forward(seed, index, head, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
                 p_next = drop_forward(p_next, keep)
             acc, p = warpgroup_mma_wait(0, deps=[out, p])
-            fetch(v_desc, start + (t - 2 + STAGES) * BLOCK_N, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
+            fetch(v_desc, v_row, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
             p = gl.convert_layout(p_next, weights)
-            slot, phase = next_slot, next_phase
+            slot, phase, v_row = next_slot, next_phase, k_row
         mbarrier.wait(v_ready.index(slot), phase)
         acc = warpgroup_mma(p, v_smem.index(slot), acc)
 
@@ -168,11 +175,16 @@ def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        rows, columns, warps, stages = tuning.tile("hopper_forward", q.dtype, head_dim, dropout)
+        tile = tuning.tile("hopper_forward", q.dtype, head_dim, dropout, problem.pattern)
+        rows, columns, warps, stages = tile
+        *visits, longest = problem.visits(rows, columns, q.device)
         hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
             describe(q, rows), describe(k, columns), describe(v, columns), out, lse,
-            problem.start, problem.length, problem.seed, problem.index,
+            problem.start, problem.length, problem.seed, problem.index, *visits,
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, DROPOUT=dropout, num_warps=warps,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            num_warps=min(warps, rows // 16),
+            # three programs on a multiprocessor: dense attention with d = 32 takes fewer registers by itself
+            maxnreg=168 if head_dim == 64 or (head_dim == 32 and longest) else None,
         )  # fmt: skip
     return out, lse

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ END = 2**30  # fills the lists of visits: past every tile
 class Visits(NamedTuple):
     """The tiles to visit, for each head and each tile of the other side."""
 
-    entries: Tensor  # int32 [H or 1, tiles, longest], on the device: 2 * tile + 1 if its block is set, ascending, END
-    longest: int  # a power of two
+    entries: Tensor | None  # int32 [H or 1, tiles, longest]: 2 * tile + (is its block set), ascending, then END
+    layouts: int  # H or 1
+    tiles: int
+    longest: int  # a power of two; 0: there is no layout, and every tile is visited
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +48,25 @@ class Layout:
             raise ValueError("blocks must be a bool tensor [H or 1, rows, columns] on the CPU")
         if min(self.block) < 1 or self.globals < 0 or (self.band is not None and self.band < 0):
             raise ValueError("block sizes must be positive, band and globals not negative")
-        seen = (self.kinds(*self.block) != NONE).any(2)
-        if not bool(seen.all()):
-            head, row = (int(x) for x in seen.logical_not().nonzero()[0])
-            raise ValueError(f"block row {row} of head {head} sees no block: every query must see a key")
+        if not self.blocks.numel():
+            raise ValueError(f"blocks must have a head, a row and a column at least, got {list(self.blocks.shape)}")
+        if self.band is None and not self.globals:  # either shows a key to every query
+            # what the first query of a row sees are the first keys of blocks, or none
+            first = (torch.arange(0, size, side) for size, side in zip(self.size, self.block, strict=True))
+            blind = ~self.token_mask(*first).any(2)
+            if bool(blind.any()):
+                head, row = (int(x) for x in blind.nonzero()[0])
+                raise ValueError(f"block row {row} of head {head} sees no block: every query must see a key")
         facts = (tuple(self.blocks.shape), self.block, self.band, self.globals, self.causal)
         content = repr(facts).encode() + self.blocks.contiguous().numpy().tobytes()
         key = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
         object.__setattr__(self, "key", key)
         _known.setdefault(key, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, perhaps from another process."""
+        self.__dict__.update(state)
+        _known.setdefault(self.key, self)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -69,6 +81,8 @@ class Layout:
     def __or__(self, other: Layout) -> Layout:
         if (self.block, self.blocks.shape[1:], self.causal) != (other.block, other.blocks.shape[1:], other.causal):
             raise ValueError("a union needs layouts of one size, one block and one causality")
+        if len(self.blocks) != len(other.blocks) and 1 not in (len(self.blocks), len(other.blocks)):
+            raise ValueError(f"a union needs one number of heads, got {len(self.blocks)} and {len(other.blocks)}")
         bands = [x.band for x in (self, other) if x.band is not None]
         return dataclasses.replace(
             self,
@@ -88,7 +102,10 @@ class Layout:
         return seen & (j <= i) if self.causal else seen
 
     def kinds(self, rows: int, columns: int) -> Tensor:
-        """int8 `[H or 1, ceil, ceil]`: whether tiles of `rows` by `columns` tokens are NONE, PARTIAL or FULL."""
+        """int8 `[H or 1, ceil, ceil]`: whether tiles of `rows` by `columns` tokens are NONE, PARTIAL or FULL.
+
+        Each rule is looked at alone: a PARTIAL tile may be one that several show whole together, or causality hides.
+        """
         some = _coarse(self.blocks, self.block, (rows, columns), torch.any)
         every = _coarse(self.blocks, self.block, (rows, columns), torch.all)
         last_row, last_column = (side - 1 for side in self.size)
@@ -107,18 +124,24 @@ class Layout:
 
     def density(self, n: int | None = None) -> float:
         """Share of the n^2 pairs of a sequence of n tokens that are seen; n is the whole size by default."""
-        n = n or min(self.size)
-        if n > min(self.size):
-            raise ValueError(f"the layout covers {min(self.size)} tokens, not {n}")
-        if not self.ruled:
-            rows, columns = (
-                (n - side * torch.arange(count)).clamp(0, side)
-                for side, count in zip(self.block, self.blocks.shape[1:], strict=True)
-            )
-            return float((self.blocks * rows.double()[:, None] * columns).sum()) / (len(self.blocks) * n * n)
-        every, step = torch.arange(n), max(1, 2**24 // (n * len(self.blocks)))
-        parts = (self.token_mask(rows, every).sum() for rows in every.split(step))
-        return int(sum(parts)) / (len(self.blocks) * n * n)
+        n = min(self.size) if n is None else n
+        if not 1 <= n <= min(self.size):
+            raise ValueError(f"the layout covers 1 to {min(self.size)} tokens, not {n}")
+        i = torch.arange(n)
+        row, side = i // self.block[0], self.block[1]
+        keys_before, is_set = pad(self.blocks.cumsum(2) * side, (1, 0)), pad(self.blocks, (0, 1))
+
+        def shown(end: Tensor) -> Tensor:  # [H or 1, n]: keys before `end` that blocks show to each query
+            return keys_before[:, row, end // side] + is_set[:, row, end // side] * (end % side)
+
+        end = i + 1 if self.causal else torch.full_like(i, n)
+        first = torch.where(i < self.globals, end, end.clamp(max=self.globals))  # keys 0 to `first` by globals
+        low = high = first  # and `low` to `high` by the band
+        if self.band is not None:
+            low = first.maximum(i - self.band)
+            high = low.maximum(end.minimum(i + self.band + 1))
+        seen = first + (high - low) + shown(end) - shown(high) + shown(low) - shown(first)
+        return int(seen.sum()) / (len(self.blocks) * n * n)
 
     def visits(self, rows: int, columns: int, device: torch.device, by_key: bool = False) -> Visits:
         """The tiles of `columns` keys that each of `rows` queries visits, or by key the other way round.
@@ -141,8 +164,10 @@ class Layout:
         count = max(1, int(seen.sum(2).max()))
         longest = 1 << (count - 1).bit_length()
         entries = pad(entries.sort(2).values[:, :, :longest], (0, max(0, longest - entries.shape[2])), value=END)
-        return Visits(entries.to(device, torch.int32).contiguous(), longest)
+        return Visits(entries.to(device, torch.int32).contiguous(), *entries.shape)
 
+
+EVERY = Visits(None, 0, 0, 0)
 
 # By content: layers with equal layouts share the lists, which stay for as long as the process runs.
 _known: dict[int, Layout] = {}

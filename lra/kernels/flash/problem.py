@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from lra.kernels.flash.layout import EVERY, Layout, Visits, find
 
 
 def dropout_threshold(dropout: float) -> int:
@@ -41,6 +45,21 @@ class Problem:
     def padded_length(self) -> int:
         """Rows that a sequence owns whatever its length."""
         return self.max_length if self.padded else 0
+
+    @property
+    def pattern(self) -> Layout | None:
+        return None if self.layout is None else find(self.layout)
+
+    def visits(self, rows: int, columns: int, device: torch.device, by_key: bool = False) -> Visits:
+        """The tiles that each tile of queries visits, or each tile of keys."""
+        return EVERY if self.pattern is None else self.pattern.visits(rows, columns, device, by_key)
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What is compiled into the kernels about pairs of tokens in visited tiles."""
+        if self.pattern is None:
+            return dict(CAUSAL=self.causal, BAND=None, GLOBALS=0)
+        return dict(CAUSAL=self.pattern.causal, BAND=self.pattern.band, GLOBALS=self.pattern.globals)
 
     @property
     def dropout(self) -> float:

@@ -34,6 +34,26 @@ def sequence_tile(start_ptr, length_ptr, max_length, padded_length, heads, ROWS:
 
 
 @triton.jit
+def listed(list_ptr, end, SIZE: tl.constexpr, LONGEST: tl.constexpr):
+    """Where a loop in steps of SIZE ends that visits the listed tiles before `end`; all are, where LONGEST = 0."""
+    if LONGEST:
+        before = tl.load(list_ptr + tl.arange(0, LONGEST)) < 2 * tl.cdiv(end, SIZE)
+        end = tl.sum(before.to(tl.int32)) * SIZE
+    return end
+
+
+@triton.jit
+def visited(list_ptr, place, SIZE: tl.constexpr, LONGEST: tl.constexpr):
+    """(where the tile begins that is visited at this place of the loop, whether it lies in a block of the layout)."""
+    whole = True
+    if LONGEST:
+        entry = tl.load(list_ptr + place // SIZE)
+        place = entry // 2 * SIZE
+        whole = entry % 2 == 1
+    return place, whole
+
+
+@triton.jit
 def head_pointer(pointer, row, head, stride_row, stride_head):
     """Where row `row` of head `head` begins. In 64 bits: a batch can have more than 2^31 elements."""
     return pointer + tl.cast(row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
@@ -65,9 +85,19 @@ def add_rows(pointer, tile, rows, length, stride_row, D: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit
-def visible(row, column, length, CAUSAL: tl.constexpr):
-    """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose."""
+def visible(row, column, length, whole, CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr):
+    """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose.
+
+    The rules BAND and GLOBALS of `layout.Layout` count in tiles that are not `whole`.
+    """
     seen = column < length
+    if BAND is not None or GLOBALS > 0:
+        rule = whole
+        if BAND is not None:
+            rule = rule | (tl.abs(row - column) <= BAND)
+        if GLOBALS > 0:
+            rule = rule | (row < GLOBALS) | (column < GLOBALS)
+        seen = seen & rule
     if CAUSAL:
         seen = seen & (column <= row)
     return seen
@@ -154,16 +184,21 @@ def add_dot(acc, a, b):
 
 
 @triton.jit
-def attend(q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT: tl.constexpr):
+def attend(
+    q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT: tl.constexpr, SPARSE: tl.constexpr
+):
     """Take one tile of keys into the running softmax (Algorithm 1, lines 9 to 12, normalised only at the end).
 
     `top` is the maximum score so far, `total` the sum of exp2(score - top) and `acc` the same sum weighted by v.
-    Dropout leaves `total` alone: it applies to the normalised weights.
+    Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far.
     """
     raw_MN = tl.where(seen_MN, products(q_MD, k_ND), float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1) * scale_log2)
-    p_MN = tl.exp2(raw_MN * scale_log2 - new_top_M[:, None])  # one fused operation, so one rounding
-    shrink_M = tl.exp2(top_M - new_top_M)
+    base_M = new_top_M
+    if SPARSE:
+        base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+    p_MN = tl.exp2(raw_MN * scale_log2 - base_M[:, None])  # one fused operation, so one rounding
+    shrink_M = tl.exp2(top_M - base_M)
     total_M = total_M * shrink_M + tl.sum(p_MN, 1)
     if DROPOUT:
         p_MN = tl.where(keep_MN, p_MN, 0.0)

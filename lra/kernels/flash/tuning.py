@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import sysconfig
@@ -22,6 +23,7 @@ import torch
 
 from lra import environment
 from lra.errors import UsageError
+from lra.kernels.flash.layout import Layout
 
 KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward")
 DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
@@ -74,12 +76,24 @@ class Ptxas(NamedTuple):
     variable: str  # the environment variable that names another one
 
 
-def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
-    """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one."""
+def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
+    """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
+
+    With a layout it is cut so that it lies within a block, and so that its rules find registers.
+    """
     if kernel in _forced:
         _asked.add(kernel)
-        return _forced[kernel]
-    return _tile(_current_device(), kernel, dtype, block_d, dropout)
+        found = _forced[kernel]
+    else:
+        found = _tile(_current_device(), kernel, dtype, block_d, dropout)
+    if layout is None:
+        return found
+    rows, columns = layout.block
+    if layout.ruled:
+        narrow = dtype != torch.float32 and block_d * (1 + dropout) <= 64
+        most = 32 if dtype == torch.float32 or capability()[0] in (8, 12) else 64
+        rows, columns, found = math.gcd(rows, most), math.gcd(columns, most), found._replace(warps=4 if narrow else 8)
+    return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
 
 
 def use_hopper(q: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.errors import UsageError
+from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS, Capabilities
 
 
@@ -30,6 +31,7 @@ class Attention(nn.Module):
 
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
+    layout: Layout | None = None  # which keys a query sees; None: all
 
     @dataclass(frozen=True)
     class Config:
