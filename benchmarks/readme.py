@@ -159,7 +159,8 @@ def _covered(result: dict[str, Any]) -> str:
         f"{result['cases']} cases, {cover['dropout']} with dropout, {cover['packed']} packed, {cover['padded']} "
         f"padded, {cover['causal']} causal{layouts}, lengths {low} to {high:,}, head dimensions "
         f"{cover['head_dim'][0]} to {cover['head_dim'][-1]}; {made_with['gpu']}, PyTorch "
-        f"{made_with['versions']['torch']}, Triton {made_with['versions']['triton']}{assembler}, {made_with['date'][:10]}."
+        f"{made_with['versions']['torch']}, Triton {made_with['versions']['triton']}{assembler}, "
+        f"{made_with['date'][:10]}."
     )
 
 

@@ -89,7 +89,7 @@ def fit(*args: str) -> dict[str, Any]:
 
     with _recorded(directory, run, trainer, facts):
         what = (
-            attention,
+            f"attention {attention}",
             f"{result.count(module):,} parameters",
             f"batch {_batch(run, trainer)}",
             run.trainer.precision,
@@ -218,7 +218,7 @@ def _attention(module: TaskModule, trainer: pl.Trainer) -> str:
     device = trainer.strategy.root_device
     precision = module.run.trainer.precision
     used = {part.resolve(device, precision) for part in module.modules() if isinstance(part, Attention)}
-    return "attention " + ", ".join(sorted(used))
+    return ", ".join(sorted(used))
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:

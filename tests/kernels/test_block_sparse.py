@@ -116,3 +116,62 @@ def test_compiles_into_one_graph(device):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for eager, traced in zip(*(run(f, inputs, HALF) for f in (function, compiled)), strict=True):
         assert torch.equal(eager, traced)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (16, 256)])
+def test_full_gpu_repeats_itself(block, dropout, head_dim):
+    """All but dq, a sum in any order, and dq too if asked, with thousands of programs: races need company."""
+    n, size, heads = 1000, 64, 8
+    layout = layouts.butterfly(n, block)
+    torch.manual_seed(0)
+    q, k, v, do = torch.randn(4, size, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    length = torch.randint(1, n + 1, (size,), device="cuda", dtype=torch.int32)
+    seed = torch.tensor(3, device="cuda")
+
+    def attend_all(deterministic: bool) -> list[torch.Tensor]:
+        out = block_sparse_attention(
+            *leaves, layout, length=length, dropout=dropout, seed=seed, deterministic=deterministic
+        )
+        return [out, *torch.autograd.grad(out, leaves, do)]
+
+    for deterministic in (False, True):
+        out, dq, dk, dv = attend_all(deterministic)
+        for _ in range(5):
+            again = attend_all(deterministic)
+            assert torch.equal(again[0], out) and torch.equal(again[2], dk) and torch.equal(again[3], dv)
+            assert not deterministic or torch.equal(again[1], dq)
+            torch.testing.assert_close(again[1], dq, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_another_seed():
+    """The lists of tiles are on the device before the capture, and dropout advances between replays."""
+    layout = layouts.butterfly(1024, 128)
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 4, 1024, 4, 64, device="cuda", dtype=torch.bfloat16))
+    seed = torch.tensor(1, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        out = block_sparse_attention(q, k, v, layout, dropout=0.2, seed=seed)
+        return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for value in (5, 6):
+        seed.fill_(value)
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        expected = step()
+        assert torch.equal(replayed[0], expected[0])
+        for graphed, eager in zip(replayed[1:], expected[1:], strict=True):
+            torch.testing.assert_close(graphed, eager, rtol=0.02, atol=0.02)

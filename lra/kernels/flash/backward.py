@@ -51,7 +51,8 @@ def delta_kernel(
     out_row = heads * D
     out_MD = load_rows(head_pointer(out_ptr, 0, head, out_row, D), rows_M, total, out_row, 1, D, BLOCK_D)
     do_MD = load_rows(head_pointer(do_ptr, 0, head, do_row, do_head), rows_M, total, do_row, do_d, D, BLOCK_D)
-    delta_M = tl.sum(out_MD.to(tl.float32) * do_MD.to(tl.float32), 1)
+    SUM: tl.constexpr = sum_type(out_MD.dtype)
+    delta_M = tl.sum(out_MD.to(SUM) * do_MD.to(SUM), 1).to(tl.float32)
     tl.store(head_pointer(delta_ptr, 0, head, 1, total) + rows_M, delta_M, mask=rows_M < total)
 
 
