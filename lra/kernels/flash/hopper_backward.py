@@ -114,6 +114,7 @@ def hopper_backward_kernel(
     head, b, start, length, owned, first_column = sequence_tile(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
+    # loads that wait for one another no more than they must: before the return, which waits for the length
     limit = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     if LONGEST:
         visits_ptr += (head % layouts * tiles + first_column // BLOCK_N) * LONGEST

@@ -70,6 +70,7 @@ def hopper_forward_kernel(
     head, b, start, length, owned, first_row = sequence_tile(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
+    # loads that wait for one another no more than they must: before the return, which waits for the length
     limit = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
     if LONGEST:
         visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
