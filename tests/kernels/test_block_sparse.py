@@ -128,15 +128,15 @@ def test_full_gpu_repeats_itself(block, dropout, head_dim):
     layout = layouts.butterfly(n, block)
     torch.manual_seed(0)
     q, k, v, do = torch.randn(4, size, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     length = torch.randint(1, n + 1, (size,), device="cuda", dtype=torch.int32)
     seed = torch.tensor(3, device="cuda")
 
     def attend_all(deterministic: bool) -> list[torch.Tensor]:
         out = block_sparse_attention(
-            *leaves, layout, length=length, dropout=dropout, seed=seed, deterministic=deterministic
+            q, k, v, layout, length=length, dropout=dropout, seed=seed, deterministic=deterministic
         )
-        return [out, *torch.autograd.grad(out, leaves, do)]
+        return [out, *torch.autograd.grad(out, (q, k, v), do)]
 
     for deterministic in (False, True):
         out, dq, dk, dv = attend_all(deterministic)
