@@ -112,7 +112,7 @@ def check(cases: list[dict[str, Any]]) -> None:
             # ptxas 13 puts a few registers aside by choice; running out of registers costs much more. At d = 128 tiles
             # that keep loop invariants there were measured faster than those that fit.
             wide = result["arch"] == 90 and result["head_dim"] == 128
-            assert kernel["stack"] <= (320 if wide else 32), where
+            assert kernel["stack"] <= (320 if wide else 48 if result["block"] else 32), where
             assert kernel["shared"] <= 1024 * SHARED_LIMIT[result["arch"]], where
             if name not in HELPERS:
                 used = {product for product in ("mma", "wgmma", "tcgen05") if kernel[product]}
