@@ -75,6 +75,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme_parse(command):
+    from lra.bench import attention as bench
     from lra.cli import app
     from lra.training.fit import configure
 
@@ -90,6 +91,8 @@ def test_commands_of_the_readme_parse(command):
     elif path[0] == "data":
         own = ("force=", "split=", "count=", "out=")  # of these verbs, not of the configuration
         configure([*(field for field in fields if not field.startswith(own)), "attn=standard"])
+    elif path == ["bench", "attention"]:
+        bench.configure(fields)
     elif fields:
         configure(fields)
 

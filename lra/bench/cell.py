@@ -17,11 +17,11 @@ from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
-from lra.models.attention.butterfly import ButterflyAttention
+from lra.models.attention.block_sparse import BlockSparseAttention
 from lra.models.attention.flash import FlashAttention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ELSEWHERE = {FlashAttention: "sdpa", ButterflyAttention: "gather"}  # where they run without a GPU
+ELSEWHERE = {FlashAttention: "sdpa", BlockSparseAttention: "gather"}  # where they run without a GPU
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def configurable(attention: str) -> tuple[str, Any]:
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
     """Whether its dropout mask is the one that the reference defines."""
-    elsewhere, config = ELSEWHERE.get(type(attention)), attention.config
+    elsewhere = next((impl for cls, impl in ELSEWHERE.items() if isinstance(attention, cls)), None)
+    config = attention.config
     return elsewhere is not None and resolve_impl(config.impl, device, config.deterministic, elsewhere) == "triton"
 
 

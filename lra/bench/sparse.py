@@ -54,9 +54,7 @@ class Peer(Attention):
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
-        layout = ButterflyAttention(config, spec).layout
-        assert layout is not None
-        self.layout = layout
+        self.layout = ButterflyAttention(config, spec).layout
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         raise UsageError(f"attn={self.name} supports sequences of one length, no ragged batches: use attn=butterfly")

@@ -26,8 +26,11 @@ POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
 def encoder(attn: str = "flash", grid=None, **fields: Any) -> Encoder:
     torch.manual_seed(0)
     small: dict[str, Any] = {"d_model": 32, "d_ff": 48}
+    attention = ATTENTIONS.get(attn)
+    if not attention.facts.dropout:
+        small["attn_dropout"] = 0.0
     config = ModelConfig(**(small | fields))
-    return Encoder(config, ATTENTIONS.get(attn).Config(), vocabulary=9, max_length=16, grid=grid).eval()
+    return Encoder(config, attention.Config(), vocabulary=9, max_length=16, grid=grid).eval()
 
 
 def sequences(

@@ -1,0 +1,51 @@
+"""BigBird's attention: a window, global and random blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from lra.errors import UsageError
+from lra.kernels.block_sparse import layouts
+from lra.kernels.flash.layout import Layout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import AttentionSpec
+from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
+
+
+@ATTENTIONS.register("bigbird", exact=False, head_dims=(16, 128), paper="Zaheer et al. 2020, arXiv 2007.14062")
+class BigBirdAttention(BlockSparseAttention):
+    """BigBird: each block sees a window of blocks, the first ones, which see all, and random ones.
+
+    The internal construction (BigBird-ITC), with the sizes of the paper, which are those of the Long Range Arena. The
+    global blocks are the first ones, not the first and the last: sequences are ragged, and the last one is seldom full.
+    Each head and layer has random blocks of its own. They are a function of `seed`, the layer, the number of heads and
+    the longest sequence, so a checkpoint need not hold them.
+    """
+
+    by_layer = True
+
+    @dataclass(frozen=True)
+    class Config(BlockConfig):
+        block: str = "64"  # tokens of a square block, or "16x256": queries by keys
+        window: int = 3  # blocks, in all: the block itself in the middle
+        globals: int = 2  # the first blocks, which see all and are seen by all
+        random: int = 3  # other blocks that each block sees
+        seed: int = 0  # of the random blocks
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self._check_least(1, "window")
+            self._check_least(0, "globals", "random", "seed")
+            if self.window % 2 == 0:
+                raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
+
+    @classmethod
+    def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
+        digest = hashlib.sha256(f"{config.seed}/{spec.layer}".encode()).digest()
+        layout = layouts.bigbird(
+            spec.max_length, config.sides, config.window // 2, config.globals, config.random,
+            heads=spec.heads, seed=int.from_bytes(digest[:7], "big"),
+        )  # fmt: skip
+        return layout, f"window {config.window}, globals {config.globals}, random {config.random}"

@@ -1,0 +1,93 @@
+"""What attentions that are a layout on the block-sparse kernels share. Triton on a GPU, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.kernels import block_sparse_attention
+from lra.kernels.flash import resolve_impl
+from lra.kernels.flash.layout import Layout
+from lra.models.attention.base import Attention, AttentionSpec
+
+
+class BlockSparseAttention(Attention):
+    """Base class: an heir declares its options and gives `make_layout`."""
+
+    layout: Layout
+    sized_by: ClassVar[str] = "block"  # the option that sets the sides of the blocks
+    by_layer: ClassVar[bool] = False  # whether layers see different keys
+
+    @dataclass(frozen=True)
+    class Config:
+        impl: Literal["auto", "triton", "gather"] = "auto"  # auto: triton on a GPU, gather elsewhere
+        deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
+
+        def _check_least(self, least: int, *names: str) -> None:
+            for name in names:
+                if (value := getattr(self, name)) is not None and value < least:
+                    raise UsageError(f"attn.{name}={value} must be at least {least}")
+
+    @classmethod
+    def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
+        """What is seen in sequences of at most `spec.max_length` tokens, and by which options, for the user."""
+        raise NotImplementedError
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__(config, spec)
+        spec = spec if self.by_layer else dataclasses.replace(spec, layer=0)
+        self.layout, self._built = _build(type(self), config, spec)
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        name = super().resolve(device, precision)
+        try:
+            impl = resolve_impl(self.config.impl, device, self.config.deterministic, "gather")
+        except ValueError as error:
+            raise UsageError(f"attn.{error}") from None
+        if impl == "triton" and any(side % 16 for side in self.layout.block):
+            size = f"attn.{self.sized_by}={getattr(self.config, self.sized_by)}"
+            raise UsageError(f"{size}: Triton takes multiples of 16; give one, or attn.impl=gather")
+        return f"{name} by {impl}, {self._built}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        seed = self.dropout_seed(batch)
+        return block_sparse_attention(
+            q, k, v, self.layout, start=batch.start, length=batch.length, max_length=batch.max_length,
+            index=batch.index, dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
+            deterministic=self.config.deterministic,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockConfig(BlockSparseAttention.Config):
+    """Options of a pattern whose blocks the user sizes."""
+
+    block: str = "128"  # tokens of a square block, or "16x256": queries by keys
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        rows, _, columns = self.block.partition("x")
+        return int(rows), int(columns or rows)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)?", self.block):
+            raise UsageError(f"attn.block={self.block} is no block: give a side, 128, or queries by keys, 16x256")
+        if max(self.sides) % min(self.sides):
+            raise UsageError(f"attn.block={self.block}: one side must divide the other")
+
+
+@functools.cache
+def _build(cls: type[BlockSparseAttention], config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
+    """The layout, one for all layers that see the same, and what it is, for the user."""
+    layout, options = cls.make_layout(config, spec)
+    block = "x".join(map(str, layout.block))
+    return layout, f"{options} in blocks of {block}, density {layout.density(spec.max_length):.4f}"

@@ -1,0 +1,58 @@
+"""Linformer: keys and values projected along the sequence, by learned matrices, to a fixed number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.kernels import effective_dropout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention, AttentionSpec
+
+
+@ATTENTIONS.register("linformer", exact=False, paper="Wang et al. 2020, arXiv 2006.04768")
+class LinformerAttention(Attention):
+    """Linformer: softmax attention over k learned projections of the keys and values."""
+
+    @dataclass(frozen=True)
+    class Config:
+        k: int = 256  # rows that keys and values are projected to
+        share: Literal["headwise", "kv"] = "headwise"  # a layer's heads share projections; kv: keys and values too
+
+        def __post_init__(self) -> None:
+            if self.k < 1:
+                raise UsageError(f"attn.k={self.k} must be at least 1")
+
+    def __init__(self, config: Any, spec: AttentionSpec):
+        super().__init__(config, spec)
+        # entries of variance 1/k, the paper's Johnson-Lindenstrauss projection; [max_length, k]
+        count = 1 if config.share == "kv" else 2
+        self.projections = nn.ParameterList(
+            nn.Parameter(torch.randn(spec.max_length, config.k) * config.k**-0.5) for _ in range(count)
+        )
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        return f"{super().resolve(device, precision)} of {self.spec.max_length} tokens projected to {self.config.k}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        past_BN11 = ~batch.mask()[:, :, None, None]
+        q_BHND = batch.pad(q).transpose(1, 2)
+        k_BNHD, v_BNHD = (batch.pad(x).masked_fill(past_BN11, 0) for x in (k, v))
+        k_BHKD = self._project(k_BNHD, self.projections[0])
+        v_BHKD = self._project(v_BNHD, self.projections[-1])
+        p_BHNK = (q_BHND @ k_BHKD.transpose(2, 3) * self.spec.head_dim**-0.5).softmax(-1)
+        if self.training and self.spec.dropout:
+            p_BHNK = F.dropout(p_BHNK, effective_dropout(self.spec.dropout))
+        o_BNHD = (p_BHNK.to(v.dtype) @ v_BHKD).transpose(1, 2)
+        return batch.unpad(o_BNHD.masked_fill(past_BN11, 0))
+
+    def _project(self, x_BNHD: Tensor, projection: Tensor) -> Tensor:
+        """The first rows of a projection serve shorter sequences: position i always meets row i."""
+        rows_NK = projection[: x_BNHD.shape[1]].to(x_BNHD.dtype)
+        return torch.einsum("bnhd,nk->bhkd", x_BNHD, rows_NK)

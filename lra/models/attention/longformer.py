@@ -1,0 +1,37 @@
+"""Longformer's attention: a sliding window and global tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lra.kernels.block_sparse import layouts
+from lra.kernels.flash.layout import Layout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import AttentionSpec
+from lra.models.attention.block_sparse import BlockSparseAttention
+
+
+@ATTENTIONS.register("longformer", exact=False, head_dims=(16, 128), paper="Beltagy et al. 2020, arXiv 2004.05150")
+class LongformerAttention(BlockSparseAttention):
+    """Longformer: a sliding window is seen, and the first tokens see all and are seen by all.
+
+    A token sees itself and `window // 2` tokens to either side. The window of 512 is the paper's, and that of the Long
+    Range Arena; the one global token is the paper's choice for classification, where it is CLS. Its second projections,
+    for global attention alone, and its dilated windows are left out.
+    """
+
+    @dataclass(frozen=True)
+    class Config(BlockSparseAttention.Config):
+        window: int = 512  # tokens, in all: half of them to either side
+        globals: int = 1  # the first tokens, which see all and are seen by all
+
+        def __post_init__(self) -> None:
+            self._check_least(1, "window")
+            self._check_least(0, "globals")
+
+    @classmethod
+    def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
+        n = spec.max_length
+        layout = layouts.window(n, band=min(config.window // 2, n), globals=min(config.globals, n))
+        return layout, f"window {config.window}, globals {config.globals}"

@@ -1,0 +1,55 @@
+"""The Sparse Transformer's attention, in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lra.errors import UsageError
+from lra.kernels.block_sparse import layouts
+from lra.kernels.flash.layout import Layout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import AttentionSpec
+from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
+
+
+@ATTENTIONS.register("openai_sparse", exact=False, head_dims=(16, 128), paper="Child et al. 2019, arXiv 1904.10509")
+class OpenAISparseAttention(BlockSparseAttention):
+    """Sparse Transformer: a neighbourhood, and the ends of all segments or every stride-th block.
+
+    `fixed`: the segment of `stride` tokens and the last `summary` of every segment. `strided`: `stride` tokens to
+    either side and every `stride`-th position. Both are over blocks, as in the paper's kernels, and every head sees
+    the union of the two parts, which the paper calls merged heads. Not causal, as FlashAttention benchmarks it.
+    Pattern, stride and summary are by default the paper's for text (enwik8); the Long Range Arena took segments of 50
+    tokens with 10 at their ends, which no block that is a multiple of 16 divides.
+    """
+
+    @dataclass(frozen=True)
+    class Config(BlockConfig):
+        block: str = "32"  # tokens of a square block, or "16x256": queries by keys
+        pattern: Literal["fixed", "strided"] = "fixed"
+        stride: int = 128  # tokens, a multiple of the block's longer side
+        summary: int | None = None  # tokens, likewise; the longer side by default; of `fixed` alone
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self._check_least(1, "stride", "summary")
+            for name in ("stride", "summary"):
+                if (getattr(self, name) or 0) % max(self.sides):
+                    raise UsageError(
+                        f"attn.{name}={getattr(self, name)} must be a multiple of {max(self.sides)}, as "
+                        f"attn.block={self.block} has that side"
+                    )
+            if self.summary is not None and self.pattern != "fixed":
+                raise UsageError("attn.summary is an option of attn.pattern=fixed: leave it out, or choose that")
+            if (self.summary or 0) > self.stride:
+                raise UsageError(f"attn.summary={self.summary} must be at most attn.stride={self.stride}")
+
+    @classmethod
+    def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
+        n, side = spec.max_length, max(config.sides)
+        stride, summary = config.stride // side, (config.summary or side) // side
+        if config.pattern == "strided":
+            return layouts.strided(n, config.sides, stride), f"strided, stride {config.stride}"
+        layout = layouts.fixed(n, config.sides, stride, summary)
+        return layout, f"fixed, stride {config.stride}, summary {summary * side}"
