@@ -59,13 +59,14 @@ def attend(case: Case, device: torch.device, layout: Layout | None, **changes) -
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_layout_that_shows_everything_is_dense_attention(device, deterministic):
-    """Bit for bit, dropout included: the tiles, and the order they are visited in, are the same."""
+    """Bit for bit where sums have an order, dropout included: tiles are the same, and visited in the same order."""
     case = Case((128, 50), dropout=0.2, dtype=HALF, head_dim=32)
     everything = Layout(torch.ones(1, 1, 1, dtype=torch.bool), (128, 128))
     sparse = attend(case, device, everything, deterministic=deterministic)
     dense = attend(case, device, None, deterministic=deterministic)
     if device.type == "cuda" and not deterministic:  # dq is summed in any order
-        del sparse, dense
+        for a, b in zip(sparse, dense, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
         return
     assert all(map(torch.equal, sparse, dense))
 

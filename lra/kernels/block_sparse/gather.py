@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from lra.kernels.flash.layout import NONE, find
+from lra.kernels.flash.padded import pad, slots, unpad
 from lra.kernels.flash.problem import Problem
 
 
@@ -18,12 +19,9 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tenso
     blocks_seen = (layout.kinds(*layout.block) != NONE).any(0)  # by any head
     head = torch.arange(q.shape[1]) % len(layout.blocks)
 
-    total = len(q)
-    here = position.to(q.device)
-    real = here < problem.length[:, None]  # [B, N]
-    slot = torch.where(real, problem.start[:, None] + here, total)  # `total`: padding
-    with_zero_row = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (q, k, v))
-    q_BHND, k_BHND, v_BHND = (x[slot].transpose(1, 2) for x in with_zero_row)
+    slot = slots(problem, len(q))
+    real = slot < len(q)  # [B, N]
+    q_BHND, k_BHND, v_BHND = (pad(x, slot) for x in (q, k, v))
     parts = [q_BHND[:, :, :0]]
     for i, rows in enumerate(position.split(layout.block[0])):
         columns = position[blocks_seen[i].repeat_interleave(layout.block[1])[: problem.max_length]]
@@ -34,5 +32,4 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tenso
         scores = q_BHND[:, :, rows] @ k_BHND[:, :, columns].transpose(2, 3) * problem.scale
         weights = scores.masked_fill(~seen, float("-inf")).masked_fill(~any_key, 0.0).softmax(-1) * any_key
         parts.append(dropout(weights, problem.dropout) @ v_BHND[:, :, columns])
-    rows = torch.cat(parts, 2).transpose(1, 2).flatten(0, 1)
-    return q.new_zeros(total + 1, *q.shape[1:]).index_copy(0, slot.flatten(), rows)[:total]
+    return unpad(torch.cat(parts, 2), slot, len(q))
