@@ -26,7 +26,6 @@ from lra.kernels.flash.tiles import (
     alone,
     head_pointer,
     keep_tile,
-    listed,
     load_rows,
     load_statistics,
     program_tile,
@@ -35,6 +34,7 @@ from lra.kernels.flash.tiles import (
     store_rows,
     sum_type,
     visible,
+    visit_list,
     visited,
 )
 
@@ -85,8 +85,9 @@ def dkdv_kernel(
     begin = first_column if CAUSAL and not LONGEST else 0
     end = length
     if LONGEST:
-        visits_ptr += (head % layouts * tiles + first_column // BLOCK_N) * LONGEST
-        end = listed(visits_ptr, length, BLOCK_M, LONGEST)
+        visits_ptr, end = visit_list(
+            visits_ptr, layouts, tiles, head, first_column // BLOCK_N, length, BLOCK_M, LONGEST
+        )
     begin = tl.where(first_column < length, begin, end)  # a tile of padding has only zeros to store
     row = heads * D
     if ADD_DQ:
@@ -149,8 +150,7 @@ def dq_kernel(
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)
     if LONGEST:
-        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
-        end = listed(visits_ptr, end, BLOCK_N, LONGEST)
+        visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, LONGEST)
     SUM: tl.constexpr = sum_type(q_MD.dtype)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
     for place in range(0, end, BLOCK_N):

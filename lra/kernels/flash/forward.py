@@ -21,12 +21,12 @@ from lra.kernels.flash.tiles import (
     attend,
     head_pointer,
     keep_tile,
-    listed,
     load_rows,
     sequence_tile,
     store_rows,
     sum_type,
     visible,
+    visit_list,
     visited,
 )
 
@@ -59,8 +59,7 @@ def forward_kernel(
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)  # a tile of padding has nothing to compute, only zeros to store
     if LONGEST:
-        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
-        end = listed(visits_ptr, end, BLOCK_N, LONGEST)
+        visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, LONGEST)
     SUM: tl.constexpr = sum_type(q_MD.dtype)
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total_M = tl.zeros([BLOCK_M], SUM)

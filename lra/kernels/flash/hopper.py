@@ -96,12 +96,11 @@ def list_layout(longest, num_warps):
 
 
 @gluon.jit
-def count_visits(list_ptr, limit, LONGEST: gl.constexpr, num_warps: gl.constexpr):
-    """How many of the first `limit` tiles are in the list; without a layout, LONGEST = 0, all are."""
-    if LONGEST:
-        entries = gl.load(list_ptr + gl.arange(0, LONGEST, list_layout(LONGEST, num_warps)))
-        limit = gl.sum((entries < 2 * limit).to(gl.int32), 0)
-    return limit
+def visit_list(visits_ptr, layouts, tiles, head, tile, limit, LONGEST: gl.constexpr, num_warps: gl.constexpr):
+    """(a tile's list of `layout.Visits`, how many of the first `limit` tiles are in it)."""
+    visits_ptr += (head % layouts * tiles + tile) * LONGEST
+    entries = gl.load(visits_ptr + gl.arange(0, LONGEST, list_layout(LONGEST, num_warps)))
+    return visits_ptr, gl.sum((entries < 2 * limit).to(gl.int32), 0)
 
 
 @gluon.jit

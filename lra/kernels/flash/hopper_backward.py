@@ -29,7 +29,6 @@ from lra.kernels.flash.hopper import (
     add_tile,
     barrier,
     contiguous_heads,
-    count_visits,
     describe,
     draw_backward,
     drop_backward,
@@ -40,6 +39,7 @@ from lra.kernels.flash.hopper import (
     spread_backward,
     store_accumulator,
     store_tile,
+    visit_list,
     visited,
     zero_past,
 )
@@ -115,10 +115,9 @@ def hopper_backward_kernel(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
     # loads that wait for one another no more than they must: before the return, which waits for the length
-    limit = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
+    n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     if LONGEST:
-        visits_ptr += (head % layouts * tiles + first_column // BLOCK_N) * LONGEST
-    n = count_visits(visits_ptr, limit, LONGEST, num_warps)
+        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, LONGEST, num_warps)
     if DROPOUT:
         seed = gl.load(seed_ptr)
         index = gl.load(index_ptr + b)

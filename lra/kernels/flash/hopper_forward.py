@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from lra.kernels.flash import tuning
 from lra.kernels.flash.hopper import (
-    count_visits,
     describe,
     drop_forward,
     following,
@@ -28,6 +27,7 @@ from lra.kernels.flash.hopper import (
     load_tile,
     sequence_tile,
     store_tile,
+    visit_list,
     visited,
     zero_past,
 )
@@ -71,10 +71,9 @@ def hopper_forward_kernel(
         start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
     # loads that wait for one another no more than they must: before the return, which waits for the length
-    limit = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
+    n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
     if LONGEST:
-        visits_ptr += (head % layouts * tiles + first_row // BLOCK_M) * LONGEST
-    n = count_visits(visits_ptr, limit, LONGEST, num_warps)
+        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, n, LONGEST, num_warps)
     if DROPOUT:
         seed = gl.load(seed_ptr)
         index = gl.load(index_ptr + b)

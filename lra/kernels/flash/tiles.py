@@ -34,12 +34,11 @@ def sequence_tile(start_ptr, length_ptr, max_length, padded_length, heads, ROWS:
 
 
 @triton.jit
-def listed(list_ptr, end, SIZE: tl.constexpr, LONGEST: tl.constexpr):
-    """Where a loop in steps of SIZE ends that visits the listed tiles before `end`; all are, where LONGEST = 0."""
-    if LONGEST:
-        before = tl.load(list_ptr + tl.arange(0, LONGEST)) < 2 * tl.cdiv(end, SIZE)
-        end = tl.sum(before.to(tl.int32)) * SIZE
-    return end
+def visit_list(visits_ptr, layouts, tiles, head, tile, end, SIZE: tl.constexpr, LONGEST: tl.constexpr):
+    """(a tile's list of `layout.Visits`, where a loop in steps of SIZE ends that visits its tiles before `end`)."""
+    visits_ptr += (head % layouts * tiles + tile) * LONGEST
+    before = tl.load(visits_ptr + tl.arange(0, LONGEST)) < 2 * tl.cdiv(end, SIZE)
+    return visits_ptr, tl.sum(before.to(tl.int32)) * SIZE
 
 
 @triton.jit
