@@ -58,7 +58,7 @@ def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bo
     for x in (q, k, v):
         x.requires_grad_(backward)
     out = attend(attention, q, k, v, batch, cell.full)
-    grads = torch.autograd.grad(out, (q, k, v), do) if backward else ()
+    grads = torch.autograd.grad(out, (q, k, v), do, materialize_grads=True) if backward else ()
     if not known:
         return _finite((out, *grads))
     b = max(range(batch.size), key=cell.lengths.__getitem__)

@@ -183,7 +183,7 @@ def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tu
     """(out, dq, dk, dv) of `function(q, k, v, **options)` in `dtype`."""
     qkv = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     out = function(*qkv, **options)
-    return out.detach(), *torch.autograd.grad(out, qkv, inputs.do.to(dtype))
+    return out.detach(), *torch.autograd.grad(out, qkv, inputs.do.to(dtype), materialize_grads=True)
 
 
 def largest(x: Tensor) -> float:

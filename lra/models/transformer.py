@@ -27,14 +27,16 @@ class Block(nn.Module):
         d = config.d_model
         self.heads, self.dropout = config.heads, config.dropout
         self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        attention = ATTENTIONS.get(attn.name)
+        self.qkv, self.out = nn.Linear(d, (2 if attention.facts.shared_qk else 3) * d), nn.Linear(d, d)
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
-        self.attention = ATTENTIONS.get(attn.name)(attn, spec)
+        self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
 
     def forward(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (3, self.heads, -1))
-        q_THD, k_THD, v_THD = qkv.unbind(1)  # views: the attention reads them by their strides
+        qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
+        # views: the attention reads them by their strides; of two projections the first is for queries and keys
+        q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
         if rotary is not None:
             q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
         o_THD = self._attend(q_THD, k_THD, v_THD, batch)

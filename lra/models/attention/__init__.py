@@ -14,6 +14,7 @@ class Capabilities:
     dropout: bool = True  # on attention probabilities
     causal: bool = False
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
+    shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone
     head_dims: tuple[int, int] = (1, 1024)  # smallest and largest
     head_dim_multiple: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16")

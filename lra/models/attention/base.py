@@ -54,6 +54,14 @@ class Attention(nn.Module):
             )
         self.config, self.spec = config, spec
 
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        """Options with which a query costs about what `keys` keys do; none where its cost is no option.
+
+        So attentions are compared at equal compression (appendix E.6 of FlashAttention, arXiv 2205.14135).
+        """
+        return {}
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
 
