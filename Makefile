@@ -21,7 +21,7 @@ RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_avai
 PYTEST = $(PY) -m pytest -q -n auto --maxprocesses=8 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all aot lint clean help
+.PHONY: demo test test-all aot lint docs clean help
 
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
@@ -41,6 +41,10 @@ lint: $(READY)  ## ruff and pyright
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
+
+docs: $(READY)  ## make README.md's tables and docs/attentions.md anew from measurements and sources
+	@$(PY) benchmarks/readme.py
+	@$(PY) -m benchmarks.attentions
 
 clean:  ## remove the environment, builds and caches; checkpoints and prepared data stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

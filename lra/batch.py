@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,10 +75,17 @@ class Batch:
         positions = None if self.positions is None else self.pad(self.positions).flatten()
         return dataclasses.replace(self, tokens=self.pad(self.tokens).flatten(), start=start, positions=positions)
 
-    @cached_property  # an attention that needs the padded form asks four times in every layer
+    @property
     def _slots(self) -> Tensor:
-        """Row of each packed token in the padded form, int64 `[T]`."""
-        total = self.tokens.numel()
-        base = torch.arange(self.size, device=self.start.device) * self.max_length - self.start.long()
-        rows = torch.arange(total, device=self.start.device)
-        return rows + torch.repeat_interleave(base, self.length.long(), output_size=total)
+        """Row of each packed token in the padded form, int64 `[T]`.
+
+        Kept, as an attention that needs the padded form asks four times in every layer; not by cached_property, whose
+        lock torch.compile does not enter.
+        """
+        if "_kept" not in self.__dict__:
+            total = self.tokens.numel()
+            base = torch.arange(self.size, device=self.start.device) * self.max_length - self.start.long()
+            rows = torch.arange(total, device=self.start.device)
+            slots = rows + torch.repeat_interleave(base, self.length.long(), output_size=total)
+            object.__setattr__(self, "_kept", slots)
+        return self.__dict__["_kept"]

@@ -90,6 +90,23 @@ def tune(
     console.print(f"written: {tuner.destination(options)}")
 
 
+@app.command()
+def reproduce(
+    fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
+) -> None:
+    """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
+    from lra.experiments import EXPERIMENTS, find
+
+    if not fields:
+        table = Table("experiment", "what")
+        for name, what in EXPERIMENTS.items():
+            table.add_row(name, what)
+        console.print(table)
+        return
+    report = find(fields[0]).run(fields[1:], progress=console.print)
+    _print_measured(report.tables, report.lines, report.records)
+
+
 @ls_app.command("tasks")
 def ls_tasks() -> None:
     """The benchmark's tasks."""
@@ -178,13 +195,9 @@ def bench_attention(
     """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
     from lra.bench.attention import bench, notes, tables
 
-    records = bench(fields or (), progress=console.print)["cells"]
-    for title, header, rows in tables(records):
-        _print_rows(title, header, rows)
-    for note in notes(records):
-        console.print(note)
-    if any(record["status"] == "WRONG" for record in records):
-        raise typer.Exit(1)
+    result = bench(fields or (), progress=console.print)
+    records = result["cells"]
+    _print_measured(tables(records, result["options"]["table"]), notes(records), records)
 
 
 @bench_app.command("io")
@@ -203,6 +216,16 @@ def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _print_measured(tables: Any, lines: list[str], records: list[dict[str, Any]]) -> None:
+    """Exit code 1 if something measured was wrong."""
+    for table in tables:
+        _print_rows(*table)
+    for line in lines:
+        console.print(line)
+    if any(record["status"] == "WRONG" for record in records):
+        raise typer.Exit(1)
 
 
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:

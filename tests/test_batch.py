@@ -46,3 +46,14 @@ def test_to_padded_keeps_the_sequences():
 
 def test_mask_marks_real_tokens():
     assert batch([3, 0, 2], padded=True).mask().tolist() == [[True] * 3, [False] * 3, [True, True, False]]
+
+
+def test_padding_compiles_to_one_graph():
+    rows = torch.randn(5, 4)
+    again = torch.compile(lambda packed: packed.unpad(packed.pad(rows)), backend="eager", fullgraph=True)
+    assert torch.equal(again(batch([3, 0, 2], padded=False)), rows)
+
+
+def test_where_rows_lie_is_computed_once():
+    packed = batch([3, 0, 2], padded=False)
+    assert packed._slots is packed._slots

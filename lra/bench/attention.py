@@ -7,7 +7,7 @@ import gc
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,23 +20,14 @@ from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
 from lra.bench.imdb import LENGTHS
 from lra.bench.options import parse, shown
+from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
 from lra.training.run import write as replace_file
 
-PASSES = ("forward", "backward", "both")
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
-TABLES: dict[str | None, dict[str, Any]] = {
-    None: {},
-    # as the appendix's Table 7: batch 64, 16 heads, d = 64, dropout; but all lengths equal, without a padding mask
-    "7": {"lengths": (128, 256, 512), "head_dims": (64,), "dropout": (0.1,), "batch": 64, "heads": 16},
-    # as the appendix's Table 21: batch 16, 8 heads, d = 64
-    "21": {
-        "lengths": tuple(2**i for i in range(7, 17)), "head_dims": (64,), "dropout": (0.0,), "batch": 16, "heads": 8,
-        "passes": ("forward", "both"),
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,8 +44,10 @@ class AttentionOptions:
     heads: int = 8
     tokens: int = 65536  # of a batch: it has tokens // N sequences, at least one
     batch: int | None = None  # sequences, instead of `tokens`
-    ragged: Literal["false", "imdb"] = "false"  # imdb: one batch of the lengths of real text, by default of 32
-    table: Literal["7", "21"] | None = None  # other defaults: those of a table in the FlashAttention paper
+    # imdb: one batch of the lengths of real text, by default of 32; mask: up to 20 tokens of each sequence are missing
+    ragged: Literal["false", "imdb", "mask"] = "false"
+    # other defaults: those of a table in the FlashAttention paper; of 9 to 21 all attentions, at equal compression
+    table: Literal["7", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "20", "21"] | None = None
     out: str | None = None  # JSON file
     plots: str | None = None  # folder for the runtime and memory against N, SVG
 
@@ -73,20 +66,31 @@ class AttentionOptions:
 
     def cells(self) -> Iterator[Cell]:
         """Attentions vary fastest, so that what is compared is measured together."""
-        sizes = [(n,) * (self.batch or max(1, self.tokens // n)) for n in self.lengths]
+        sizes = [(n, (n,) * (self.batch or max(1, self.tokens // n))) for n in self.lengths]
+        if self.ragged == "mask":
+            sizes = [(n, masked(n, len(lengths))) for n, lengths in sizes]
         if self.ragged == "imdb":
-            sizes = [LENGTHS[: self.batch or 32]]
-        for dtype, d, p, lengths, name in itertools.product(
+            sizes = [(0, LENGTHS[: self.batch or 32])]
+        for dtype, d, p, (n, lengths), name in itertools.product(
             self.dtypes, self.head_dims, self.dropout, sizes, self.attns
         ):
-            yield Cell(name, dtype, d, p, lengths, self.heads)
+            attention = sized(name, n) if self.table in COMPARED else name
+            yield Cell(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
+
+    def facts(self, cell: Cell) -> dict[str, Any]:
+        """What a record says of its cell beyond the sizes; options that the table chose are not part of the name."""
+        name, fields = cell.attention, ""
+        if name not in self.attns:
+            name, _, fields = name.partition(":")
+        return {"attention": name, "options": fields, "ragged": self.ragged}
 
 
 def configure(args: Sequence[str]) -> AttentionOptions:
     """The options of `field=value` arguments, with the defaults of the chosen table."""
     given = {arg.partition("=")[0] for arg in args}
     table = next((arg.partition("=")[2] for arg in args if arg.startswith("table=")), None)
-    options = parse(AttentionOptions, args, **TABLES.get(table, {}))
+    compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED else {}
+    options = parse(AttentionOptions, args, **compared_by_default, **TABLES.get(table, {}))
     clash = given & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     clash |= {"tokens"} if {"tokens", "batch"} <= given else set()
     if {"attn", "attns"} <= given:
@@ -96,7 +100,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     if options.attn is not None:
         configurable(options.attn)
         options = replace(options, attns=compared(options.attn))
-    for attention in options.attns:
+    for attention in options.attns if given & {"attn", "attns"} else ():
         name, cls = configurable(attention)
         parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
     return options
@@ -114,24 +118,45 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     result: dict[str, Any] = {
         "environment": environment.describe(), "options": shown(options), "cells": []
     }  # fmt: skip
-    small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
-    for cell in options.cells():
-        records = list(run_cell(cell, options.passes, device, small))
+    for records in run(options, device):
         result["cells"] += records
-        progress(_line(records))
+        progress(line(records))
         if options.out:
-            path = Path(options.out)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps(result, indent=1) + "\n")
+            write(Path(options.out), result)
     if options.plots:
         plots.draw(result["cells"], Path(options.plots))
     return result
 
 
+def run(
+    options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of each cell, but for cells whose (attention, N) is `done`."""
+    small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
+    for cell in options.cells():
+        facts = options.facts(cell)
+        if (facts["attention"], nominal(cell)) not in done:
+            yield [facts | record for record in run_cell(cell, options.passes, device, small)]
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """A result as a JSON file, replaced in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(result, indent=1) + "\n")
+
+
+def nominal(cell: Cell) -> int:
+    """N: the longest length, or with a padding mask what each sequence is padded to."""
+    return cell.span or max(cell.lengths)
+
+
 def run_cell(
     cell: Cell, passes: Sequence[str], device: torch.device, small: Callable[[Cell], Verdict]
 ) -> Iterator[dict[str, Any]]:
-    """One record for each pass. `small` checks a small problem; its answer is the same for all that give that one."""
+    """One record for each pass, but for `AttentionOptions.facts`.
+
+    `small` checks a small problem; its answer is the same for all that give that one.
+    """
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
     layout, density = None, None
@@ -155,7 +180,7 @@ def run_cell(
     for name in passes:
         spent = _pass(times, name)
         yield {
-            "attention": cell.attention, "pass": name, "N": max(cell.lengths), "d": cell.head_dim, "dtype": cell.dtype,
+            "pass": name, "N": nominal(cell), "d": cell.head_dim, "dtype": cell.dtype,
             "dropout": cell.dropout, "batch": len(cell.lengths), "heads": cell.heads,
             "tokens": sum(cell.lengths), "squares": sum(n * n for n in cell.lengths),
             "density": _round(density),  # share of these that is seen
@@ -188,7 +213,10 @@ def _checked_times(
     cell: Cell, backward: bool, device: torch.device, verdict: Verdict
 ) -> tuple[Verdict, dict[str, Pass]]:
     attention = cell.build(device)
-    batch = make_batch(cell.lengths, cell.full or not attention.facts.ragged, device)
+    batch = make_batch(cell.lengths, cell.full, device)
+    if not cell.full:  # a padding mask is of N columns, also where no sequence has N tokens
+        batch = replace(batch, max_length=nominal(cell))
+        batch = batch if attention.facts.ragged else batch.to_padded()
     shape = (batch.tokens.numel(), cell.heads, cell.head_dim)
 
     def prepare() -> list[torch.Tensor]:
@@ -236,12 +264,17 @@ def _clear(device: torch.device, compiled: bool = True) -> None:
     torch.cuda.empty_cache()
 
 
-def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(
+    records: Sequence[dict[str, Any]], number: str | None = None
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
+
+    `number` is that of the paper's table: the title names it, and Tables 9 to 20 are milliseconds alone.
 
     What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
     """
-    attentions = list(dict.fromkeys(record["attention"] for record in records))
+    absent = ("unsupported",) if number in RUNTIME else ()  # so many columns: empty ones are left to the notes
+    attentions = list(dict.fromkeys(record["attention"] for record in records if record["status"] not in absent))
     keys = ("dtype", "d", "dropout", "N", "batch")
 
     def place(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -250,6 +283,8 @@ def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], 
     dense = {place(record): record["ms"] for record in records if record["attention"] == "flash"}
 
     def speed(record: dict[str, Any]) -> str:
+        if number in RUNTIME:  # not all that is compared has these FLOPs
+            return f"{record['ms']:g}" if record["status"] == "ok" else _status(record)
         text = _speed(record)
         if record["status"] == "ok" and record.get("block"):
             text += f", {record['density']:.3g}"
@@ -263,17 +298,20 @@ def tables(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[str], 
             if record["pass"] == name:
                 rows.setdefault(tuple(record[key] for key in keys), {})[record["attention"]] = cell(record)
         lines = [[*map(str, size), *(cells.get(a, "") for a in attentions)] for size, cells in rows.items()]
-        return title, [*keys, *attentions], lines
+        return f"Table {number}, {title}" if number else title, [*keys, *attentions], lines
 
     passes = list(dict.fromkeys(record["pass"] for record in records))
     for name in passes:
+        if number in RUNTIME:
+            yield table(f"{name}: ms", name, speed)
+            continue
         also = (
             [", density", ", time / (density x time of flash)"]
             if any(record.get("block") for record in records)
             else []
         )
         yield table(f"{name}: ms (TFLOP/s)" + "".join(also if dense else also[:1]), name, speed)
-    if any(record["memory_mb"] is not None for record in records):
+    if number not in RUNTIME and any(record["memory_mb"] is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
 
@@ -295,7 +333,8 @@ def _status(record: dict[str, Any]) -> str:
     return "" if record["status"] == "unsupported" else record["status"]
 
 
-def _line(records: Sequence[dict[str, Any]]) -> str:
+def line(records: Sequence[dict[str, Any]]) -> str:
+    """What was measured of a cell."""
     first = records[0]
     size = f"{first['attention']} {first['dtype']} d={first['d']} p={first['dropout']:g} N={first['N']}"
     size += f" density={first['density']:.3g}" if first["block"] else ""

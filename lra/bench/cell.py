@@ -19,9 +19,11 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
 from lra.models.attention.flash import FlashAttention
+from lra.models.attention.megatron import MegatronAttention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ELSEWHERE = {FlashAttention: "sdpa", BlockSparseAttention: "gather"}  # where they run without a GPU
+# where they run without a GPU
+ELSEWHERE = {FlashAttention: "sdpa", BlockSparseAttention: "gather", MegatronAttention: "torch"}
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ def configurable(attention: str) -> tuple[str, Any]:
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
     """Whether its dropout mask is the one that the reference defines."""
     elsewhere = next((impl for cls, impl in ELSEWHERE.items() if isinstance(attention, cls)), None)
-    config = attention.config
-    return elsewhere is not None and resolve_impl(config.impl, device, config.deterministic, elsewhere) == "triton"
+    if elsewhere is None:
+        return False
+    config: Any = attention.config
+    return resolve_impl(config.impl, device, getattr(config, "deterministic", False), elsewhere) == "triton"
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""Components found by name: one file per component in a folder, listed without importing it."""
+"""Components found by name: files of a folder and other packages' entry points, listed without importing them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,24 +29,28 @@ class Entry:
     summary: str  # first line of the class's docstring
     facts: dict[str, Any]  # the keyword arguments of its register(...)
     requires: tuple[str, ...] = ()  # optional packages it imports when used
+    lacks: str = ""  # what another package's declaration lacks; then nothing else here need be so
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The requirements that nothing here meets, `a or b` where there are alternatives."""
+        """What its declaration lacks, or the requirements that nothing here meets, `a or b` of alternatives."""
+        if self.lacks:
+            return (self.lacks,)
         choices = (requirement.split("|") for requirement in self.requires)
         return tuple(" or ".join(names) for names in choices if not any(map(_present, names)))
 
 
 class Registry:
-    """Classes registered by name in the modules of one package.
+    """Classes registered by name in the modules of one package, and in those that entry points name.
 
     A component is one file, or several alike share one: `@REGISTRY.register("name", fact=value, ...)` above a class
     with a nested dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
-    import they become an instance of the registry's `facts` dataclass on the class.
+    import they become an instance of the registry's `facts` dataclass on the class. Another installed package adds a
+    component by an entry point `name = "module"` of the group `entry_points`; its name must be nobody else's.
     """
 
-    def __init__(self, kind: str, package: str, facts: type):
-        self.kind, self.package, self.facts = kind, package, facts
+    def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
+        self.kind, self.package, self.facts, self.entry_points = kind, package, facts, entry_points
         self._classes: dict[str, Any] = {}
 
     def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[C], C]:
@@ -65,11 +72,22 @@ class Registry:
         return add
 
     def catalogue(self) -> dict[str, Entry]:
-        """Every component of the package, by name, without importing any."""
+        """Every component by name, without importing any; what other packages declare badly `lacks` something."""
+        entries = self.builtins()
+        for name, points in self._entry_points.items():
+            owners = ["lra"] * (name in entries) + [_owner(point) for point in points]
+            entry = entries.get(name) or self._installed(points[0])
+            if len(owners) > 1:
+                entry = replace(entry, lacks=f"a name of its own, as {' and '.join(sorted(owners))} have a '{name}'")
+            entries[name] = entry
+        return dict(sorted(entries.items()))
+
+    def builtins(self) -> dict[str, Entry]:
+        """Every component of the registry's own package, by name, without importing any."""
         spec = importlib.util.find_spec(self.package)
         assert spec is not None and spec.submodule_search_locations, self.package
         files = (f for folder in spec.submodule_search_locations for f in sorted(Path(folder).glob("*.py")))
-        entries = (entry for file in files for entry in self._declared(file))
+        entries = (entry for file in files for entry in _declared(file, f"{self.package}.{file.stem}"))
         return {entry.name: entry for entry in sorted(entries, key=lambda e: e.name)}
 
     def declared(self, entry: Entry) -> Any:
@@ -77,27 +95,71 @@ class Registry:
         return self.facts(**entry.facts)
 
     def get(self, name: str) -> Any:
-        """The class registered as `name`; UsageError with a suggestion if there is none."""
-        if name not in self._classes:
-            entry = self.catalogue().get(name)
+        """The class registered as `name`; UsageError, with a suggestion, if there is none or it can't be had."""
+        if name not in self._classes or name in self._entry_points:
+            catalogue = self.catalogue()
+            entry = catalogue.get(name)
             if entry is None:
-                raise UsageError(unknown(self.kind, name, self.catalogue()))
+                raise UsageError(unknown(self.kind, name, catalogue))
+            if entry.lacks:
+                raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: mend or uninstall that package")
             if entry.missing:
                 packages = " ".join(requirement.split()[0] for requirement in entry.missing)
                 raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
             importlib.import_module(entry.module)
         return self._classes[name]
 
-    def _declared(self, file: Path) -> Iterable[Entry]:
-        for node in ast.parse(file.read_text()).body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            summary = (ast.get_docstring(node) or "").split("\n")[0]
-            for call in node.decorator_list:
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
-                    facts = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-                    requires = facts.pop("requires", ())
-                    yield Entry(ast.literal_eval(call.args[0]), f"{self.package}.{file.stem}", summary, facts, requires)
+    @cached_property  # the installed packages are read once
+    def _entry_points(self) -> dict[str, list[EntryPoint]]:
+        """The entry points of the registry's group by name, which more than one package may have taken."""
+        found: dict[str, list[EntryPoint]] = {}
+        for point in entry_points(group=self.entry_points) if self.entry_points else ():
+            found.setdefault(point.name, []).append(point)
+        return found
+
+    def _installed(self, point: EntryPoint) -> Entry:
+        """What the module that an entry point names declares under the entry point's name."""
+        lacks = f"the module {point.value} that {_owner(point)} names"
+        try:
+            if file := _source(point.value):
+                declared = {entry.name: entry for entry in _declared(file, point.value)}
+                if entry := declared.get(point.name):
+                    self.declared(entry)
+                    return entry
+                others = f", which registers {', '.join(sorted(declared))}" if declared else ""
+                lacks = f"a class registered as '{point.name}' in {point.value} of {_owner(point)}{others}"
+        except Exception as error:  # another's source: whatever is wrong with it, the rest is listed
+            lacks = f"a declaration that can be read in {point.value} of {_owner(point)} ({error})"
+        required = (field.name for field in fields(self.facts) if field.default is MISSING)
+        return Entry(point.name, point.value, "", dict.fromkeys(required, ""), lacks=lacks)
+
+
+def _declared(file: Path, module: str) -> Iterable[Entry]:
+    """The components that a source file registers."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        summary = (ast.get_docstring(node) or "").split("\n")[0]
+        for call in node.decorator_list:
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
+                facts = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+                requires = facts.pop("requires", ())
+                yield Entry(ast.literal_eval(call.args[0]), module, summary, facts, requires)
+
+
+def _source(module: str) -> Path | None:
+    """A module's file, found without importing its parents; None if there is none."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for name in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "an unnamed package"
 
 
 def _present(name: str) -> bool:

@@ -15,6 +15,7 @@ from lra.bench.attention import bench, configure, notes, tables
 from lra.bench.cell import Cell, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.imdb import LENGTHS
+from lra.bench.presets import masked
 from lra.cli import app
 from lra.config.registry import Registry
 from lra.errors import UsageError
@@ -131,7 +132,7 @@ def test_every_combination_is_a_cell_and_attentions_vary_fastest():
         ("dropout=1",): "dropout= must be at least 0 and below 1",
         ("dtypes=bf16,int8",): "dtypes=int8 is unknown: choose from bf16, fp16, fp32",
         ("passes=sideways",): "passes=sideways is unknown: choose from forward, backward, both",
-        ("table=8",): "table=8: choose from 7, 21",
+        ("table=8",): "table=8: choose from 7, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21",
         ("ragged=imdb", "lengths=128"): "lengths= does not go with ragged=imdb",
         ("ragged=imdb", "batch=1000"): "batch=1000: ragged=imdb has 128 lengths",
         ("batch=4", "tokens=64"): "tokens= does not go with batch=",
@@ -217,6 +218,12 @@ def test_dropout_that_does_not_drop_is_caught(broken):
     assert {r["status"] for r in records("attns=keeps", "lengths=16")} == {"ok"}
     (record,) = records("attns=keeps", "lengths=16", "dropout=0.1", "passes=forward")
     assert record["status"] == "WRONG" and "dropout 0.1 makes ones 1.000 ± 0.000" in record["reason"]
+
+
+def test_a_padding_mask_is_of_n_columns_and_the_same_for_all():
+    cells = records("attns=flash,standard,local", "ragged=mask", "lengths=64", "tokens=192", "dropout=0,0.1")
+    assert {(r["status"], r["N"], r["batch"], r["ragged"]) for r in cells} == {("ok", 64, 3, "mask")}
+    assert {r["tokens"] for r in cells} == {sum(masked(64, 3))}
 
 
 def test_an_approximate_attention_is_checked_for_finite_output(broken):

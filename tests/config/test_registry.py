@@ -1,6 +1,7 @@
-"""Components are found by name and listed without being imported."""
+"""Components are found by name and listed without being imported, those of other packages too."""
 
 import importlib
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +44,34 @@ def registry(tmp_path, monkeypatch):
     (package / "tools.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     shapes: Any = importlib.import_module("shapes")
-    shapes.SHAPES = Registry("shape", "shapes", Facts)
+    shapes.SHAPES = Registry("shape", "shapes", Facts, entry_points="shapes.more")
     yield shapes.SHAPES
-    for name in [name for name in sys.modules if name.split(".")[0] == "shapes"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("shapes", "solids")]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`install("dist", "name = module", module="source")` puts an installed package on the path."""
+
+    def add(dist: str, *points: str, **modules: str) -> None:
+        folder = tmp_path / dist
+        info = folder / f"{dist}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("\n".join(["[shapes.more]", *points, ""]))
+        for module, source in modules.items():
+            file = folder / f"{module.replace('.', '/')}.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(source)
+        monkeypatch.syspath_prepend(folder)
+
+    return add
+
+
+def source(name: str) -> str:
+    """A module that registers `name`."""
+    return SOURCE.format(requires="").replace("cube", name)
 
 
 def test_the_catalogue_reads_declarations_without_importing(registry):
@@ -77,3 +102,53 @@ def test_a_name_can_be_registered_once(registry):
     cube = registry.get("cube")
     with pytest.raises(ValueError, match="twice"):
         registry.register("cube", sides=6)(cube)
+
+
+def test_another_package_adds_a_component(registry, install):
+    install("a-solid", "prism = solids.prism", **{"solids.__init__": "", "solids.prism": source("prism")})
+    entry = registry.catalogue()["prism"]
+    assert (entry.summary, entry.facts, entry.missing) == ("A prism, for tests.", {"sides": 6}, ())
+    assert "solids" not in sys.modules and "prism" not in registry.builtins()
+    with pytest.raises(UsageError, match="did you mean 'prism'"):
+        registry.get("prisma")
+    assert registry.get("prism") is registry.get("prism") and registry.get("prism").facts == Facts(6)
+
+
+def test_a_listed_module_is_not_imported_nor_its_parents(registry, install):
+    install("a", "prism = solids.prism", **{"solids.__init__": "1 / 0", "solids.prism": source("prism")})
+    assert not registry.catalogue()["prism"].missing
+
+
+LACKS = {
+    "prism = nowhere": "the module nowhere that one names",
+    "prism = solids.nowhere": "the module solids.nowhere that one names",
+    "prism = solids:Cube": "the module solids:Cube that one names",
+    "prism = ": "a declaration that can be read in  of one",
+    "prism = solids": "a class registered as 'prism' in solids of one, which registers cone",
+    "prism = empty": "a class registered as 'prism' in empty of one$",
+    "prism = wrong": "a declaration that can be read in wrong of one .*unexpected keyword argument 'corners'",
+    "prism = broken": "a declaration that can be read in broken of one .*line 1",
+    "cube = cubes": "a name of its own, as lra and one have a 'cube'",
+    "cone = solids": "a name of its own, as one and two have a 'cone'",
+}
+
+
+@pytest.mark.parametrize("point", LACKS)
+def test_a_bad_entry_point_is_listed_with_the_reason_and_refused(registry, install, point):
+    wrong = source("prism").replace("sides", "corners")
+    install("one", point, solids=source("cone"), empty="", wrong=wrong, broken="class", cubes=source("cube"))
+    install("two", "cone = cones", cones=source("cone"))
+    name = point.partition(" ")[0]
+    entry = registry.catalogue()[name]
+    (lacks,) = entry.missing
+    assert re.match(LACKS[point], lacks) and registry.declared(entry).solid
+    with pytest.raises(UsageError, match=f"shape '{name}' lacks {LACKS[point].rstrip('$')}.*: mend or uninstall"):
+        registry.get(name)
+    assert not registry.catalogue()["cube" if name != "cube" else "cone"].missing
+
+
+def test_an_imported_component_is_no_longer_to_be_had_once_its_name_is_taken(registry, install):
+    importlib.import_module("shapes.cube")
+    install("one", "cube = cubes", cubes=source("cube"))
+    with pytest.raises(UsageError, match="a name of its own"):
+        registry.get("cube")

@@ -1,62 +1,87 @@
-"""Every registered attention: what is past a length influences nothing, layouts agree, exact ones are exact."""
+"""Every registered attention, those of installed packages too, keeps the contract of `Attention` on every device."""
 
+from __future__ import annotations
+
+import copy
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lra.batch import Batch
 from lra.errors import UsageError
-from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec
+from lra.models.attention import ATTENTIONS, Capabilities
+from lra.models.attention.base import Attention, AttentionSpec
 
 LENGTHS = (5, 0, 17, 1, 16)
+LONG = (130, 0, 64, 33)  # more than one tile or block
 CATALOGUE = ATTENTIONS.catalogue()
 FACTS = {name: ATTENTIONS.declared(entry) for name, entry in CATALOGUE.items()}
 
 
-def parameter(name: str):
-    """The name with what it needs to run: a GPU, or a package."""
-    missing = CATALOGUE[name].missing
-    marks = [pytest.mark.skip(reason=f"{name} needs {', '.join(missing)}")] if missing else []
-    return pytest.param(name, marks=[*marks, *([pytest.mark.gpu] if FACTS[name].needs_gpu else [])])
+@dataclass(frozen=True)
+class Subject:
+    """An attention on a device."""
+
+    name: str
+    device: str
+
+    @property
+    def facts(self) -> Capabilities:
+        return FACTS[self.name]
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """fp32, or bf16 where it has no fp32 on this device."""
+        try:
+            self.build().resolve(torch.device(self.device), "fp32")
+        except UsageError:
+            return torch.bfloat16
+        return torch.float32
+
+    def build(self, **changes) -> Attention:
+        cls = ATTENTIONS.get(self.name)
+        spec = {"heads": 2, "head_dim": 16, "max_length": 20} | changes
+        return cls(cls.Config(), AttentionSpec(**spec)).to(self.device)
+
+    def batch(self, lengths: Sequence[int] = LENGTHS) -> Batch:
+        """A packed one, of a training step."""
+        length = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        start, total = (length.cumsum(0) - length).int(), sum(lengths)
+        index = torch.arange(len(lengths), dtype=torch.int32, device=self.device)
+        tokens, label = length.new_zeros(total), length.new_zeros(len(lengths)).long()
+        return Batch(tokens, start, length, max(lengths), label, index, seed=torch.tensor(7, device=self.device))
+
+    def inputs(self, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+        """q, k and v of the batch."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (sum(lengths), 2, 16)
+        return [torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(3)]
+
+    def assert_near(self, actual: Tensor, expected: Tensor) -> None:
+        """Within rounding."""
+        allowed = 1e-5 if self.dtype == torch.float32 else 0.03
+        torch.testing.assert_close(actual, expected, atol=allowed, rtol=allowed)
 
 
-ALL = [parameter(name) for name in FACTS]
-EXACT = [parameter(name) for name, facts in FACTS.items() if facts.exact]
-WITH_DROPOUT = [parameter(name) for name, facts in FACTS.items() if facts.dropout]
+def subjects(able: Callable[[Capabilities], bool] = lambda facts: True):
+    """For each test the attentions with these facts, on the CPU and on a GPU, with what each needs to run."""
+    params = []
+    for name, facts in FACTS.items():
+        missing = CATALOGUE[name].missing
+        marks = [pytest.mark.skip(reason=f"{name} needs {', '.join(missing)}")] if missing else []
+        for device in ("cuda",) if facts.needs_gpu else ("cpu", "cuda"):
+            gpu = [pytest.mark.gpu] if device == "cuda" else []
+            params.append(pytest.param(Subject(name, device), marks=marks + gpu, id=f"{name}-{device}"))
+    return pytest.mark.parametrize("subject", [param for param in params if able(param.values[0].facts)])
 
 
-def assert_near(name: str, actual, expected, fp32: float):
-    """Within `fp32`, or what bf16 allows an attention that has no fp32."""
-    allowed = fp32 if "fp32" in FACTS[name].dtypes else 0.03
-    torch.testing.assert_close(actual, expected, atol=allowed, rtol=allowed)
-
-
-def build(name: str, **changes):
-    cls = ATTENTIONS.get(name)
-    return cls(cls.Config(), AttentionSpec(**({"heads": 2, "head_dim": 16, "max_length": 20} | changes)))
-
-
-def device_of(name: str) -> str:
-    return "cuda" if FACTS[name].needs_gpu else "cpu"
-
-
-def packed_batch(name: str) -> Batch:
-    length = torch.tensor(LENGTHS, dtype=torch.int32, device=device_of(name))
-    start, total = (length.cumsum(0) - length).int(), sum(LENGTHS)
-    index = torch.arange(len(LENGTHS), dtype=torch.int32, device=length.device)
-    tokens, label = length.new_zeros(total), length.new_zeros(len(LENGTHS)).long()
-    return Batch(tokens, start, length, max(LENGTHS), label, index)
-
-
-def inputs(name: str):
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if "fp32" in FACTS[name].dtypes else torch.bfloat16
-    return [torch.randn(sum(LENGTHS), 2, 16, generator=generator).to(device_of(name), dtype) for _ in range(3)]
-
-
-def attend(attention, batch, q, k, v):
+def attend(attention: Attention, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention as the model calls it: padded unless it is ragged."""
     if attention.facts.ragged or batch.padded:
         return attention(q, k, v, batch)
@@ -65,24 +90,30 @@ def attend(attention, batch, q, k, v):
     return batch.unpad(padded.pad(out))
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_attention_is_softmax_attention_of_each_sequence(name):
-    q, k, v = inputs(name)
-    batch = packed_batch(name)
-    out = attend(build(name).eval(), batch, q, k, v)
-    for start, length in zip(batch.start.tolist(), LENGTHS, strict=True):
-        rows = slice(start, start + length)
-        scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / 4
-        expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[rows].double())
-        assert_near(name, out[rows].double(), expected, 1e-5)
+def rows(batch: Batch, sequence: int) -> slice:
+    first = int(batch.start[sequence])
+    return slice(first, first + int(batch.length[sequence]))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_what_is_past_a_length_influences_nothing(name):
-    attention, batch = build(name).eval(), packed_batch(name)
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+@subjects(lambda facts: facts.exact)
+def test_exact_attention_is_softmax_attention_of_each_sequence(subject, lengths):
+    q, k, v = subject.inputs(lengths)
+    batch = subject.batch(lengths)
+    out = attend(subject.build(max_length=130).eval(), batch, q, k, v)
+    for sequence in range(batch.size):
+        own = rows(batch, sequence)
+        scores = torch.einsum("ihd,jhd->hij", q[own].double(), k[own].double()) / 4
+        expected = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[own].double())
+        subject.assert_near(out[own].double(), expected)
+
+
+@subjects()
+def test_what_is_past_a_length_influences_nothing(subject):
+    attention, batch = subject.build().eval(), subject.batch()
     padded = batch.to_padded()
     real = padded.mask().flatten()[:, None, None]
-    q, k, v = (batch.pad(x).flatten(0, 1).requires_grad_() for x in inputs(name))
+    q, k, v = (batch.pad(x).flatten(0, 1).requires_grad_() for x in subject.inputs())
     other = [x.detach().where(real, 7.0).requires_grad_() for x in (q, k, v)]
     out, out_other = attention(q, k, v, padded), attention(*other, padded)
     assert torch.equal(out, out_other)
@@ -94,20 +125,28 @@ def test_what_is_past_a_length_influences_nothing(name):
         assert grad.isfinite().all() and not grad.where(~real, 0).any()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_packed_and_padded_agree(name):
-    attention, batch = build(name).eval(), packed_batch(name)
-    q, k, v = inputs(name)
-    packed = attend(attention, batch, q, k, v)
-    padded = batch.to_padded()
-    again = batch.unpad(padded.pad(attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)))
-    assert_near(name, packed, again, 1e-6)
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
+@subjects()
+def test_packed_and_padded_agree_in_result_and_gradients(subject, lengths):
+    attention, batch = subject.build(max_length=130).eval(), subject.batch(lengths)
+    leaves = [x.requires_grad_() for x in subject.inputs(lengths)]
+    packed = attend(attention, batch, *leaves)
+    form = batch.to_padded()
+    padded = batch.unpad(form.pad(attend(attention, form, *(batch.pad(x).flatten(0, 1) for x in leaves))))
+    weights = torch.randn_like(packed)
+    subject.assert_near(packed, padded)
+    leaves += attention.parameters()
+    grads, grads_padded = (
+        torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True) for out in (packed, padded)
+    )
+    for grad, grad_padded in zip(grads, grads_padded, strict=True):
+        subject.assert_near(grad, grad_padded)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_sequences_do_not_see_each_other(name):
-    attention, batch = build(name).eval(), packed_batch(name)
-    q, k, v = inputs(name)
+@subjects()
+def test_sequences_do_not_see_each_other(subject):
+    attention, batch = subject.build().eval(), subject.batch()
+    q, k, v = subject.inputs()
     out = attend(attention, batch, q, k, v)
     first = batch.start[2]
     changed = [x.clone() for x in (q, k, v)]
@@ -116,43 +155,108 @@ def test_sequences_do_not_see_each_other(name):
     assert torch.equal(attend(attention, batch, *changed)[:first], out[:first])
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_strided_views_give_the_same_as_copies(name):
-    attention, batch = build(name).eval(), packed_batch(name)
-    fused = torch.stack(inputs(name), 1)
+@subjects()
+def test_a_sequence_gives_the_same_alone_and_anywhere_in_a_batch(subject):
+    """Whatever the longest sequence of the batch; `index` goes with it."""
+    attention, batch, qkv = subject.build().eval(), subject.batch(), subject.inputs()
+    out = attend(attention, batch, *qkv)
+    for order in ([3, 1, 4, 0, 2], *([sequence] for sequence, length in enumerate(LENGTHS) if length)):
+        place = torch.cat([torch.arange(len(out), device=subject.device)[rows(batch, sequence)] for sequence in order])
+        other = dataclasses.replace(subject.batch([LENGTHS[sequence] for sequence in order]), index=batch.index[order])
+        subject.assert_near(attend(attention, other, *(x[place] for x in qkv)), out[place])
+
+
+@subjects()
+def test_strided_views_give_the_same_as_copies(subject):
+    attention, batch = subject.build().eval(), subject.batch()
+    fused = torch.stack(subject.inputs(), 1)
     views = attend(attention, batch, *fused.unbind(1))
     assert torch.equal(views, attend(attention, batch, *(x.contiguous() for x in fused.unbind(1))))
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
-def test_dropout_acts_in_training_alone_and_follows_the_seed(name):
-    attention = build(name, dropout=0.5)
-    batch = packed_batch(name).with_seed(torch.tensor(1))
-    q, k, v = inputs(name)
+@subjects(lambda facts: facts.dropout)
+def test_dropout_acts_in_training_alone(subject):
+    attention, batch, qkv = subject.build(dropout=0.5), subject.batch(), subject.inputs()
+    evaluated = attend(attention.eval(), batch, *qkv)
+    assert not torch.allclose(attend(attention.train(), batch, *qkv), evaluated)
 
-    def draw():
+
+@subjects()
+def test_training_follows_the_seeds_and_evaluation_needs_none(subject):
+    attention, batch, qkv = subject.build(dropout=0.5 * subject.facts.dropout), subject.batch(), subject.inputs()
+
+    def run(seed: int, batch: Batch, training: bool) -> Tensor:
+        torch.manual_seed(seed)
+        return attend(copy.deepcopy(attention).train(training), batch, *qkv)
+
+    assert torch.equal(run(0, batch, True), run(0, batch, True))
+    assert torch.equal(run(0, batch, False), run(1, dataclasses.replace(batch, seed=None), False))
+
+
+@subjects()
+def test_a_checkpoint_holds_all_that_evaluation_and_the_next_step_need(subject):
+    batch, qkv = subject.batch(), subject.inputs()
+
+    def build(seed: int) -> Attention:
+        torch.manual_seed(seed)
+        return subject.build(dropout=0.5 * subject.facts.dropout)
+
+    def evaluate(attention: Attention) -> Tensor:
+        return attend(attention.eval(), batch, *qkv)
+
+    def step(attention: Attention, number: int) -> Tensor:
+        torch.manual_seed(number)
+        out = attend(attention.train(), batch.with_seed(torch.tensor(number, device=subject.device)), *qkv)
+        if parameters := list(attention.parameters()):
+            grads = torch.autograd.grad(out.square().sum(), parameters)
+            with torch.no_grad():
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter -= 0.01 * grad
+        return out
+
+    trained = build(0)
+    for number in (1, 2):  # the first checkpoint is of a fresh module
+        restored = build(number)
+        restored.load_state_dict(trained.state_dict())
+        assert torch.equal(evaluate(restored), evaluate(trained))
+        assert torch.equal(step(restored, number), step(trained, number))
+        assert torch.equal(evaluate(restored), evaluate(trained))
+
+
+@subjects()
+def test_torch_compile_makes_one_graph_with_the_same_result_and_gradients(subject):
+    if subject.name == "flex":
+        pytest.skip("flex calls torch.compile itself")
+    attention, batch = subject.build().train(), subject.batch()
+    leaves = [x.requires_grad_() for x in subject.inputs()]
+
+    def run(attend: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
-        return attend(attention, batch, q, k, v)
+        again = dataclasses.replace(batch)  # what a batch keeps is computed inside
+        out = attend(attention, again, *leaves)
+        return [out, *torch.autograd.grad(out.square().sum(), [*leaves, *attention.parameters()], allow_unused=True)]
 
-    attention.train()
-    assert torch.equal(draw(), draw())
-    attention.eval()
-    evaluated = draw()
-    assert torch.equal(evaluated, attend(attention, dataclasses.replace(batch, seed=None), q, k, v))
-    attention.train()
-    assert not torch.allclose(draw(), evaluated)
+    torch.compiler.reset()
+    try:
+        compiled = run(torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False))
+    finally:
+        torch.compiler.reset()
+    for actual, expected in zip(compiled, run(attend), strict=True):
+        assert (actual is None) == (expected is None)
+        if actual is not None:
+            subject.assert_near(actual, expected)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_half_precision_runs_forward_and_backward(name):
-    attention, batch = build(name).eval(), packed_batch(name)
-    q, k, v = (x.bfloat16().requires_grad_() for x in inputs(name))
+@subjects()
+def test_half_precision_runs_forward_and_backward(subject):
+    attention, batch = subject.build().eval(), subject.batch()
+    q, k, v = (x.bfloat16().requires_grad_() for x in subject.inputs())
     out = attend(attention, batch, q, k, v)
     assert out.dtype == torch.bfloat16
     out.float().pow(2).sum().backward()
     read = (q, v) if attention.facts.shared_qk else (q, k, v)
     assert all(x.grad is not None and x.grad.isfinite().all() for x in read)
-    exact = attend(attention, batch, *inputs(name))
+    exact = attend(attention, batch, *subject.inputs())
     torch.testing.assert_close(out.float(), exact.float(), atol=0.05, rtol=0.05)
 
 
@@ -160,11 +264,11 @@ def test_a_head_dimension_outside_the_range_names_the_alternative():
     with pytest.raises(
         UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"
     ):
-        build("flash", head_dim=8)
+        Subject("flash", "cpu").build(head_dim=8)
 
 
 def test_an_attention_that_needs_a_gpu_says_so_before_training():
-    attention = build("standard")
+    attention: Any = Subject("standard", "cpu").build()
     attention.facts = dataclasses.replace(attention.facts, needs_gpu=True)
     assert attention.resolve(torch.device("cuda"), "bf16") == "standard"
     with pytest.raises(UsageError, match=r"attn=standard supports GPUs only, or use attn=.*flash"):

@@ -96,16 +96,16 @@ def attention(
 ) -> Tensor:
     """Dense attention or, with a layout, block-sparse; `elsewhere` is the path that is called `other`."""
     impl = resolve_impl(impl, q.device, deterministic, other)
-    _check_inputs(q, k, v)
+    check_inputs(q, k, v)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
-    start, length, max_length = _sequences(q, start, length, max_length)
+    start, length, max_length = sequences(q, start, length, max_length)
     if layout is not None and max_length > min(layout.size):
         raise ValueError(f"the layout covers {min(layout.size)} tokens, and max_length is {max_length}")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
-    seed, index = _randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
+    seed, index = randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
     padded = bool(len(q_rows) == len(start) * max_length)  # a bool for the operator, of traced shapes too
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = None if layout is None else layout.key
@@ -150,7 +150,7 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.shape == k.shape == v.shape:
         raise ValueError(f"q, k and v must have one shape, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     if q.dim() not in (3, 4):
@@ -175,7 +175,7 @@ def _check_triton(q: Tensor, layout: Layout | None, other: str) -> None:
         raise ValueError(f"impl='triton' takes blocks with sides that are multiples of 16, not {rows}x{columns}")
 
 
-def _sequences(
+def sequences(
     q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None
 ) -> tuple[Tensor, Tensor, int]:
     """`start`, `length` and `max_length` of the ragged form, checked as far as possible without a synchronisation."""
@@ -200,7 +200,7 @@ def _sequences(
     return start.contiguous(), length.contiguous(), int(max_length)
 
 
-def _randomness(seed: Tensor | None, index: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def randomness(seed: Tensor | None, index: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     if not isinstance(seed, Tensor):
         raise ValueError("dropout > 0 needs seed: an int64 tensor with one element on the device of q")
     if seed.dtype != torch.int64 or seed.numel() != 1:

@@ -11,6 +11,7 @@ class Capabilities:
 
     exact: bool  # equals softmax attention up to rounding
     paper: str
+    cost: str = ""  # how time grows with the sequence length N, in terms of options; memory grows with N, or as said
     dropout: bool = True  # on attention probabilities
     causal: bool = False
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
@@ -21,4 +22,4 @@ class Capabilities:
     needs_gpu: bool = False
 
 
-ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities)
+ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, entry_points="lra.attentions")

@@ -14,7 +14,13 @@ from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
-@ATTENTIONS.register("bigbird", exact=False, head_dims=(16, 128), paper="Zaheer et al. 2020, arXiv 2007.14062")
+@ATTENTIONS.register(
+    "bigbird",
+    exact=False,
+    cost="N · block · (window + globals + random)",
+    head_dims=(16, 128),
+    paper="Zaheer et al. 2020, arXiv 2007.14062",
+)
 class BigBirdAttention(BlockSparseAttention):
     """BigBird: each block sees a window of blocks, the first ones, which see all, and random ones.
 
@@ -40,6 +46,12 @@ class BigBirdAttention(BlockSparseAttention):
             self._check_least(0, "globals", "random", "seed")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        """Four blocks, or three of 16 if keys are few: the block itself, a global one, the others random."""
+        side = next((side for side in (64, 32) if 4 * side <= keys), 16)
+        return {"block": str(side), "window": 1, "globals": 1, "random": max(1, keys // side - 2)}
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:

@@ -16,6 +16,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 @ATTENTIONS.register(
     "butterfly",
     exact=False,
+    cost="N · block · (1 + factors + 2 local) + N · globals",
     head_dims=(16, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Algorithm 5; Pixelated Butterfly, arXiv 2112.00029",
 )
@@ -36,6 +37,12 @@ class ButterflyAttention(BlockSparseAttention):
                 raise UsageError(f"attn.density={self.density} must be above 0 and at most 1")
             if self.density is not None and self.factors is not None:
                 raise UsageError("attn.density picks the factors: give it or attn.factors, not both")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        """Two blocks a row, the block itself and one factor, of 16 tokens at least, as the kernels take them."""
+        side = next((side for side in (128, 64, 32) if 2 * side <= keys), 16)
+        return {"block": str(side), "factors": 1}
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:

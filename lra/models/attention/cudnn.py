@@ -14,6 +14,7 @@ from lra.models.attention.base import Attention
 @ATTENTIONS.register(
     "cudnn",
     exact=True,
+    cost="N²",
     dropout=False,  # only probabilities that are multiples of 1/16
     ragged=False,
     head_dims=(8, 128),

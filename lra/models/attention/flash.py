@@ -19,6 +19,7 @@ from lra.models.attention.base import Attention
 @ATTENTIONS.register(
     "flash",
     exact=True,
+    cost="N²",
     causal=True,
     head_dims=(16, 128),
     paper="Dao et al. 2022, arXiv 2205.14135",

@@ -35,6 +35,7 @@ class Library(NamedTuple):
 @ATTENTIONS.register(
     "flash_attn",
     exact=True,
+    cost="N²",
     dropout=False,  # versions 3 and 4 have none; version 2, which has, is attn=sdpa
     head_dims=(8, 256),
     head_dim_multiple=8,

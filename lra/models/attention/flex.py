@@ -20,6 +20,7 @@ BLOCK = 128  # rows and columns that a BlockMask skips or computes together
 @ATTENTIONS.register(
     "flex",
     exact=True,
+    cost="N²",
     dropout=False,
     ragged=False,
     head_dims=(16, 256),

@@ -15,6 +15,7 @@ EPS = 1e-6  # the normaliser is at least this, so that a query whose features ar
 @ATTENTIONS.register(
     "linear",
     exact=False,
+    cost="N",
     dropout=False,  # no probabilities
     paper="Katharopoulos et al. 2020, arXiv 2006.16236",
 )

@@ -16,7 +16,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
 
 
-@ATTENTIONS.register("linformer", exact=False, paper="Wang et al. 2020, arXiv 2006.04768")
+@ATTENTIONS.register("linformer", exact=False, cost="N · k", paper="Wang et al. 2020, arXiv 2006.04768")
 class LinformerAttention(Attention):
     """Linformer: softmax attention over k learned projections of the keys and values."""
 
@@ -28,6 +28,10 @@ class LinformerAttention(Attention):
         def __post_init__(self) -> None:
             if self.k < 1:
                 raise UsageError(f"attn.k={self.k} must be at least 1")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        return {"k": keys}
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)

@@ -15,6 +15,7 @@ from lra.models.attention.block_sparse import BlockSparseAttention
 @ATTENTIONS.register(
     "local",
     exact=False,
+    cost="N · window",
     head_dims=(16, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Table 3; Tay et al. 2021, arXiv 2011.04006",
 )
@@ -36,6 +37,10 @@ class LocalAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             self._check_least(1, "window")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        return {"window": keys}
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:

@@ -12,7 +12,13 @@ from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
 
 
-@ATTENTIONS.register("longformer", exact=False, head_dims=(16, 128), paper="Beltagy et al. 2020, arXiv 2004.05150")
+@ATTENTIONS.register(
+    "longformer",
+    exact=False,
+    cost="N · (window + globals)",
+    head_dims=(16, 128),
+    paper="Beltagy et al. 2020, arXiv 2004.05150",
+)
 class LongformerAttention(BlockSparseAttention):
     """Longformer: a sliding window is seen, and the first tokens see all and are seen by all.
 
@@ -29,6 +35,11 @@ class LongformerAttention(BlockSparseAttention):
         def __post_init__(self) -> None:
             self._check_least(1, "window")
             self._check_least(0, "globals")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        """The global token and the token itself are keys too."""
+        return {"window": max(1, keys - 2), "globals": 1}
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:

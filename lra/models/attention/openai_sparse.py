@@ -13,7 +13,13 @@ from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
-@ATTENTIONS.register("openai_sparse", exact=False, head_dims=(16, 128), paper="Child et al. 2019, arXiv 1904.10509")
+@ATTENTIONS.register(
+    "openai_sparse",
+    exact=False,
+    cost="N · (stride + N / stride · summary)",
+    head_dims=(16, 128),
+    paper="Child et al. 2019, arXiv 1904.10509",
+)
 class OpenAISparseAttention(BlockSparseAttention):
     """Sparse Transformer: a neighbourhood, and the ends of all segments or every stride-th block.
 
@@ -44,6 +50,15 @@ class OpenAISparseAttention(BlockSparseAttention):
                 raise UsageError("attn.summary is an option of attn.pattern=fixed: leave it out, or choose that")
             if (self.summary or 0) > self.stride:
                 raise UsageError(f"attn.summary={self.summary} must be at most attn.stride={self.stride}")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        """A segment of `keys` tokens, at least 64, and of every other one the last eighth, at least 16.
+
+        The ends come on top, as no stride does without: in sequences of 8 keys they are about as many again.
+        """
+        side = next((side for side in (128, 64, 32) if 8 * side <= keys), 16)
+        return {"block": str(side), "stride": max(4 * side, keys // side * side), "summary": side}
 
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:

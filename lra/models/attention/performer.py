@@ -18,6 +18,7 @@ from lra.models.attention.base import Attention, AttentionSpec
 @ATTENTIONS.register(
     "performer",
     exact=False,
+    cost="N · features",
     dropout=False,  # no probabilities
     paper="Choromanski et al. 2021, arXiv 2009.14794",
 )
@@ -37,6 +38,10 @@ class PerformerAttention(Attention):
             for name in ("features", "redraw"):
                 if (value := getattr(self, name)) is not None and value < 1:
                     raise UsageError(f"attn.{name}={value} must be at least 1")
+
+    @classmethod
+    def budget(cls, keys: int) -> dict[str, Any]:
+        return {"features": keys}
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)

@@ -20,7 +20,7 @@ from lra.models.attention.base import Attention
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
-@ATTENTIONS.register("sdpa", exact=True, head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
+@ATTENTIONS.register("sdpa", exact=True, cost="N²", head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
 class SdpaAttention(Attention):
     """PyTorch's scaled_dot_product_attention: FlashAttention-2 on a GPU."""
 

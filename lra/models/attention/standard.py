@@ -12,7 +12,9 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
 
-@ATTENTIONS.register("standard", exact=True, ragged=False, paper="Vaswani et al. 2017, arXiv 1706.03762")
+@ATTENTIONS.register(
+    "standard", exact=True, cost="N², and so in memory", ragged=False, paper="Vaswani et al. 2017, arXiv 1706.03762"
+)
 class StandardAttention(Attention):
     """Softmax attention that materialises the N x N scores: the baseline of Table 3."""
 

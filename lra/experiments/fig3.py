@@ -1,0 +1,259 @@
+"""`lra reproduce fig3`: Tables 9 to 21 and Figure 3 of FlashAttention (arXiv 2205.14135, appendix E.6).
+
+Each of the four settings, with and without dropout and padding mask, has a JSON file in the folder `out`, as `lra bench
+attention` writes it. The same command again measures what they lack. Several processes may share a folder if each has
+settings of its own: `CUDA_VISIBLE_DEVICES=1 lra reproduce fig3 settings=mask`. Who finds all four complete merges them
+into fig3.json and draws the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lra import environment
+from lra.bench import attention, plots
+from lra.bench.attention import AttentionOptions
+from lra.bench.options import parse, shown
+from lra.bench.presets import PASSES
+from lra.config.registry import unknown
+from lra.errors import UsageError
+
+# setting -> its tables in the paper: forward, backward and both
+SETTINGS = {"dropout-mask": (9, 10, 11), "mask": (12, 13, 14), "dropout": (15, 16, 17), "plain": (18, 19, 20)}
+OURS = "butterfly"  # what is block-sparse FlashAttention
+CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
+NOT_COMPARED = ("command", "date", "gpus")  # of the environment: no measurement depends on them
+
+Records = list[dict[str, Any]]
+Rows = tuple[str, list[str], list[list[str]]]  # title, header, rows
+
+
+@dataclass(frozen=True)
+class Fig3Options:
+    """What `lra reproduce fig3` measures: by default all of it, in the paper's sizes."""
+
+    settings: tuple[str, ...] = tuple(SETTINGS)  # the others are taken as they are found
+    attns: tuple[str, ...] | None = None  # all by default
+    lengths: tuple[int, ...] | None = None  # 128 to 65536 by default
+    batch: int = 16
+    heads: int = 8
+    head_dim: int = 64
+    dtype: str = "bf16"
+    out: str = "fig3"  # folder
+
+    def __post_init__(self) -> None:
+        for name in self.settings:
+            if name not in SETTINGS:
+                raise UsageError(f"settings=: {unknown('setting', name, SETTINGS)}")
+
+    def setting(self, name: str) -> AttentionOptions:
+        """One setting, as options of `lra bench attention`."""
+        fields: dict[str, Any] = {
+            "table": SETTINGS[name][0], "passes": PASSES, "attns": self.attns, "lengths": self.lengths,
+            "batch": self.batch, "heads": self.heads, "head_dims": self.head_dim, "dtypes": self.dtype,
+        }  # fmt: skip
+        texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
+        return attention.configure([f"{field}={text}" for field, text in texts.items()])
+
+
+class Report(NamedTuple):
+    """What is printed, and what it was made from."""
+
+    tables: list[Rows]
+    lines: list[str]
+    records: Records
+
+
+class Part:
+    """A setting and what its file holds of it; UsageError if the file was measured with other options."""
+
+    def __init__(self, path: Path, options: AttentionOptions):
+        self.path, self.options = path, options
+        self.result: dict[str, Any] = {
+            "environment": environment.describe(), "options": json.loads(json.dumps(shown(options))), "cells": []
+        }  # fmt: skip
+        if not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            changed = _difference(found["options"], self.result["options"])
+            self.result = {name: found[name] for name in self.result}
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(
+                f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
+            ) from None
+        if changed:
+            raise UsageError(f"{path} was measured with other options ({changed}): give those, or choose another out=")
+
+    @property
+    def records(self) -> Records:
+        return self.result["cells"]
+
+    def lacking(self) -> set[tuple[str, int]]:
+        """(attention, N) of the cells to measure."""
+        wanted = {(self.options.facts(cell)["attention"], attention.nominal(cell)) for cell in self.options.cells()}
+        return wanted - self._done()
+
+    def complete(self, progress: Callable[[str], None]) -> None:
+        """Measures what is lacking; the file is rewritten after every cell."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for records in attention.run(self.options, device, self._done()):
+            self.records.extend(records)
+            attention.write(self.path, self.result)
+            progress(f"{self.path.stem}: {attention.line(records)}")
+
+    def _done(self) -> set[tuple[str, int]]:
+        return {(record["attention"], record["N"]) for record in self.records}
+
+
+def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Report:
+    """Measures what is lacking of the chosen settings, then reports on what there is of all.
+
+    Args:
+        args: `field=value` of Fig3Options.
+        progress: is given a line for each cell when it is done.
+    """
+    options = parse(Fig3Options, args)
+    folder = Path(options.out)
+    parts = {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"out={options.out} can't be a folder ({error.strerror}): name another") from None
+    _check_environments(list(parts.values()), any(parts[name].lacking() for name in options.settings))
+    for name in options.settings:
+        parts[name].complete(progress)
+    parts = {name: Part(part.path, part.options) for name, part in parts.items()}  # others may have gone on
+    _check_environments(list(parts.values()), False)
+    records = [record for part in parts.values() for record in part.records]
+    lines = [*attention.notes(records), verdict(records)]
+    if lacking := [name for name, part in parts.items() if part.lacking()]:
+        lines.append(f"not merged, as not complete: {', '.join(lacking)}")
+    else:
+        made_with = parts["plain"].result["environment"] | {"command": environment.command()}
+        stated = {name: value for name, value in shown(options).items() if name != "settings"}
+        attention.write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
+        drawn = plots.draw(records, folder)
+        lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
+    return Report([*numbered(records), fastest(records)], lines, records)
+
+
+def setting_of(record: dict[str, Any]) -> str:
+    """The setting that a record is of."""
+    return {(True, "mask"): "dropout-mask", (False, "mask"): "mask", (True, "false"): "dropout"}.get(
+        (record["dropout"] > 0, record["ragged"]), "plain"
+    )
+
+
+def numbered(records: Records) -> Iterator[Rows]:
+    """The paper's tables, those of which something was measured."""
+    for setting, numbers in SETTINGS.items():
+        for number, name in zip(numbers, PASSES, strict=True):
+            if chosen := [r for r in records if setting_of(r) == setting and r["pass"] == name]:
+                yield from attention.tables(chosen, str(number))
+    chosen = [r for r in records if setting_of(r) == "plain" and r["pass"] == "both"]
+    if any(record["memory_mb"] is not None for record in chosen):
+        yield list(attention.tables(chosen, "21"))[-1]
+
+
+class Race(NamedTuple):
+    """Who was the fastest in one setting, pass and N, and by what factor faster than `butterfly`, or it than others."""
+
+    winner: str
+    factor: float | None  # None if no other was measured
+    second: str
+
+
+def races(records: Records) -> dict[tuple[str, str, int], Race | None]:
+    """By (setting, pass, N); None where `butterfly` has no time. A draw is not won."""
+    times: dict[tuple[str, str, int], dict[str, float]] = {}
+    for record in records:
+        spent = times.setdefault((setting_of(record), record["pass"], record["N"]), {})
+        if record["status"] == "ok":
+            spent[record["attention"]] = record["ms"]
+    return {place: _race(spent) for place, spent in times.items()}
+
+
+def _race(spent: dict[str, float]) -> Race | None:
+    if OURS not in spent:
+        return None
+    ours = spent[OURS]
+    others = {name: ms for name, ms in spent.items() if name != OURS}
+    best = min(others, key=lambda name: others[name], default=None)
+    if best is None:
+        return Race(OURS, None, "")
+    return Race(OURS, others[best] / ours, best) if ours < others[best] else Race(best, ours / others[best], OURS)
+
+
+def fastest(records: Records) -> Rows:
+    """The winner of each pass and N in every setting."""
+    found = races(records)
+    settings = [name for name in SETTINGS if any(place[0] == name for place in found)]
+    rows = sorted({place[1:] for place in found}, key=lambda row: (PASSES.index(row[0]), row[1]))
+    lines = [
+        [name, str(n), *(_shown(found[place]) if (place := (s, name, n)) in found else "" for s in settings)]
+        for name, n in rows
+    ]
+    title = f"fastest attention: how many times faster than the next, or, if it is not {OURS}, than {OURS}"
+    return title, ["pass", "N", *settings], lines
+
+
+def verdict(records: Records) -> str:
+    """The paper's statement against what was measured, and who wins where it does not hold."""
+    found = races(records)
+    decided = {place: race for place, race in found.items() if race and race.factor}
+    lost: dict[str, list[tuple[int, float]]] = {}
+    for (_, _, n), race in decided.items():
+        if race.winner != OURS:
+            lost.setdefault(race.winner, []).append((n, race.factor or 1.0))
+    won = len(decided) - sum(map(len, lost.values()))
+    parts = [f"paper: {CLAIM}; here {OURS} is the fastest in {won} of {len(decided)} (setting, pass, N)"]
+    for name, races_lost in sorted(lost.items(), key=lambda item: -len(item[1])):
+        lengths, most = [n for n, _ in races_lost], max(factor for _, factor in races_lost)
+        span = f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
+        parts.append(f"{name} in {len(races_lost)}, N = {span}, by a factor of {most:.2f} at most")
+    if undecided := len(found) - len(decided):
+        parts.append(f"not decided in {undecided}, where {OURS} or every other has no time")
+    return "; ".join(parts)
+
+
+def _shown(race: Race | None) -> str:
+    if race is None:
+        return f"no time of {OURS}"
+    return race.winner if race.factor is None else f"{race.winner} {race.factor:.2f} ({race.second})"
+
+
+def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
+    """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
+
+    def alike(made_with: dict[str, Any]) -> dict[str, Any]:
+        # not whether files differ from the commit: the first result written into a checkout makes them
+        return made_with | {"commit": (made_with["commit"] or "").rstrip("+")}
+
+    made = [(str(part.path), alike(part.result["environment"])) for part in parts if part.records]
+    first = alike(environment.describe()) if measuring else made[0][1] if made else {}
+    for path, other in made:
+        if changed := _difference(other, first, NOT_COMPARED):
+            raise UsageError(f"{path} was measured in another environment ({changed}): choose another out=")
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any], left_out: Sequence[str] = ()) -> str:
+    """The first field that differs, of versions those that do; empty if there is none."""
+    for name in (name for name in {**wanted, **found} if name not in left_out):
+        old, new = found.get(name), wanted.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            if inner := _difference(old, new):
+                return inner
+        elif old != new:
+            return f"{name} {_text(old)}, now {_text(new)}"
+    return ""
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,119 @@
+"""The Triton path as PyTorch operators, `lra::softmax_forward` and `lra::softmax_backward`, and its derivative.
+
+The matrix products are inside, because what autograd would keep of them is P before and after dropout: here P before
+dropout is all, and the scores, P, and in the backward dP and dS, share memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lra.kernels.flash.ops import LIBRARY, define
+
+PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
+
+
+class Attention(torch.autograd.Function):
+    """The derivative with respect to q, k and v of the result alone, not of P, and only the first."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
+            out, p = softmax_forward(q, k, v, *problem)
+        length, scale, threshold, seed, index = problem
+        ctx.save_for_backward(q, k, v, p, length, seed, index)
+        ctx.numbers = scale, threshold
+        ctx.mark_non_differentiable(p)
+        ctx.set_materialize_grads(False)  # no zeros in the place of P's gradient
+        return out, p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        q, k, v, p, length, seed, index = ctx.saved_tensors
+        return *softmax_backward(q, k, v, p, do, length, *ctx.numbers, seed, index), *(None,) * 5
+
+
+# Triton is imported by the first call, so that a machine without it has the other path.
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from lra.kernels.softmax.kernels import launch_forward
+
+    n = q.shape[1]
+    with torch.autocast(q.device.type, enabled=False):  # the result has the dtype of q
+        q, k, v = (heads_first(x, length, side(n)) for x in (q, k, v))
+        p = q @ k.transpose(2, 3)
+        dropped = launch_forward(p, length, scale, threshold, seed, index)
+        return rows_first(dropped @ v, length, n), p
+
+
+def run_backward(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, length: Tensor, scale: float, threshold: int,
+    seed: Tensor | None, index: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from lra.kernels.softmax.kernels import launch_backward
+
+    n = q.shape[1]
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, do = (heads_first(x, length, side(n)) for x in (q, k, v, do))
+        ds = do @ v.transpose(2, 3)
+        dropped = launch_backward(p, ds, length, scale, threshold, seed, index)
+        dv = rows_first(dropped.transpose(2, 3) @ do, length, n)
+        del dropped
+        return rows_first(ds @ k, length, n), rows_first(ds.transpose(2, 3) @ q, length, n), dv
+
+
+# Shapes and dtypes of what the two return, all contiguous.
+def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    n = side(q.shape[1])
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], n, n)
+
+
+def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
+
+
+def side(n: int) -> int:
+    """Rows and columns of the scores in memory: multiples of 16, so that any N has aligned rows and whole tiles."""
+    return (n + 15) // 16 * 16
+
+
+def real_rows(length: Tensor, n: int) -> Tensor:
+    """bool `[B, n]`."""
+    return torch.arange(n, device=length.device) < length[:, None]
+
+
+def heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
+    """`[B, N, H, D]` to contiguous `[B, H, rows, D]`, zeros past each length whatever is there."""
+    size, n, heads, d = x.shape
+    padded = x.new_zeros(size, heads, rows, d)
+    padded[:, :, :n] = x.transpose(1, 2).where(real_rows(length, n)[:, None, :, None], 0)
+    return padded
+
+
+def rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
+    """`[B, H, N or more, D]` to contiguous `[B, n, H, D]`, zeros past each length."""
+    return x[:, :, :n].transpose(1, 2).where(real_rows(length, n)[:, :, None, None], 0).contiguous()
+
+
+softmax_forward = define(
+    "softmax_forward",
+    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor p)",
+    run_forward,
+    fake_forward,
+)
+softmax_backward = define(
+    "softmax_backward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor p, Tensor do, {PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    run_backward,
+    fake_backward,
+)
+LIBRARY.impl("softmax_forward", Attention.apply, "Autograd")

@@ -1,0 +1,43 @@
+"""The kernels of `lra.kernels.softmax` as an attention: Triton on a GPU, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.kernels.flash import resolve_impl
+from lra.kernels.softmax.api import softmax_attention
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
+
+
+@ATTENTIONS.register(
+    "megatron", exact=True, cost="N², and so in memory", ragged=False, paper="Shoeybi et al. 2019, arXiv 1909.08053"
+)
+class MegatronAttention(Attention):
+    """Softmax attention that materialises the N x N scores; scale, mask, softmax and dropout are one kernel."""
+
+    @dataclass(frozen=True)
+    class Config:
+        impl: Literal["auto", "triton", "torch"] = "auto"  # auto: triton on a GPU, torch elsewhere
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        name = super().resolve(device, precision)
+        try:
+            impl = resolve_impl(self.config.impl, device, other="torch")
+        except ValueError as error:
+            raise UsageError(f"attn.{error}") from None
+        return f"{name} by {impl}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        seed = self.dropout_seed(batch)
+        out = softmax_attention(
+            *(batch.pad(x) for x in (q, k, v)), length=batch.length, index=batch.index,
+            dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
+        )  # fmt: skip
+        return out.flatten(0, 1)

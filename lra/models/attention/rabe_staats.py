@@ -1,0 +1,79 @@
+"""Exact attention in chunks of queries and keys, recomputed in the backward pass: no N x N matrix in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lra.batch import Batch
+from lra.errors import UsageError
+from lra.kernels import effective_dropout
+from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
+
+
+@ATTENTIONS.register("rabe_staats", exact=True, cost="N²", ragged=False, paper="Rabe and Staats 2021, arXiv 2112.05682")
+class RabeStaatsAttention(Attention):
+    """Softmax attention whose largest matrix is `query_chunk` x `key_chunk` for each head and sequence.
+
+    A chunk of keys is summarised for a chunk of queries by three sums: the weighted values, the weights, and the
+    maximum by which the exponents are shifted. The summaries of all chunks of keys are then combined.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        query_chunk: int = 1024  # queries at a time
+        key_chunk: int = 4096  # keys at a time
+
+        def __post_init__(self) -> None:
+            for name in ("query_chunk", "key_chunk"):
+                if (value := getattr(self, name)) < 1:
+                    raise UsageError(f"attn.{name}={value} must be at least 1")
+
+    def resolve(self, device: torch.device, precision: str) -> str:
+        config = self.config
+        chunks = f"{config.query_chunk} queries by {config.key_chunk} keys"
+        return f"{super().resolve(device, precision)} in chunks of {chunks}"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q * self.spec.head_dim**-0.5, k, v))
+        past_BN = ~batch.mask()
+        # split, not sliced: the gradient of a slice is as large as the whole
+        rows, columns = self.config.query_chunk, self.config.key_chunk
+        keys = list(zip(k_BHND.split(columns, 2), v_BHND.split(columns, 2), past_BN.split(columns, 1), strict=True))
+        o_BHND = torch.cat([self._attend(q_BHMD, keys) for q_BHMD in q_BHND.split(rows, 2)], 2)
+        o_BHND = o_BHND.to(v.dtype).masked_fill(past_BN[:, None, :, None], 0)
+        return o_BHND.transpose(1, 2).flatten(0, 1)
+
+    def _attend(self, q_BHMD: Tensor, keys: list[Any]) -> Tensor:
+        """One chunk of queries, `[B, H, M, D]` in fp32."""
+        dropout = effective_dropout(self.spec.dropout) if self.training else 0.0
+        # The generator's state is kept, so that the backward pass draws the mask again. The kernels' mask, a function
+        # of the place alone, would need no state, but Philox in int64 tensors takes many times longer than the rest.
+        summaries = [
+            checkpoint(_summarise, q_BHMD, *chunk, dropout, use_reentrant=False, preserve_rng_state=dropout > 0)
+            for chunk in keys
+        ]
+        values_CBHMD, total_CBHM1, highest_CBHM1 = (torch.stack(parts) for parts in zip(*summaries, strict=True))
+        scale_CBHM1 = (highest_CBHM1 - highest_CBHM1.amax(0)).exp()
+        return (values_CBHMD * scale_CBHM1).sum(0) / (total_CBHM1 * scale_CBHM1).sum(0)
+
+
+def _summarise(
+    q_BHMD: Tensor, k_BHND: Tensor, v_BHND: Tensor, past_BN: Tensor, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted values in the dtype of v, the sum of the weights and the highest score, in fp32."""
+    scores_BHMN = (q_BHMD @ k_BHND.transpose(2, 3)).to(torch.promote_types(q_BHMD.dtype, torch.float32))
+    # the smallest finite number, not -inf: a chunk that is all padding must not make NaN
+    scores_BHMN = scores_BHMN.masked_fill(past_BN[:, None, None, :], torch.finfo(scores_BHMN.dtype).min)
+    highest_BHM1 = scores_BHMN.detach().amax(-1, keepdim=True)  # no gradient: the result does not depend on it
+    weights_BHMN = (scores_BHMN - highest_BHM1).exp()
+    total_BHM1 = weights_BHMN.sum(-1, keepdim=True)
+    if dropout:
+        weights_BHMN = F.dropout(weights_BHMN, dropout)
+    return weights_BHMN.to(v_BHND.dtype) @ v_BHND, total_BHM1, highest_BHM1

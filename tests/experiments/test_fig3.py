@@ -1,0 +1,200 @@
+"""`lra reproduce fig3` on the CPU: four settings, resumed, merged and judged. Times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lra.bench import plots, timing
+from lra.cli import app
+from lra.errors import UsageError
+from lra.experiments import EXPERIMENTS, fig3, find
+from lra.experiments.fig3 import SETTINGS, fastest, numbered, races, verdict
+
+TINY = ["lengths=32,64", "batch=2", "heads=2", "head_dim=16", "attns=flash,standard,linformer"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run: its folder, report and the lines of its progress."""
+    folder, lines = tmp_path_factory.mktemp("fig3"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(timing, "BUDGET_MS", 1.0)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        report = fig3.run([*TINY, f"out={folder}"], lines.append)
+        torch.set_num_threads(threads)
+    return folder, report, lines
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of the whole run's."""
+    return shutil.copytree(finished[0], tmp_path / "copy")
+
+
+def again(folder, *more: str) -> list[str]:
+    """What the same command measures."""
+    lines: list[str] = []
+    fig3.run([*TINY, f"out={folder}", *more], lines.append)
+    return [line.partition(" bf16")[0] for line in lines]
+
+
+def read(path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_every_setting_is_measured_once_and_merged(finished):
+    folder, report, lines = finished
+    assert len(lines) == 4 * 2 * 3 and len(report.records) == 3 * len(lines)
+    merged = read(folder / "fig3.json")
+    assert merged["cells"] == report.records and merged["environment"]["versions"]["torch"]
+    assert merged["cells"] == [record for name in SETTINGS for record in read(folder / f"{name}.json")["cells"]]
+    assert merged["options"]["lengths"] == [32, 64] and "settings" not in merged["options"]
+    settings = {(r["dropout"], r["ragged"]) for r in report.records}
+    assert settings == {(0.1, "mask"), (0.0, "mask"), (0.1, "false"), (0.0, "false")}
+    assert {r["status"] for r in report.records} == {"ok"}
+    titles = [title for title, _, _ in report.tables]
+    passes = ("forward", "backward", "both")
+    assert titles[:-1] == [f"Table {9 + i}, {passes[i % 3]}: ms" for i in range(12)]  # no memory on a CPU
+    assert "written" in report.lines[-1]
+
+
+def test_a_figure_has_a_line_for_each_attention(finished):
+    files = sorted(finished[0].glob("*.svg"))
+    assert len(files) == 12 and files[0].name == "runtime-backward-bf16-d16-p0-mask.svg"
+    for file in files:
+        assert len(ElementTree.parse(file).findall("{*}polyline")) == 3
+
+
+def test_many_lines_look_different_and_have_their_names():
+    names = [f"attention {i}" for i in range(20)]
+    lines = {name: [(128.0, i + 1.0), (256.0, 2.0 * i + 1)] for i, name in enumerate(names)}
+    drawing = ElementTree.fromstring(plots.chart("many", "ms", lines))
+    styles = [(x.get("stroke"), x.get("stroke-dasharray")) for x in drawing.findall("{*}polyline")]
+    assert len(styles) == len(set(styles)) == 20
+    texts = {x.text: float(str(x.get("y"))) for x in drawing.findall("{*}text")}
+    order = sorted(names, key=texts.__getitem__)
+    assert order == names[::-1]  # from the slowest down, as the lines end
+    assert texts[order[-1]] < float(str(drawing.get("viewBox")).split()[3])
+
+
+def test_the_same_command_measures_what_is_lacking(folder):
+    assert again(folder) == []
+    part = read(folder / "mask.json")
+    part["cells"] = part["cells"][:9]  # it was stopped after the third cell
+    (folder / "mask.json").write_text(json.dumps(part))
+    (folder / "plain.json").unlink()
+    (folder / "fig3.json").unlink()
+    assert again(folder, "settings=mask") == ["mask: flash", "mask: standard", "mask: linformer"]
+    assert read(folder / "mask.json")["cells"][:9] == part["cells"] and not (folder / "fig3.json").exists()
+    report = fig3.run([*TINY, f"out={folder}", "settings=mask"])
+    assert report.lines[-1] == "not merged, as not complete: plain"
+    assert len(again(folder, "settings=plain")) == 6
+    assert len(read(folder / "fig3.json")["cells"]) == 72
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        ({}, ["lengths=128"], r"dropout-mask.json was measured with other options \(lengths 32,64, now 128\)"),
+        ({"commit": "0"}, [], r"mask.json was measured in another environment \(commit 0, now"),
+        ({"versions": {"torch": "1"}}, [], r"mask.json was measured in another environment \(python None, now"),
+    ],
+)
+def test_other_options_or_another_environment_are_refused(folder, change, more, message):
+    part = read(folder / "mask.json")
+    part["environment"] |= change
+    (folder / "mask.json").write_text(json.dumps(part))
+    args = [arg for arg in TINY if not more or not arg.startswith("lengths")]
+    with pytest.raises(UsageError, match=message):
+        fig3.run([*args, *more, f"out={folder}"])
+
+
+def test_a_new_date_and_command_are_no_other_environment(folder):
+    part = read(folder / "mask.json")
+    commit = (part["environment"]["commit"] or "").rstrip("+")
+    for mark in ("", "+"):  # results in the checkout change no code
+        part["environment"] |= {"date": "yesterday", "command": "lra", "gpus": 9, "commit": commit + mark}
+        (folder / "mask.json").write_text(json.dumps(part))
+        assert again(folder) == []
+    part["cells"] = part["cells"][:-3]
+    (folder / "mask.json").write_text(json.dumps(part))
+    assert again(folder) == ["mask: linformer"]
+
+
+def test_bad_input_is_one_line(folder):
+    (folder / "mask.json").write_text("{")
+    with pytest.raises(UsageError, match=r"mask.json is no measurement of lra reproduce fig3: remove it"):
+        fig3.run([*TINY, f"out={folder}"])
+    with pytest.raises(UsageError, match="settings=: unknown setting 'masks': did you mean 'mask'"):
+        fig3.run(["settings=masks"])
+    with pytest.raises(UsageError, match="unknown attention 'flahs'"):
+        fig3.run(["attns=flahs"])
+    with pytest.raises(UsageError, match="mask.json can't be a folder"):
+        fig3.run([*TINY, f"out={folder / 'mask.json'}"])
+    with pytest.raises(UsageError, match="unknown experiment 'fig33': did you mean 'fig3'"):
+        find("fig33")
+
+
+def record(attention: str, ms: float | None, n: int = 128, **changes: Any) -> dict[str, Any]:
+    status = "OOM" if ms is None else "ok"
+    base = {"attention": attention, "ms": ms, "N": n, "pass": "both", "dropout": 0.1, "ragged": "mask"}
+    return base | {"status": status, "memory_mb": None} | changes
+
+
+def test_the_verdict_says_who_wins_and_by_how_much():
+    records = [
+        record("butterfly", 2.0), record("flash", 1.0), record("linear", 4.0),
+        record("butterfly", 2.0, 256), record("flash", 3.0, 256),
+        record("butterfly", 2.0, 512), record("flash", 2.0, 512),
+        record("butterfly", None, 1024), record("flash", 3.0, 1024),
+        record("butterfly", 1.0, dropout=0.0, ragged="false"), record("standard", None, dropout=0.0, ragged="false"),
+    ]  # fmt: skip
+    assert verdict(records) == (
+        "paper: block-sparse FlashAttention is faster than all other methods at every N; here butterfly is the fastest "
+        "in 1 of 3 (setting, pass, N); flash in 2, N = 128 to 512, by a factor of 2.00 at most; not decided in 2, "
+        "where butterfly or every other has no time"
+    )
+    assert races(records)["dropout-mask", "both", 256] == ("butterfly", 1.5, "flash")
+    title, header, rows = fastest(records)
+    assert title.startswith("fastest attention") and header == ["pass", "N", "dropout-mask", "plain"]
+    assert [row[1:] for row in rows] == [
+        ["128", "flash 2.00 (butterfly)", "butterfly"],
+        ["256", "butterfly 1.50 (flash)", ""],
+        ["512", "flash 1.00 (butterfly)", ""],
+        ["1024", "no time of butterfly", ""],
+    ]
+
+
+def test_the_memory_is_table_21(finished):
+    records = [dict(r, memory_mb=7.0) for r in finished[1].records]
+    title, header, rows = list(numbered(records))[-1]
+    assert title == "Table 21, peak memory of both, MB" and header[5:] == ["flash", "standard", "linformer"]
+    assert [row[2:4] + row[5:] for row in rows] == [["0.0", n, "7", "7", "7"] for n in ("32", "64")]
+
+
+def test_the_command_lists_runs_and_refuses(folder):
+    listed = CliRunner().invoke(app, ["reproduce"])
+    assert listed.exit_code == 0 and all(name in listed.output for name in EXPERIMENTS)
+    done = CliRunner().invoke(app, ["reproduce", "fig3", *TINY, f"out={folder}"])
+    assert done.exit_code == 0, done.output
+    assert "Table 11, both: ms" in done.output and "paper: block-sparse FlashAttention" in done.output
+    assert isinstance(CliRunner().invoke(app, ["reproduce", "fig4"]).exception, UsageError)
