@@ -127,6 +127,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0
+    engine: Literal["auto", "captured", "eager"] = "auto"  # auto: compiled and in CUDA graphs where that can be
     init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
     name: str | None = None  # names the run's directory instead of its recipe and overrides
     resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 from lra.batch import Batch
 
 Rows = np.ndarray | Sequence[int]
+IGNORED = -100  # label of what fills a batch up: cross-entropy leaves it out
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class Split:
         prefix: int | None = None,
         threshold: int | None = None,
         index: Rows | None = None,
+        multiple: int = 1,
     ) -> Batch:
         """The batch of these rows (int `[B]`, any order, repeats allowed) on `device`.
 
@@ -63,6 +66,9 @@ class Split:
         gaps and `max_length` of the batch is its longest sequence; `"padded"` gives every sequence the full
         `max_length` rows, zeros past its length. `index` is the place of each sequence in the global batch, by
         default 0, 1, ...
+
+        With `multiple` a packed batch has a multiple of as many rows, so that batches have few shapes: an even number
+        of sequences of zeros follow, with the label that a loss ignores, and `max_length` is not the longest one's.
         """
         device = torch.device(device)
         rows = np.asarray(rows, np.int64)
@@ -76,13 +82,22 @@ class Split:
             places = [np.flatnonzero(piece >= threshold) for piece in pieces]
             pieces = [piece[place] for piece, place in zip(pieces, places, strict=True)]
             kept = np.array([len(piece) for piece in pieces], np.int64)
-        lengths = kept + head
+        lengths, labels = kept + head, self.labels[rows]
+        index = np.arange(len(rows)) if index is None else index
         if layout == "padded":
             longest = max_length + head
             starts, total = np.arange(len(rows)) * longest, len(rows) * longest
         elif layout == "packed":
             longest = int(lengths.max(initial=0))
-            starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+            if multiple > 1:
+                longest = max_length + head
+                filling = _shares(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
+                lengths, labels, index = (
+                    np.concatenate([field, filler])
+                    for field, filler in ((lengths, filling), (labels, 0 * filling + IGNORED), (index, 0 * filling))
+                )
+            total = int(lengths.sum())
+            starts = np.minimum(np.cumsum(lengths) - lengths, max(total - 1, 0))  # of nothing at the end, a row, too
         else:
             raise ValueError(f"layout is packed or padded, not {layout}")
 
@@ -96,13 +111,12 @@ class Split:
             positions = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
             _lay(positions.numpy(), starts + head, [place + head for place in places])
             positions = positions.to(device, non_blocking=pinned)
-        fields = torch.zeros(4, -(-len(rows) // 4) * 4, dtype=torch.int32, pin_memory=pinned)
-        index = np.arange(len(rows)) if index is None else index
-        for field, values in zip(fields.numpy(), (starts, lengths, index, self.labels[rows]), strict=True):
-            field[: len(rows)] = values
+        fields = torch.zeros(4, -(-len(lengths) // 4) * 4, dtype=torch.int32, pin_memory=pinned)
+        for field, values in zip(fields.numpy(), (starts, lengths, index, labels), strict=True):
+            field[: len(lengths)] = values
 
         ids: Tensor = tokens.to(device, non_blocking=pinned).to(torch.int32)
-        start, length, index_b, label = fields.to(device, non_blocking=pinned)[:, : len(rows)]
+        start, length, index_b, label = fields.to(device, non_blocking=pinned)[:, : len(lengths)]
         if prefix is not None:
             ids.index_fill_(0, start.long(), prefix)
         return Batch(ids, start, length, longest, label.long(), index_b, positions)
@@ -141,8 +155,13 @@ class Pairs:
 Examples = Split | Pairs
 
 
+def _shares(total: int, count: int) -> np.ndarray:
+    """`total` in `count` nearly equal parts, int64."""
+    return np.diff(np.arange(count + 1) * total // count)
+
+
 def _lay(target: np.ndarray, starts: np.ndarray, pieces: Sequence[np.ndarray]) -> None:
-    for start, piece in zip(starts.tolist(), pieces, strict=True):
+    for start, piece in zip(starts.tolist(), pieces, strict=False):  # what fills up has no pieces
         target[start : start + len(piece)] = piece
 
 

@@ -42,14 +42,19 @@ class Rank:
 class TrainBatches:
     """The rest of training as one endless pass: item `step` is this rank's micro-batches of that step.
 
-    It starts at the step that `current` names, so a resumed run goes on with the same sequences.
+    It starts at the step that `current` names, so a resumed run goes on with the same sequences. `few_shapes`: packed
+    batches are filled up, to multiples of less than a twelfth of their rows.
     """
 
     def __init__(
-        self, split: Examples, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int]
-    ):
+        self, split: Examples, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int],
+        few_shapes: bool = False,
+    ):  # fmt: skip
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
         self.share, self.micro = run.batch.divide(rank.world)
+        first = self.step(0)[0] if few_shapes else None
+        if first is not None and not first.padded:
+            self.gather = {**gather, "multiple": 1 << (first.tokens.numel() // 12).bit_length() - 1}
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for step in range(self.current(), self.run.trainer.steps):
@@ -180,9 +185,11 @@ class TaskData(pl.LightningDataModule):
         self.parts = self.splits(self.store)
 
     def train_dataloader(self) -> TrainBatches:
+        module, rank = cast(TaskModule, self.trainer.lightning_module), self._rank()
         return TrainBatches(
-            self.parts["train"], self.run, self._rank(), self._gather(), lambda: self.trainer.global_step
-        )
+            self.parts["train"], self.run, rank, self._gather(), lambda: self.trainer.global_step,
+            few_shapes=module.step.captures(module, rank.device),
+        )  # fmt: skip
 
     def val_dataloader(self) -> EvalBatches:
         return self._eval("val")
@@ -227,6 +234,8 @@ class OptimisationStep(Protocol):
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer: ...
 
+    def captures(self, module: nn.Module, device: torch.device) -> bool: ...
+
     def __call__(self, module: TaskModule, batches: list[Batch]) -> None: ...
 
 
@@ -267,7 +276,7 @@ class TaskModule(pl.LightningModule):
         return self.model(batch).float()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy summed over the batch."""
+        """Cross-entropy summed over the batch, without what fills it up."""
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
     def training_step(self, batches: list[Batch], _: int) -> None:

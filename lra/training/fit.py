@@ -69,6 +69,7 @@ def fit(*args: str) -> dict[str, Any]:
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     attention = _attention(module, trainer)
+    engine = "captured" if module.step.captures(module, trainer.strategy.root_device) else "eager"
     checkpoint = directory.checkpoint()
     if checkpoint is not None:
         checkpoints.initialise(module, checkpoint)  # Lightning loads it again, and says less well what does not fit
@@ -84,7 +85,7 @@ def fit(*args: str) -> dict[str, Any]:
         directory.open()
 
     def facts() -> dict[str, Any]:
-        known = {"resumed": checkpoint is not None, "attention": attention}
+        known = {"resumed": checkpoint is not None, "attention": attention, "engine": engine}
         return result.facts(composed, module, trainer, clock) | known | result.spent(trainer, started)
 
     with _recorded(directory, run, trainer, facts):
@@ -93,6 +94,7 @@ def fit(*args: str) -> dict[str, Any]:
             f"{result.count(module):,} parameters",
             f"batch {_batch(run, trainer)}",
             run.trainer.precision,
+            f"engine {engine}",
         )
         _say(f"{directory.path}: {', '.join(what)}, {_device(trainer)}")
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)

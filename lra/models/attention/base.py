@@ -32,6 +32,7 @@ class Attention(nn.Module):
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
     layout: Layout | None = None  # which keys a query sees; None: all
+    decides_on_host: str = ""  # why its training steps can't be captured in a CUDA graph
 
     @dataclass(frozen=True)
     class Config:

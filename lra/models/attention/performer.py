@@ -48,6 +48,7 @@ class PerformerAttention(Attention):
         features = config.features or max(round(spec.head_dim * math.log(spec.head_dim)), 1)
         self.register_buffer("projection", orthogonal_features(features, spec.head_dim))
         if config.redraw:
+            self.decides_on_host = "attn.redraw draws features on the host"
             self.register_buffer("steps", torch.tensor(0))
             self.register_buffer("seed", torch.tensor(-1))
 

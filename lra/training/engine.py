@@ -1,0 +1,110 @@
+"""The optimisation step as CUDA graphs: what the GPU does in a step is launched by a few calls, not by hundreds.
+
+A captured step works on tensors that stay where they are. So a batch is copied into buffers of its shape, and packed
+batches have few shapes: `Split.gather` rounds their rows up. What comes for the first time runs as it is, which
+compiles and allocates; what comes for the second time is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lra.batch import Batch
+
+
+class Graph:
+    """A function without arguments or result. Its second call captures it; from then on it is replayed."""
+
+    def __init__(self, function: Callable[[], None], pool: Any):
+        self.function, self.pool = function, pool
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == 1 or self.pool is None:
+            self.function()
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=self.pool):
+                self.function()
+        self.graph.replay()
+
+
+class CapturedStep:
+    """Forward, backward and update of a model on static tensors.
+
+    Gradients of all micro-batches are summed in one flat buffer, which the ranks reduce before the update.
+
+    Args:
+        loss: a micro-batch's share of the step's loss.
+        parameters: those that are trained.
+        optimizer: of these; its learning rate becomes a tensor.
+        update: clips, and updates the parameters with the optimizer.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Batch], Tensor],
+        parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        update: Callable[[], None],
+        device: torch.device,
+    ):
+        self.loss, self.parameters = loss, parameters
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.seed = torch.zeros((), dtype=torch.int64, device=device)
+        self.rate = torch.zeros((), device=device)
+        self.total = torch.zeros((), device=device)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=device)
+        parts = self.flat.split([p.numel() for p in parameters])
+        self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        for group in optimizer.param_groups:
+            group.update(lr=self.rate, capturable=device.type == "cuda")
+        self.micro_batches: dict[tuple[int, ...], tuple[Batch, Graph]] = {}
+        self.update = Graph(lambda: self._update(update), self.pool)
+
+    def begin(self, seed: int, rate: float) -> None:
+        """Of this step: the seed of attention's dropout, and the learning rate."""
+        self.seed.fill_(seed)
+        self.rate.fill_(rate)
+
+    def add(self, batch: Batch) -> None:
+        """Adds the gradients of a micro-batch."""
+        shape = batch.tokens.numel(), batch.size, batch.max_length
+        if shape not in self.micro_batches:
+            static = dataclasses.replace(batch, seed=self.seed)
+            if not batch.padded:
+                torch._dynamo.maybe_mark_dynamic(static.tokens, 0)  # compiled once, for all numbers of rows
+            self.micro_batches[shape] = static, Graph(lambda: self._add(static), self.pool)
+        static, graph = self.micro_batches[shape]
+        if static.tokens is not batch.tokens:
+            for name in ("tokens", "start", "length", "label", "index", "positions"):
+                if getattr(static, name) is not None:
+                    getattr(static, name).copy_(getattr(batch, name))
+        graph()
+
+    def finish(self) -> None:
+        """Reduces the gradients over the ranks and updates the parameters."""
+        if dist.is_initialized():
+            dist.all_reduce(self.flat)
+        self.update()
+
+    def _add(self, batch: Batch) -> None:
+        loss = self.loss(dataclasses.replace(batch))  # a new one, without what it has computed before
+        found = torch.autograd.grad(loss, self.parameters)
+        torch._foreach_add_(self.sums, found)
+        self.total += loss.detach()
+
+    def _update(self, update: Callable[[], None]) -> None:
+        for parameter, part in zip(self.parameters, self.sums, strict=True):
+            parameter.grad = part
+        update()
+        self.flat.zero_()
