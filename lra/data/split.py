@@ -118,7 +118,7 @@ class Split:
         ids: Tensor = tokens.to(device, non_blocking=pinned).to(torch.int32)
         start, length, index_b, label = fields.to(device, non_blocking=pinned)[:, : len(lengths)]
         if prefix is not None:
-            ids.index_fill_(0, start.long(), prefix)
+            ids.index_fill_(0, start[: len(rows)].long(), prefix)
         return Batch(ids, start, length, longest, label.long(), index_b, positions)
 
 

@@ -100,7 +100,7 @@ class CapturedStep:
     def _add(self, batch: Batch) -> None:
         loss = self.loss(dataclasses.replace(batch))  # a new one, without what it has computed before
         found = torch.autograd.grad(loss, self.parameters)
-        torch._foreach_add_(self.sums, found)
+        torch._foreach_add_(self.sums, found)  # pyright: ignore[reportPrivateImportUsage]
         self.total += loss.detach()
 
     def _update(self, update: Callable[[], None]) -> None:

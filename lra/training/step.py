@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
+from lra import environment
 from lra.batch import Batch
 from lra.config.schema import OptimConfig, RunConfig
 from lra.errors import UsageError
@@ -73,10 +75,8 @@ class Step:
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         config = self.run.optim
-        parameters = _trained(module)
-        return AdamW(
-            parameters, config.lr, config.betas, config.eps, config.weight_decay, fused=parameters[0].is_cuda
-        )
+        parameters = trained(module)
+        return AdamW(parameters, config.lr, config.betas, config.eps, config.weight_decay, fused=parameters[0].is_cuda)
 
     def captures(self, module: nn.Module, device: torch.device) -> bool:
         """Whether steps are compiled and captured; UsageError if they can't be and must."""
@@ -124,6 +124,7 @@ class Step:
     def capture(self, module: TaskModule, optimizer: torch.optim.Optimizer) -> CapturedStep:
         """The step of a module and its `optimizer`, whose own step becomes that of the captured one."""
         assert isinstance(optimizer, AdamW)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))  # /tmp is emptied
         run, compiled = self.run, torch.compile(module.loss)
 
         def loss(batch: Batch) -> Tensor:
@@ -135,7 +136,7 @@ class Step:
             self._clip(module)
             optimizer.update()
 
-        engine = CapturedStep(loss, _trained(module), optimizer, update, module.device)
+        engine = CapturedStep(loss, trained(module), optimizer, update, module.device)
         optimizer.captured = engine.finish
         return engine
 
@@ -153,5 +154,5 @@ class Step:
             raise NotFinite(f"the training loss is {mean} at step {step}: lower optim.lr, or set optim.clip=1")
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]

@@ -55,6 +55,26 @@ def test_packed_and_padded_are_the_same_sequences():
     assert torch.equal(packed.pad(packed.tokens).flatten(), padded.tokens)
 
 
+@pytest.mark.parametrize("prefix", [None, 300])
+@pytest.mark.parametrize("multiple", [1, 2, 64, 100, 1000])
+def test_filling_up_adds_sequences_that_no_loss_counts(multiple, prefix):
+    split, rows = make(), np.array([5, 0, 31, 12, 12])
+    plain = split.gather(rows, "cpu", max_length=20, prefix=prefix)
+    filled = split.gather(rows, "cpu", max_length=20, prefix=prefix, multiple=multiple)
+    total, size = plain.tokens.numel(), plain.size
+    assert filled.tokens.numel() % multiple == 0 and filled.tokens.numel() - total < multiple
+    assert torch.equal(filled.tokens[:total], plain.tokens) and not filled.tokens[total:].any()
+    for name in ("start", "length", "label", "index"):
+        assert torch.equal(getattr(filled, name)[:size], getattr(plain, name))
+    assert int(filled.length.sum()) == filled.tokens.numel() and int(filled.length.max()) <= filled.max_length
+    assert (filled.size - size) % 2 == 0 and (filled.label[size:] == -100).all()
+    assert int(filled.start.max()) < filled.tokens.numel()
+    if multiple > 1:
+        other = split.gather(rows[::-1], "cpu", max_length=20, prefix=prefix, multiple=multiple)
+        assert filled.size > size and other.size == filled.size
+        assert filled.max_length == other.max_length == 20 + (prefix is not None)
+
+
 def test_index_is_the_place_in_the_global_batch():
     batch = make().gather(np.array([4, 2]), "cpu", max_length=5, index=[9, 11])
     assert batch.index.tolist() == [9, 11]

@@ -1,0 +1,149 @@
+"""The captured step: the same as the eager one, on batches that are filled up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lra
+from lra.batch import Batch
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.training import step as step_module
+from lra.training.checkpoints import read
+from lra.training.engine import CapturedStep
+from lra.training.fit import build, configure
+from lra.training.step import Step, trained
+from tests.training.conftest import arguments
+from tests.training.test_fit import interrupt_at
+
+CUDA = torch.device("cuda")
+PLAIN = ("model.dropout=0", "model.attn_dropout=0", "trainer.log_every=1")
+CATALOGUE = ATTENTIONS.builtins()
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    lines = Path(result["directory"], "metrics.csv").read_text(encoding="utf-8").splitlines()[1:]
+    return [float(line.split(",")[1]) for line in lines if line.split(",")[1]]
+
+
+@pytest.fixture
+def without_graphs(monkeypatch):
+    """Steps go through the captured step's buffers on a CPU, neither compiled nor in graphs."""
+    monkeypatch.setattr(Step, "captures", lambda *_: True)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("batch.micro=3",), ("batch.layout=padded",), ("optim.clip=0.1",), ("model.pooling=cls",)],
+    ids=lambda options: options[0] if options else "plain",
+)
+def test_filled_up_batches_and_static_buffers_change_nothing(small, monkeypatch, request, options):
+    eager = small("name=eager", *PLAIN, *options)
+    request.getfixturevalue("without_graphs")
+    static = small("name=static", *PLAIN, *options)
+    assert losses(static) == pytest.approx(losses(eager), rel=1e-5)
+
+
+def broken(small, monkeypatch, *args: str) -> dict[str, Any]:
+    """The result of a run that died and was resumed."""
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        interrupt_at(6, patch)
+        small("name=parts", *args)
+    return small("name=parts", "resume=true", *args)
+
+
+def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
+    whole, parts = small("name=whole"), broken(small, monkeypatch)
+    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
+    def run(*args: str) -> tuple[Step, Any]:
+        config: RunConfig = configure(arguments(*args)).config
+        module = build(config)[1]
+        return module.step, module  # type: ignore[return-value]
+
+    step, module = run()
+    assert step.captures(module, CUDA) and not step.captures(module, torch.device("cpu"))
+    step, module = run("engine=eager")
+    assert not step.captures(module, CUDA)
+    step, module = run("engine=captured")
+    with pytest.raises(UsageError, match="engine=captured, but there is no GPU"):
+        step.captures(module, torch.device("cpu"))
+    redraw = ("attn=performer", "model.attn_dropout=0", "attn.redraw=10")
+    step, module = run(*redraw)
+    assert not step.captures(module, CUDA)
+    step, module = run(*redraw, "engine=captured")
+    with pytest.raises(UsageError, match=r"engine=captured, but attn.redraw draws features on the host"):
+        step.captures(module, CUDA)
+
+
+def filled_batch(seed: int, device: torch.device) -> Batch:
+    """Packed, of always the same shape."""
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.tensor([1, 0, 77, 60, 64, 20, 38, 60])[torch.randperm(8, generator=generator)]
+    start = length.cumsum(0) - length
+    return Batch(
+        torch.randint(0, 15, (320,), generator=generator).int().to(device), start.clamp(max=319).int().to(device),
+        length.int().to(device), 400, torch.randint(0, 10, (8,), generator=generator).to(device),
+        torch.arange(8, dtype=torch.int32, device=device),
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_attention_can_be_captured(name):
+    if CATALOGUE[name].missing:
+        pytest.skip(f"{name} needs {', '.join(CATALOGUE[name].missing)}")
+    facts = ATTENTIONS.declared(CATALOGUE[name])
+    options = ("model.d_model=64", "model.heads=2", "task.max_length=400", "model.attn_dropout=0", "model.dropout=0")
+    run = configure(arguments(f"attn={name}", "trainer.accelerator=gpu", "trainer.precision=bf16", *options)).config
+    torch.manual_seed(0)
+    module = build(run)[1].to(CUDA).train()
+    step = module.step
+    if not step.captures(module, CUDA):  # type: ignore[attr-defined]
+        pytest.skip(f"{name} is declared as not to be captured")
+    assert facts.dtypes
+
+    def loss(batch: Batch) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            return module.loss(batch)
+
+    engine = CapturedStep(loss, trained(module), step.optimizer(module), lambda: None, CUDA)
+    engine.begin(1, 0.0)
+    for seed in range(4):  # as it is, captured, replayed twice
+        batch = filled_batch(seed, CUDA)
+        expected = torch.autograd.grad(loss(batch.with_seed(engine.seed)), trained(module), allow_unused=True)
+        engine.flat.zero_()
+        engine.add(batch)
+        for got, want in zip(engine.sums, expected, strict=True):
+            want = torch.zeros_like(got) if want is None else want
+            scale = float(want.abs().max())
+            assert got.isfinite().all() and float((got - want).abs().max()) <= 0.02 * scale + 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("batch.micro=3", "optim.clip=0.1")], ids=["whole", "micro-batches"])
+def test_captured_and_eager_agree_on_a_gpu(small, options):
+    shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", *PLAIN, *options)
+    eager, captured = (small(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
+    assert captured["engine"] == "captured"
+    assert losses(captured) == pytest.approx(losses(eager), rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_captured_run_resumes_on_a_gpu(small, monkeypatch):
+    shared = ("trainer.accelerator=gpu", "attn.deterministic=true")
+    whole, parts = small("name=whole", *shared), broken(small, monkeypatch, *shared)
+    assert losses(parts)[-1:] == pytest.approx(losses(whole)[-1:], rel=1e-5)
+
+
+def test_the_api_names_the_engine(small):
+    assert small()["engine"] == "eager" and lra.fit(*arguments())["engine"] == "eager"
