@@ -11,7 +11,7 @@ import torch
 
 BUDGET_MS = 500.0  # of repetitions, for one attention at one size
 FEWEST, MOST = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
-SLOW_MS = 1000.0  # of one repetition: two more must do
+SLOW_MS = 1000.0  # what takes longer is not repeated
 PAUSE = 2_000_000  # cycles, about a millisecond: longer than launching a pass takes
 
 
@@ -38,10 +38,11 @@ def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> d
         flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     inputs = prepare()
     _, first = _repeat(inputs, steps, 1, flush)
-    once = max(1e-3, sum(first.values()))
-    repetitions = round(min(MOST, max(FEWEST if once < SLOW_MS else 2, BUDGET_MS / once)))
-    spent, _ = _repeat(inputs, steps, repetitions, flush)
-    return {name: Pass(statistics.median(spent[name]), repetitions, memory[name]) for name in steps}
+    once, repetitions, medians = sum(first.values()), 1, first
+    if once < SLOW_MS:
+        repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, once))))
+        _, medians = _repeat(inputs, steps, repetitions, flush)
+    return {name: Pass(medians[name], repetitions, memory[name]) for name in steps}
 
 
 def _repeat(

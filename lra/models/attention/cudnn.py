@@ -28,6 +28,8 @@ class CudnnAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         # a sequence of length 0 sees one column, as a softmax over nothing is NaN; its rows are zeroed like all padding
+        if batch.max_length == 1:  # cuDNN takes two tokens or more; the weight of the only one is 1
+            return v.masked_fill(~batch.mask().flatten()[:, None, None], 0)
         seen_BN = batch.mask()
         seen_BN = seen_BN | (batch.length == 0)[:, None]
         out = self.dense(batch.pad(q), batch.pad(k), batch.pad(v), seen_BN[:, None, None, :])
