@@ -135,6 +135,10 @@ def run(
     small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
     for cell in options.cells():
         facts = options.facts(cell)
+        if device.type == "cuda":
+            torch.cuda.synchronize(
+                device
+            )  # raises after a fault, which is the last cell's and all later ones' end here
         if (facts["attention"], nominal(cell)) not in done:
             yield [facts | record for record in run_cell(cell, options.passes, device, small)]
 

@@ -37,18 +37,16 @@ def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> d
     if device.type == "cuda":
         flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
     inputs = prepare()
-    _, first = _repeat(inputs, steps, 1, flush)
-    once, repetitions, medians = sum(first.values()), 1, first
+    medians = _repeat(inputs, steps, 1, flush)
+    once, repetitions = sum(medians.values()), 1
     if once < SLOW_MS:
         repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, once))))
-        _, medians = _repeat(inputs, steps, repetitions, flush)
+        medians = _repeat(inputs, steps, repetitions, flush)
     return {name: Pass(medians[name], repetitions, memory[name]) for name in steps}
 
 
-def _repeat(
-    inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Milliseconds of every repetition of each step, and their medians."""
+def _repeat(inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None) -> dict[str, float]:
+    """Each step's median milliseconds."""
     clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     for _ in range(repetitions):
         result = inputs
@@ -58,8 +56,7 @@ def _repeat(
         del result
     if flush is not None:
         torch.cuda.synchronize(flush.device)
-    spent = {name: [clock() for clock in these] for name, these in clocks.items()}
-    return spent, {name: statistics.median(these) for name, these in spent.items()}
+    return {name: statistics.median(clock() for clock in these) for name, these in clocks.items()}
 
 
 def _clocked(step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None) -> tuple[Any, Callable[[], float]]:
