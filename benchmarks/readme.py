@@ -6,7 +6,6 @@ A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- e
 the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, `<what>-exactness.json`,
 `<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder, or
 `<what>-attention.json`, `<what>-butterfly-attention.json` (what is block-sparse) or `<what>-io.json` of `lra bench`.
-`<what>-fig3.json` of `lra reproduce` is in no table: that command prints its own.
 With --check nothing is written, and the exit code is 1 if README.md is not what would be.
 """
 
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = ("-attention", "-exactness", "-fig3", "-io", "-learnability", "-prepare", "-profile")  # ends of what is no run
+OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare", "-profile")  # ends of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared

@@ -1,4 +1,4 @@
-"""docs/attentions.md is what the registry and the sources make it."""
+"""docs/attentions.md and docs/fig3.md are what the registry, the sources and the measurements make them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import pytest
 
 from benchmarks import attentions
 from lra.models.attention import ATTENTIONS
@@ -31,8 +33,9 @@ class Heir(Base):
     causal: bool = False  # or not
 
 
-def test_the_page_is_not_stale():
-    command = [sys.executable, "-m", "benchmarks.attentions", "--check"]
+@pytest.mark.parametrize("page", ["attentions", "fig3"])
+def test_the_page_is_not_stale(page):
+    command = [sys.executable, "-m", f"benchmarks.{page}", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # it names the command
 

@@ -75,7 +75,9 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme_parse(command):
+    from lra import experiments
     from lra.bench import attention as bench
+    from lra.bench.options import parse
     from lra.cli import app
     from lra.training.fit import configure
 
@@ -86,7 +88,9 @@ def test_commands_of_the_readme_parse(command):
         path.append(arguments.pop(0))
         verb = verb.commands[path[-1]]
     fields = verb.make_context(path[-1], arguments).params.get("fields") or []
-    if path == ["test"]:
+    if path == ["reproduce"]:
+        parse(experiments.find(fields[0]).Options, fields[1:])
+    elif path == ["test"]:
         assert sum(field.startswith("init=") for field in fields) == 1
     elif path[0] == "data":
         own = ("force=", "split=", "count=", "out=")  # of these verbs, not of the configuration

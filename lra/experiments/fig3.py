@@ -28,14 +28,15 @@ from lra.errors import UsageError
 SETTINGS = {"dropout-mask": (9, 10, 11), "mask": (12, 13, 14), "dropout": (15, 16, 17), "plain": (18, 19, 20)}
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
-NOT_COMPARED = ("command", "date", "gpus")  # of the environment: no measurement depends on them
+# of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
+NOT_COMPARED = ("command", "date", "gpus", "commit")
 
 Records = list[dict[str, Any]]
 Rows = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 
 @dataclass(frozen=True)
-class Fig3Options:
+class Options:
     """What `lra reproduce fig3` measures: by default all of it, in the paper's sizes."""
 
     settings: tuple[str, ...] = tuple(SETTINGS)  # the others are taken as they are found
@@ -103,6 +104,9 @@ class Part:
     def complete(self, progress: Callable[[str], None]) -> None:
         """Measures what is lacking; the file is rewritten after every cell."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        made_with = self.result["environment"]
+        commits = [made_with["commit"], environment.commit()]
+        made_with["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
         for records in attention.run(self.options, device, self._done()):
             self.records.extend(records)
             attention.write(self.path, self.result)
@@ -116,10 +120,10 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     """Measures what is lacking of the chosen settings, then reports on what there is of all.
 
     Args:
-        args: `field=value` of Fig3Options.
+        args: `field=value` of Options.
         progress: is given a line for each cell when it is done.
     """
-    options = parse(Fig3Options, args)
+    options = parse(Options, args)
     folder = Path(options.out)
     parts = {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
     try:
@@ -231,13 +235,8 @@ def _shown(race: Race | None) -> str:
 
 def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
     """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
-
-    def alike(made_with: dict[str, Any]) -> dict[str, Any]:
-        # not whether files differ from the commit: the first result written into a checkout makes them
-        return made_with | {"commit": (made_with["commit"] or "").rstrip("+")}
-
-    made = [(str(part.path), alike(part.result["environment"])) for part in parts if part.records]
-    first = alike(environment.describe()) if measuring else made[0][1] if made else {}
+    made = [(str(part.path), part.result["environment"]) for part in parts if part.records]
+    first = environment.describe() if measuring else made[0][1] if made else {}
     for path, other in made:
         if changed := _difference(other, first, NOT_COMPARED):
             raise UsageError(f"{path} was measured in another environment ({changed}): choose another out=")

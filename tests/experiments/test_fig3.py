@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lra import environment
 from lra.bench import plots, timing
 from lra.cli import app
 from lra.errors import UsageError
@@ -115,7 +116,7 @@ def test_the_same_command_measures_what_is_lacking(folder):
     ("change", "more", "message"),
     [
         ({}, ["lengths=128"], r"dropout-mask.json was measured with other options \(lengths 32,64, now 128\)"),
-        ({"commit": "0"}, [], r"mask.json was measured in another environment \(commit 0, now"),
+        ({"gpu": "another"}, [], r"mask.json was measured in another environment \(gpu another, now"),
         ({"versions": {"torch": "1"}}, [], r"mask.json was measured in another environment \(python None, now"),
     ],
 )
@@ -128,16 +129,15 @@ def test_other_options_or_another_environment_are_refused(folder, change, more, 
         fig3.run([*args, *more, f"out={folder}"])
 
 
-def test_a_new_date_and_command_are_no_other_environment(folder):
+def test_a_new_date_and_commit_are_no_other_environment_but_every_commit_is_stated(folder):
     part = read(folder / "mask.json")
-    commit = (part["environment"]["commit"] or "").rstrip("+")
-    for mark in ("", "+"):  # results in the checkout change no code
-        part["environment"] |= {"date": "yesterday", "command": "lra", "gpus": 9, "commit": commit + mark}
-        (folder / "mask.json").write_text(json.dumps(part))
-        assert again(folder) == []
+    part["environment"] |= {"date": "yesterday", "command": "lra", "gpus": 9, "commit": "0"}
     part["cells"] = part["cells"][:-3]
     (folder / "mask.json").write_text(json.dumps(part))
     assert again(folder) == ["mask: linformer"]
+    commits = read(folder / "mask.json")["environment"]["commit"].split(", ")
+    assert commits == list(dict.fromkeys(commit for commit in ("0", environment.commit()) if commit))
+    assert again(folder) == []
 
 
 def test_bad_input_is_one_line(folder):
