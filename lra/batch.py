@@ -44,11 +44,14 @@ class Batch:
         """Position of every row within its sequence, int64 `[T]`."""
         if self.positions is not None:
             return self.positions.long()
-        total = self.tokens.numel()
-        rows = torch.arange(total, device=self.tokens.device)
+        rows = torch.arange(self.tokens.numel(), device=self.tokens.device)
+        return rows % self.max_length if self.padded else rows - self.per_row(self.start.long())
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Each sequence's value `[B]` for each of its rows, `[T]`."""
         if self.padded:
-            return rows % self.max_length
-        return rows - torch.repeat_interleave(self.start.long(), self.length.long(), output_size=total)
+            return values.repeat_interleave(self.max_length)
+        return values.repeat_interleave(self.length.long(), output_size=self.tokens.numel())
 
     def mask(self) -> Tensor:
         """True for real tokens of the padded form, bool `[B, max_length]`."""
@@ -86,6 +89,5 @@ class Batch:
             total = self.tokens.numel()
             base = torch.arange(self.size, device=self.start.device) * self.max_length - self.start.long()
             rows = torch.arange(total, device=self.start.device)
-            slots = rows + torch.repeat_interleave(base, self.length.long(), output_size=total)
-            object.__setattr__(self, "_kept", slots)
+            object.__setattr__(self, "_kept", rows + self.per_row(base))
         return self.__dict__["_kept"]

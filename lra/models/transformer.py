@@ -16,6 +16,7 @@ from lra.batch import Batch
 from lra.config.schema import ModelConfig
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
+from lra.models.dropout import drop, row_keys
 from lra.models.positions import LearnedPositions, SinusoidalPositions, angles, axis_sizes, coordinates, rotate
 
 
@@ -25,7 +26,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int):
         super().__init__()
         d = config.d_model
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads, self.dropout, self.site = config.heads, config.dropout, 1 + 3 * layer
         self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
         attention = ATTENTIONS.get(attn.name)
         self.qkv, self.out = nn.Linear(d, (2 if attention.facts.shared_qk else 3) * d), nn.Linear(d, d)
@@ -33,16 +34,18 @@ class Block(nn.Module):
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
 
-    def forward(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
+    ) -> Tensor:
         qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
         # views: the attention reads them by their strides; of two projections the first is for queries and keys
         q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
         if rotary is not None:
             q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
         o_THD = self._attend(q_THD, k_THD, v_THD, batch)
-        x_TD = x_TD + self._drop(self.out(o_THD.flatten(1)))
-        hidden = self._drop(F.gelu(self.up(self.ff_norm(x_TD))))
-        return x_TD + self._drop(self.down(hidden))
+        x_TD = x_TD + drop(self.out(o_THD.flatten(1)), self.dropout, keys_T, self.site)
+        hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
+        return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
 
     def _attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch) -> Tensor:
         if self.attention.facts.ragged or batch.padded:
@@ -50,9 +53,6 @@ class Block(nn.Module):
         q_THD, k_THD, v_THD = (batch.pad(x).flatten(0, 1) for x in (q_THD, k_THD, v_THD))
         padded = batch.to_padded()
         return batch.unpad(padded.pad(self.attention(q_THD, k_THD, v_THD, padded)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 class Encoder(nn.Module):
@@ -92,9 +92,10 @@ class Encoder(nn.Module):
         else:
             angle_TP = angles(place_TA, self.config.head_dim)
             rotary = angle_TP.cos(), angle_TP.sin()
-        x_TD = F.dropout(x_TD, self.config.dropout, self.training)
+        keys_T = row_keys(batch) if self.training and self.config.dropout else None
+        x_TD = drop(x_TD, self.config.dropout, keys_T, 0)
         for block in self.blocks:
-            x_TD = block(x_TD, batch, rotary)
+            x_TD = block(x_TD, batch, rotary, keys_T)
         return self.pool(self.norm(x_TD), batch)
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:

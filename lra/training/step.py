@@ -64,8 +64,8 @@ class AdamW(torch.optim.AdamW):
 class Step:
     """The manual optimisation step inside Lightning, which costs a seventh of its automatic loop.
 
-    Dropout is seeded from (run seed, step): the attention's through the batch, the same on every rank; the other
-    layers' through PyTorch's generator, different on each.
+    Dropout is seeded from (run seed, step), through the batch: the same sequences drop the same on any rank. Attentions
+    that draw from PyTorch's generator draw something else on each.
     """
 
     def __init__(self, run: RunConfig):

@@ -111,8 +111,10 @@ def test_dropout_acts_in_training_alone():
     model = encoder(dropout=0.5, attn_dropout=0.0)
     batch = sequences((9, 4), model)
     assert torch.equal(model(batch), model(batch))
+    evaluated = model(batch)
     model.train()
-    assert not torch.equal(model(batch), model(batch))
+    first, again, other = (model(batch.with_seed(torch.tensor(seed))) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, evaluated)
 
 
 def test_attention_sees_views_of_one_projection():

@@ -22,7 +22,7 @@ from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
 CUDA = torch.device("cuda")
-PLAIN = ("model.dropout=0", "model.attn_dropout=0", "trainer.log_every=1")
+PLAIN = ("model.attn_dropout=0", "trainer.log_every=1")  # SDPA's dropout depends on the layout
 CATALOGUE = ATTENTIONS.builtins()
 
 
