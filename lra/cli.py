@@ -24,7 +24,7 @@ config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
 app.add_typer(ls_app, name="ls")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-bench_app = typer.Typer(help="Measure attentions: speed, memory, HBM traffic.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure attentions and training steps: speed, memory, HBM traffic.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 Fields = Annotated[
@@ -209,6 +209,19 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
     _print_rows(*table(result))
     for note in result["notes"]:
         console.print(note)
+
+
+@bench_app.command("step")
+def bench_step(
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [loops=… steps=… field=value …]")
+    ] = None,
+) -> None:
+    """Time of a training step of lra fit, beside loops without Lightning, and where it goes."""
+    from lra.bench.step import bench, notes, tables
+
+    result = bench(fields or (), progress=console.print)
+    _print_measured(tables(result), notes(result), result["loops"])
 
 
 def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -62,10 +62,10 @@ def fit(*args: str) -> dict[str, Any]:
         directory.check()
     if directory.finished:
         return directory.result() or {}
-    _quiet()
+    quiet()
     atexit.register(_leave_process_group)
     data, module = build(run)
-    trainer, clock = _trainer(run, directory)
+    trainer, clock = make_trainer(run, directory)
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     attention = _attention(module, trainer)
@@ -142,11 +142,11 @@ def test(*args: str) -> dict[str, Any]:
     path = inits[0].removeprefix("init=")
     weights, identity = checkpoints.read(path)
     run = restore(RunConfig, REGISTRIES, identity["config"], [arg for arg in args if arg not in inits])
-    _quiet()
+    quiet()
     data, module = build(run)
     checkpoints.load(module, weights, identity, path)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    trainer = pl.Trainer(**_hardware(run), **quiet, enable_progress_bar=console.is_terminal)
+    without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
     _attention(module, trainer)
     data.prepare_data()
     trainer.test(module, datamodule=data, verbose=False)
@@ -168,7 +168,7 @@ def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
     return cls.Data(run), cls(run, Step(run))
 
 
-def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
+def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
     shared: dict[str, Any] = {
         "dirpath": directory.path,
         "save_on_train_epoch_end": False,
@@ -176,7 +176,7 @@ def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **_hardware(run),
+        **hardware(run),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every,
@@ -199,7 +199,7 @@ def _trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock
     return trainer, clock
 
 
-def _hardware(run: RunConfig) -> dict[str, Any]:
+def hardware(run: RunConfig) -> dict[str, Any]:
     """Lightning's devices: torchrun's where it launched this process, the configuration's otherwise."""
     local = world = run.trainer.devices
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -261,7 +261,7 @@ def _say(text: str) -> None:
     console.print(text)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Lightning's greetings, and its warnings about what is meant so."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

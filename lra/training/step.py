@@ -92,9 +92,7 @@ class Step:
     def __call__(self, module: TaskModule, batches: list[Batch]) -> None:
         run, trainer = self.run, module.trainer
         step, optimizer = trainer.global_step, module.optimizers()
-        torch.manual_seed(derive(run.seed, "dropout", step, trainer.global_rank))
-        seed = derive(run.seed, "attention", step)
-        rate = learning_rate(run.optim, step, run.trainer.steps)
+        seed, rate = self.begin(step, trainer.global_rank)
         if self.captures(module, module.device):
             if self.engine is None:
                 self.engine = self.capture(module, cast(LightningOptimizer, optimizer).optimizer)
@@ -107,6 +105,11 @@ class Step:
             self._run(module, batches, torch.tensor(seed, device=module.device), rate)
         if (step + 1) % run.trainer.log_every == 0:
             self._log(module, rate, step + 1)
+
+    def begin(self, step: int, rank: int = 0) -> tuple[int, float]:
+        """Seeds PyTorch's generator for a step; returns the seed that batches carry, and the learning rate."""
+        torch.manual_seed(derive(self.run.seed, "dropout", step, rank))
+        return derive(self.run.seed, "attention", step), learning_rate(self.run.optim, step, self.run.trainer.steps)
 
     def _run(self, module: TaskModule, batches: list[Batch], seed: Tensor, rate: float) -> None:
         run, optimizer = self.run, module.optimizers()

@@ -1,0 +1,82 @@
+"""Where the GPU's time of training steps goes: kernels by name in groups, and the gaps between them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first pattern that is found in a kernel's name decides, letters of either case. Attention written in PyTorch's
+# operators has no kernels of its own: its products are matrix products, the rest is layers.
+GROUPS = {
+    "layers": r"^triton_(?!tem_|flex_)|embedding",  # what torch.compile fused; its templates are products
+    "attention": r"^(hopper_)?(forward|backward)_kernel|^(prepare|finish|delta|dkdv|dq)_kernel|flash|fmha|sdpa|flex_",
+    "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
+    "optimiser": r"multi_tensor|foreach|adam",  # sums of gradients and their norm, too
+    "data": r"memcpy|memset|copy|fill|index|gather|scatter",
+}
+OTHER, GAPS = "other", "gaps"
+LONGEST = 10  # kernels that are named
+
+
+class Kernel(NamedTuple):
+    """One launch, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def group(name: str) -> str:
+    """The group of GROUPS that a kernel belongs to, or OTHER."""
+    return next((label for label, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+def recorded(steps: Iterator[None], count: int, device: torch.device) -> list[Kernel]:
+    """What the GPU did in the next `count` of `steps`."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in itertools.islice(steps, count):
+            pass
+        torch.cuda.synchronize(device)
+    events = (event for event in profiler.events() or () if event.device_type.name == "CUDA")
+    # an annotation spans kernels that are there themselves
+    kernels = (event for event in events if not event.is_user_annotation)
+    return [Kernel(event.name, event.time_range.start, event.time_range.end) for event in kernels]
+
+
+def breakdown(kernels: Sequence[Kernel], steps: int, ms: float) -> dict[str, Any] | None:
+    """Milliseconds of a step by group, and its longest kernels; None if there are no kernels.
+
+    Gaps are what is left of the `ms` that a step takes without a profiler, which slows kernels a little: they may be
+    slightly below 0 where there are none.
+    """
+    if not kernels:
+        return None
+    groups = dict.fromkeys((*GROUPS, OTHER), 0.0)
+    by_name: dict[str, list[float]] = {}  # milliseconds of a step that each launch takes
+    for kernel in kernels:
+        spent = (kernel.end - kernel.start) / 1e3 / steps
+        groups[group(kernel.name)] += spent
+        by_name.setdefault(kernel.name, []).append(spent)
+    groups[GAPS] = ms - _busy(kernels) / 1e3 / steps
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:LONGEST]
+    return {
+        "groups": {label: round(spent, 5) for label, spent in groups.items()},
+        "kernels": [
+            {"name": name, "group": group(name), "ms": round(sum(spent), 5), "calls": len(spent) / steps}
+            for name, spent in longest
+        ],
+    }
+
+
+def _busy(kernels: Sequence[Kernel]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    busy, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        busy += max(0.0, kernel.end - max(until, kernel.start))
+        until = max(until, kernel.end)
+    return busy

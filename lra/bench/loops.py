@@ -1,0 +1,229 @@
+"""Training loops that take the same steps: Lightning's as `lra fit` runs it, and three without Lightning.
+
+`captured` does what `lra.training.step.Step` does with the captured engine, and `eager` with the eager one. `bare` is
+what one would write by hand for sequences of one length: see `Dense` and `full`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.config.compose import Composed
+from lra.config.schema import RunConfig
+from lra.data.split import IGNORED
+from lra.kernels import effective_dropout
+from lra.models.attention.sdpa import SdpaAttention
+from lra.tasks.base import TaskModule, TrainBatches
+from lra.training.callbacks import Narrator
+from lra.training.fit import build, make_trainer
+from lra.training.run import RunDirectory
+from lra.training.step import Step
+
+BLOCKS = 5  # of steps between synchronisations; their median counts
+ALONE = 10  # steps that start when the GPU is idle, which show what the host needs
+
+
+class Stopwatch:
+    """Times a loop that calls `start` before its first step and `tick` after each."""
+
+    def __init__(self, warmup: int, steps: int, device: torch.device):
+        self.device, self.done, self.first_seconds = device, 0, 0.0
+        blocks = min(BLOCKS, steps)
+        self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
+        self.stamps: list[float] = []  # at the bounds
+        self.launches: list[float] = []  # seconds until a step that is alone was launched
+        self.idle = 0.0  # when the GPU had done all
+
+    @property
+    def measured(self) -> range:
+        """The steps that are timed."""
+        return range(self.bounds[0], self.bounds[-1])
+
+    def start(self) -> None:
+        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def tick(self) -> bool:
+        """Whether this was the last step."""
+        launched, before = time.perf_counter(), self.idle
+        self.done += 1
+        if self.done == 1:
+            self._synchronize()
+            self.first_seconds = self.idle - before
+        elif self.done > self.bounds[-1]:
+            self.launches.append(launched - before)
+            self._synchronize()
+        if self.done in self.bounds:
+            self._synchronize()
+            self.stamps.append(self.idle)
+        return self.done == self.bounds[-1] + ALONE
+
+    def block_ms(self) -> list[float]:
+        """Milliseconds of a step, in each block."""
+        pairs = zip(itertools.pairwise(self.bounds), itertools.pairwise(self.stamps), strict=True)
+        return [1e3 * (end - begin) / (last - first) for (first, last), (begin, end) in pairs]
+
+    def memory_mb(self) -> float | None:
+        """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
+        return torch.cuda.max_memory_allocated(self.device) / 1e6 if self.device.type == "cuda" else None
+
+    def host_ms(self) -> float:
+        """Median milliseconds from a step's start until all of it was launched."""
+        return 1e3 * statistics.median(self.launches)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.idle = time.perf_counter()
+
+
+class Loop(NamedTuple):
+    """A loop that was timed."""
+
+    module: TaskModule
+    tokens: int  # real ones, in the steps that were measured
+    rows: int  # the same with padding and filling
+    loss: float | None  # mean over all steps; of `fit` as it was logged last
+    further: Iterator[None]  # goes on with a step at each `next`; none of `fit`
+
+
+class _Watched(pl.Callback):
+    def __init__(self, watch: Stopwatch):
+        self.watch = watch
+
+    def on_train_start(self, *_: Any) -> None:
+        self.watch.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = self.watch.tick()
+
+
+def fit(composed: Composed, watch: Stopwatch) -> Loop:
+    """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
+    data, module = build(composed.config)
+    directory = RunDirectory(composed)
+    with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
+        directory.path, directory.curves = Path(folder), Path(folder, "metrics.csv")
+        trainer, _ = make_trainer(composed.config, directory)
+        trainer.limit_val_batches = 0
+        kept = [callback for callback in trainer.callbacks if not isinstance(callback, Narrator)]  # type: ignore[attr-defined]
+        trainer.callbacks = [*kept, _Watched(watch)]  # type: ignore[attr-defined]
+        trainer.fit(module, datamodule=data)
+    loss = trainer.callback_metrics.get("train/loss")
+    work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
+    return Loop(module, *work, None if loss is None else float(loss), iter(()))
+
+
+def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
+    """`captured`, `eager` or `bare`; UsageError if it can't run on the watch's device."""
+    device = watch.device
+    run = replace(run, engine="eager" if name == "eager" else "captured")
+    if name == "bare":
+        run = replace(run, attn=SdpaAttention.Config(), batch=replace(run.batch, layout="padded"))
+    data, module = build(run)
+    step = cast(Step, module.step)
+    captures = step.captures(module, device)
+    if name == "bare":
+        for block in module.model.encoder.blocks:
+            block.attention = Dense(effective_dropout(run.model.attn_dropout))  # type: ignore[assignment]
+    module.to(device).train()
+    strategy = SimpleNamespace(root_device=device)  # all that the data asks of a trainer
+    trainer = SimpleNamespace(lightning_module=module, global_step=0, global_rank=0, world_size=1, strategy=strategy)
+    data.trainer = cast(pl.Trainer, trainer)
+    data.setup()
+    batches = data.train_dataloader()
+    if name == "bare":
+        padded = [full(batch, len(data.vocabulary)) for batch in batches.step(0)]
+        steps, rows = itertools.repeat(padded), len(watch.measured) * sum(batch.tokens.numel() for batch in padded)
+        work = rows, rows
+        del data, batches  # with what they hold on the GPU
+    else:
+        steps, work = iter(batches), _work(batches, watch.measured)
+    loop = (_captured if captures else _eager)(run, module, step, steps)
+    watch.start()
+    for _ in loop:
+        if watch.tick():
+            break
+    assert step.total is not None
+    return Loop(module, *work, float(step.total) / watch.done, loop)
+
+
+def _captured(_: RunConfig, module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
+    optimizer = step.optimizer(module)
+    step.engine = engine = step.capture(module, optimizer)
+    step.total = engine.total
+    for number, batches in enumerate(steps):
+        engine.begin(*step.begin(number))
+        for batch in batches:
+            engine.add(batch)
+        optimizer.step()
+        yield
+
+
+def _eager(run: RunConfig, module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
+    optimizer = step.optimizer(module)
+    step.total = torch.zeros((), device=module.device)
+    for number, batches in enumerate(steps):
+        seed, rate = step.begin(number)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(module.device.type, torch.bfloat16, run.trainer.precision == "bf16"):
+            for batch in batches:
+                loss = module.loss(batch.with_seed(torch.tensor(seed, device=module.device))) / run.batch.size
+                loss.backward()
+                step.total += loss.detach()
+            if run.optim.clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+class Dense(nn.Module):
+    """PyTorch's scaled_dot_product_attention of padded sequences that all have `max_length` tokens, so without a mask.
+
+    With it the model is a plain Transformer on `[B, N]` tokens, its step compiled and captured, AdamW fused.
+    """
+
+    facts = SdpaAttention.facts  # takes batches as they are
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """`[T, H, D]` to the same."""
+        q, k, v = (x.unflatten(0, (batch.size, batch.max_length)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def full(padded: Batch, vocabulary: int) -> Batch:
+    """A padded batch of drawn tokens in which each sequence has `max_length` of them."""
+    tokens = torch.randint_like(padded.tokens, vocabulary)
+    return replace(padded, tokens=tokens, length=torch.full_like(padded.length, padded.max_length), positions=None)
+
+
+def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:
+    """Real tokens, and rows with padding and filling, of these steps."""
+    tokens = rows = 0
+    for batch in itertools.chain.from_iterable(map(batches.step, steps)):
+        real = batch.label != IGNORED
+        tokens += int(batch.length.view(len(real), -1)[real].sum())  # of Retrieval two sequences have one label
+        rows += batch.tokens.numel()
+    return tokens, rows

@@ -1,0 +1,238 @@
+"""`lra bench step`: what a step of `lra fit` takes in steady state, against loops without Lightning, and on what."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lra import environment
+from lra.bench import loops
+from lra.bench.attention import write
+from lra.bench.breakdown import breakdown, recorded
+from lra.bench.options import parse, shown
+from lra.config.compose import Composed
+from lra.config.registry import unknown
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.models.attention.base import Attention
+from lra.training.fit import build, configure, hardware, quiet
+
+LOOPS = ("fit", "captured", "eager", "bare")
+PROFILED = ("captured", "bare")
+RECORDED = 10  # steps under the profiler
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What `lra bench step` measures; every other argument is a field of the run, as `lra fit` takes it."""
+
+    loops: tuple[str, ...] = LOOPS
+    steps: int = 100  # timed, in blocks
+    warmup: int = 40  # before them: the first compiles, and a shape is captured when it comes again
+    profile: bool = True  # on a GPU: where the time of `captured` and `bare` goes
+    out: str | None = None  # JSON file
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.warmup) < 1:
+            raise UsageError("steps= and warmup= must be at least 1")
+        for loop in self.loops:
+            if loop not in LOOPS:
+                raise UsageError(f"loops=: {unknown('loop', loop, LOOPS)}")
+
+    @property
+    def total(self) -> int:
+        """Steps of the longest loop."""
+        return self.warmup + self.steps + loops.ALONE + RECORDED
+
+
+def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
+    """The measurement's options and the run's configuration; UsageError if they don't go together."""
+    names = {field.name for field in dataclasses.fields(StepOptions)}
+    own = [arg for arg in args if arg.partition("=")[0] in names]
+    options, composed = parse(StepOptions, own), configure([arg for arg in args if arg not in own])
+    run: RunConfig = composed.config
+    if "profile=true" in own and not set(options.loops) & set(PROFILED):
+        raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
+    if run.init or run.name or run.resume != "false":
+        raise UsageError("init=, name= and resume= mean nothing to a measurement: leave them out")
+    if run.trainer.steps < options.total:
+        raise UsageError(
+            f"trainer.steps={run.trainer.steps}, but {options.total} are needed: raise it, or lower steps= and warmup="
+        )
+    return options, composed
+
+
+def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Measures and returns {"environment", "options", "run", "loops", "lightning"}; `out=` is rewritten after each.
+
+    `lightning` is the share by which `fit` takes longer than the loop by hand with its engine, null where one of them
+    is missing.
+
+    Args:
+        args: `field=value` of StepOptions and of a run.
+        progress: is given a line for each loop when it is done.
+    """
+    options, composed = split(args)
+    run: RunConfig = composed.config
+    machine = hardware(run)
+    if machine["devices"] * machine["num_nodes"] > 1:
+        raise UsageError("lra bench step measures one device: set trainer.devices=1, without torchrun")
+    device = torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+    quiet()
+    data, module = build(run)
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.resolve(device, run.trainer.precision)
+    data.prepare_data()
+    result: dict[str, Any] = {
+        "environment": environment.describe(), "options": shown(options), "run": run.saved(),
+        "loops": [], "lightning": None,
+    }  # fmt: skip
+
+    def keep() -> None:
+        if options.out:
+            write(Path(options.out), result)
+
+    for loop in options.loops:
+        _clear(device)
+        result["loops"].append(measured(loop, composed, options, device))
+        result["lightning"] = _lightning(result["loops"])
+        keep()
+        progress(line(result["loops"][-1]))
+    for record in result["loops"]:  # after all times, as a profiler may slow what follows
+        if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
+            _clear(device)
+            record |= _where(record, run, options, device)
+            keep()
+    return result
+
+
+def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
+    """The record of one loop; its numbers are null if it has none, and `reason` says why."""
+    keys = (
+        "engine", "ms", "blocks_ms", "host_ms", "tokens_per_second", "rows_per_second", "tokens", "rows", "memory_mb",
+        "first_seconds", "shapes", "captured", "loss", "where",
+    )  # fmt: skip
+    empty: dict[str, Any] = dict.fromkeys(keys)
+    try:
+        return {"loop": loop, "status": "ok", "reason": ""} | empty | _measure(loop, composed, options, device)
+    except UsageError as error:
+        status, reason = "unsupported", str(error)
+    except torch.OutOfMemoryError:
+        batch = composed.config.batch
+        status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
+    except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
+        status, reason = "failed", _first_line(error)
+    return {"loop": loop, "status": status, "reason": reason} | empty
+
+
+def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
+    watch = loops.Stopwatch(options.warmup, options.steps, device)
+    done = loops.fit(composed, watch) if loop == "fit" else loops.by_hand(loop, composed.config, watch)
+    blocks = watch.block_ms()
+    ms = statistics.median(blocks)
+    memory = watch.memory_mb()
+    engine = getattr(done.module.step, "engine", None)
+    graphs = [graph.graph for _, graph in engine.micro_batches.values()] if engine else []
+    tokens, rows = done.tokens / options.steps, done.rows / options.steps
+    return {
+        "engine": "captured" if engine else "eager",
+        "ms": _four(ms),  # median of the blocks
+        "blocks_ms": [_four(block) for block in blocks],
+        "host_ms": _four(watch.host_ms()),  # until a step is launched, on an idle GPU
+        "tokens_per_second": round(1e3 * tokens / ms),  # without padding and filling
+        "rows_per_second": round(1e3 * rows / ms),
+        "tokens": _four(tokens),  # of a step
+        "rows": _four(rows),
+        "memory_mb": memory and _four(memory),  # peak of what is allocated, in 10^6 bytes
+        "first_seconds": _four(watch.first_seconds),
+        "shapes": len(graphs) if engine else None,  # of batches that came
+        "captured": sum(graph is not None for graph in graphs) if engine else None,
+        "loss": done.loss and _four(done.loss),
+    }
+
+
+def _where(record: dict[str, Any], run: RunConfig, options: StepOptions, device: torch.device) -> dict[str, Any]:
+    """Where the time of a loop goes, in its steps after the warm-up, or the reason why that is unknown."""
+    try:
+        done = loops.by_hand(record["loop"], run, loops.Stopwatch(options.warmup, 1, device))
+        where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record["ms"])
+    except Exception as error:  # the times are still worth having
+        return {"reason": f"not profiled: {_first_line(error)}"}
+    return {"where": where} if where else {"reason": "not profiled: the profiler saw no kernels"}
+
+
+def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, rows) of the loops, and of where the time goes if that was recorded."""
+    run, records = result["run"], result["loops"]
+    header = ["loop", "engine", "ms", "tokens/s", "rows/s", "host ms", "memory, MB", "first step, s", "shapes"]
+    rows = []
+    for record in records:
+        if record["status"] != "ok":
+            rows.append([record["loop"], "", record["status"], *[""] * (len(header) - 3)])
+            continue
+        per_second = [f"{record[key]:,}" for key in ("tokens_per_second", "rows_per_second")]
+        rest = ["" if record[key] is None else f"{record[key]:g}" for key in ("host_ms", "memory_mb", "first_seconds")]
+        shapes = "" if record["shapes"] is None else f"{record['captured']} of {record['shapes']} captured"
+        rows.append([record["loop"], record["engine"], f"{record['ms']:g}", *per_second, *rest, shapes])
+    yield f"a step of task={run['task']['name']} attn={run['attn']['name']} recipe={run['recipe']}", header, rows
+    profiled = [record for record in records if record["where"]]
+    if profiled:
+        labels = profiled[0]["where"]["groups"]
+        shares = [[f"{r['where']['groups'][label]:.3f} ({_share(r, label)})" for r in profiled] for label in labels]
+        header = ["group", *(record["loop"] for record in profiled)]
+        yield "where the time goes: ms of a step", header, [[a, *b] for a, b in zip(labels, shares, strict=True)]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """What Lightning costs, and why loops have no numbers."""
+    lines = [f"{r['loop']}: {r['status']}: {r['reason']}" for r in result["loops"] if r["reason"]]
+    if result["lightning"] is None:
+        return lines
+    return [f"Lightning: fit takes {100 * result['lightning']:+.1f}% against its engine's loop by hand", *lines]
+
+
+def line(record: dict[str, Any]) -> str:
+    """What was measured of a loop."""
+    if record["status"] != "ok":
+        return f"{record['loop']}: {record['status']}"
+    return f"{record['loop']}: {record['ms']:g} ms, {record['tokens_per_second']:,} tokens/s"
+
+
+def _lightning(records: Sequence[dict[str, Any]]) -> float | None:
+    times = {record["loop"]: record["ms"] for record in records if record["status"] == "ok"}
+    engine = next((record["engine"] for record in records if record["loop"] == "fit"), None)
+    return round(times["fit"] / times[engine] - 1, 4) if "fit" in times and engine in times else None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _share(record: dict[str, Any], label: str) -> str:
+    return f"{100 * record['where']['groups'][label] / record['ms']:.0f}%"
+
+
+def _clear(device: torch.device) -> None:
+    """Frees what the loop before left, and forgets what was compiled for it."""
+    gc.collect()
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)  # raises after a fault, which is the last loop's and all later ones' end here
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _four(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,262 @@
+"""`lra bench step`: the loops take the same steps, and kernels are grouped by name. Times are not looked at."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lra
+from lra.bench import step
+from lra.bench.breakdown import GAPS, GROUPS, OTHER, Kernel, breakdown, group
+from lra.bench.loops import ALONE, BLOCKS, Dense, Stopwatch, full
+from lra.bench.step import RECORDED, bench, notes, split, tables
+from lra.cli import app
+from lra.errors import UsageError
+from lra.kernels.flash.reference import reference_attention
+from lra.training import step as step_module
+from lra.training.step import Step
+from tests.fixtures import write_aan_papers
+from tests.training.conftest import arguments
+
+PLAIN = ("model.dropout=0", "model.attn_dropout=0")
+# what is logged is the mean of the steps that the other loops take, too
+TINY = ("trainer.steps=40", "trainer.eval_every=20", "trainer.log_every=20", "warmup=2", "steps=8")
+
+BY_TASK = re.compile(r"task=|task\.(train|val|test|fresh)=")  # what the small run says of ListOps
+
+
+def tiny(*args: str) -> list[str]:
+    return arguments(*TINY, *PLAIN, *args)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def without_graphs(monkeypatch):
+    """Captured steps on a CPU, neither compiled nor in graphs."""
+    monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
+    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+
+
+def test_loops_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench", "step", *tiny("out=new/step.json")])
+    assert done.exit_code == 0, done.output
+    assert "captured: unsupported" in done.output and "Lightning: fit takes " in done.output
+    assert "a step of task=listops attn=flash recipe=demo" in done.output and "where the time" not in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]  # a run leaves nothing
+
+    result = json.loads(Path("new/step.json").read_text(encoding="utf-8"))
+    assert result["environment"]["versions"]["torch"] and result["run"]["trainer"]["steps"] == 40
+    assert result["options"] == {"loops": list(step.LOOPS), "steps": 8, "warmup": 2, "profile": True}
+    records = {record["loop"]: record for record in result["loops"]}
+    assert list(records) == ["fit", "captured", "eager", "bare"]
+    for name in ("captured", "bare"):
+        assert records[name]["status"] == "unsupported" and "there is no GPU" in records[name]["reason"]
+        assert all(records[name][key] is None for key in ("ms", "tokens_per_second", "where"))
+    fit, eager = records["fit"], records["eager"]
+    for record in (fit, eager):
+        assert record["status"] == "ok" and record["engine"] == "eager" and not record["reason"]
+        assert len(record["blocks_ms"]) == BLOCKS and record["ms"] == sorted(record["blocks_ms"])[BLOCKS // 2]
+        assert record["host_ms"] > 0 and record["first_seconds"] > 0 and record["memory_mb"] is None
+        assert 8 * 8 < record["tokens"] == record["rows"] <= 8 * 32
+        assert record["tokens_per_second"] == pytest.approx(1e3 * record["tokens"] / record["ms"], rel=2e-3)
+    assert fit["loss"] == pytest.approx(eager["loss"], rel=1e-3) and fit["tokens"] == eager["tokens"]
+    assert result["lightning"] == pytest.approx(fit["ms"] / eager["ms"] - 1, abs=1e-3)
+
+
+def test_loops_of_the_captured_step(without_graphs, monkeypatch):
+    """All four, with kernels that a profiler might have seen."""
+    taken = []
+
+    def recorded(steps, count, _):
+        taken.append(sum(1 for _ in zip(range(count), steps, strict=False)))
+        return [Kernel("forward_kernel", 0, 30), Kernel("nvjet_tst", 40, 50)]
+
+    monkeypatch.setattr(step, "recorded", recorded)
+    result = bench(tiny("batch.micro=4"))
+    assert [record["status"] for record in result["loops"]] == ["ok"] * 4 and taken == [RECORDED] * 2
+    fit, captured, eager, bare = result["loops"]
+    assert [record["engine"] for record in result["loops"]] == ["captured", "captured", "eager", "captured"]
+    assert fit["loss"] == pytest.approx(captured["loss"], rel=1e-3) == pytest.approx(eager["loss"], rel=1e-3)
+    assert eager["tokens"] == captured["tokens"] == fit["tokens"] < captured["rows"] == fit["rows"]
+    assert bare["tokens"] == bare["rows"] == 8 * 32 and bare["shapes"] == 1 and captured["shapes"] >= 1
+    assert bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+    assert captured["where"]["groups"]["attention"] == bare["where"]["groups"]["attention"] == 0.003
+    assert fit["where"] is eager["where"] is None
+    (_, header, rows), (_, groups, shares) = tables(result)
+    assert all(len(row) == len(header) for row in rows) and groups == ["group", "captured", "bare"]
+    assert [row[0] for row in shares] == [*GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
+    assert len(notes(result)) == 1
+
+
+def test_two_sequences_with_one_label(without_graphs, tmp_path):
+    kinds = {f"P{i}": "ab" * (10 + i) for i in range(20)}
+    pairs = [(i % 2, f"P{i}", f"P{(7 * i + 3) % 20}") for i in range(20)]
+    source = write_aan_papers(tmp_path / "aan", kinds, train=pairs, val=pairs[:5], test=pairs[5:9])
+    fields = [field for field in tiny("profile=false", "task.max_length=30") if not BY_TASK.match(field)]
+    result = bench([*fields, "task=retrieval", "task.dataset=scisumm", "model.pooling=cls", f"task.source={source}"])
+    fit, captured, eager, bare = result["loops"]
+    assert [record["status"] for record in result["loops"]] == ["ok"] * 4
+    assert fit["tokens"] == captured["tokens"] == eager["tokens"] > 2 * 8 * 21
+    assert bare["tokens"] == 2 * 8 * 31 and bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+
+
+def test_pixels_with_positions_of_their_own(without_graphs):
+    fields = [field for field in tiny("loops=captured,bare", "profile=false") if not BY_TASK.match(field)]
+    few = ("task.train=24", "task.val=6", "task.test=12", "task.tokens=lit", "batch.size=2")
+    fields = [field for field in fields if not field.startswith(("batch.size", "task.max_length"))]
+    captured, bare = bench([*fields, "task=pathfinder", *few])["loops"]
+    assert (captured["status"], bare["status"], bare["tokens"]) == ("ok", "ok", 2 * 1024) and captured["tokens"] < 2048
+
+
+def test_a_loop_that_fails_leaves_the_others(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a compiler\nsays much")
+
+    monkeypatch.setattr(step.loops, "fit", broken)
+    result = bench(tiny("loops=fit,eager"))
+    assert [record["status"] for record in result["loops"]] == ["failed", "ok"] and result["lightning"] is None
+    assert notes(result) == ["fit: failed: RuntimeError: a compiler"]
+
+
+def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeypatch):
+    monkeypatch.setattr(step, "recorded", lambda *_: [])
+    (record,) = bench(tiny("loops=captured"))["loops"]
+    assert record["status"] == "ok" and record["ms"] and record["reason"].startswith("not profiled: the profiler saw")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["steps=0"], "steps= and warmup= must be at least 1"),
+        (["warmup=0"], "steps= and warmup= must be at least 1"),
+        (["steps=few"], "steps=few: 'few' is not of the type int"),
+        (["loops=fit,capture"], "loops=: unknown loop 'capture': did you mean 'captured'"),
+        (["loops=fit", "profile=true"], "profile=true is of loops=captured and bare"),
+        (["steps=100"], "trainer.steps=40, but 122 are needed: raise it, or lower steps= and warmup="),
+        (["init=somewhere"], "init=, name= and resume= mean nothing"),
+        (["trainer.devices=2"], "measures one device"),
+        (["trainer.stesp=1"], "unknown field 'trainer.stesp': did you mean 'trainer.steps'"),
+        (["attn=cudnn", "trainer.precision=bf16"], "attn=cudnn supports GPUs only"),
+    ],
+)
+def test_bad_options_name_the_mend(args, message):
+    with pytest.raises(UsageError, match=message):
+        bench(tiny(*args))
+
+
+def test_own_options_are_none_of_the_run():
+    options, composed = split(tiny("steps=7", "loops=bare"))
+    assert (options.steps, options.warmup, options.loops) == (7, 2, ("bare",)) and composed.config.trainer.steps == 40
+
+
+@pytest.mark.parametrize("steps", [3, 12])
+def test_a_stopwatch_times_blocks_and_steps_alone(steps, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("lra.bench.loops.time.perf_counter", lambda: now)
+    watch, ticks = Stopwatch(2, steps, torch.device("cpu")), 0
+    watch.start()
+    done = False
+    while not done:
+        now += 5.0 if ticks == 0 else 0.5
+        ticks, done = ticks + 1, watch.tick()
+    assert ticks == 2 + steps + ALONE and watch.measured == range(2, 2 + steps)
+    assert watch.first_seconds == 5.0 and watch.host_ms() == 500.0
+    assert watch.block_ms() == [500.0] * min(BLOCKS, steps)
+
+
+NAMES = {
+    "layers": ["triton_poi_fused_add_native_layer_norm_3", "triton_red_fused__scaled_dot_product_flash_attention_1"],
+    "attention": [
+        "hopper_forward_kernel", "hopper_backward_kernel", "finish_kernel", "triton_tem_fused_flex_attention_0",
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<32, 128, cutlass::bfloat16_t>>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
+    ],
+    "matrix products": [
+        "nvjet_tst_128x64_64x8_2x1_v_bz_coopA_bias_TNN", "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16>",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "triton_tem_fused_mm_5", "void gemv2T_kernel_val<int, float>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+    ],
+    "optimiser": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata"
+        "<4>, at::native::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>>",
+    ],
+    "data": [
+        "Memcpy HtoD (Pinned -> Device)", "Memset (Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>",
+        "void at::native::index_elementwise_kernel<128, 4, at::native::index_fill_kernel_impl<at::native::OpaqueType>>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>",
+    ],
+    OTHER: ["void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "void at_cuda_detail::cub::Scan"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "name"), [(label, name) for label, names in NAMES.items() for name in names])
+def test_kernels_are_grouped_by_name(label, name):
+    assert group(name) == label
+
+
+def test_our_kernels_are_attention():
+    folder = Path(lra.__file__).parent / "kernels"
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py"))
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    ours = [name for name in names if name.endswith("_kernel") and not name.startswith(("_", "test"))]
+    assert len(ours) >= 9 and {group(name) for name in ours} == {"attention"}
+
+
+def test_a_breakdown_sums_kernels_and_leaves_gaps():
+    kernels = [
+        Kernel("forward_kernel", 0, 1000), Kernel("nvjet_a", 900, 2000), Kernel("forward_kernel", 3000, 3500),
+        Kernel("Memset (Device)", 1200, 1300), *(Kernel(f"some_{i}", 4000 + i, 4001 + i) for i in range(20)),
+    ]  # fmt: skip
+    where = breakdown(kernels, 2, 3.0)
+    assert where is not None and list(where["groups"]) == [*GROUPS, OTHER, GAPS]
+    expected = {"attention": 0.75, "matrix products": 0.55, "data": 0.05, OTHER: 0.01, GAPS: 3.0 - 1.26}
+    for label, spent in where["groups"].items():
+        assert math.isclose(spent, expected.get(label, 0.0), abs_tol=1e-9)
+    assert len(where["kernels"]) == 10 and where["kernels"][1]["name"] == "nvjet_a"
+    assert where["kernels"][0] == {"name": "forward_kernel", "group": "attention", "ms": 0.75, "calls": 1.0}
+    assert breakdown([], 2, 3.0) is None
+
+
+def test_bare_attention_is_attention():
+    q, k, v = torch.randn(3, 2 * 5, 2, 8)
+    batch = lra.batch.Batch(
+        torch.zeros(10, dtype=torch.int32), torch.tensor([0, 5]).int(), torch.tensor([3, 5]).int(), 5,
+        torch.tensor([0, 1]), torch.arange(2).int(), positions=torch.zeros(10, dtype=torch.int32),
+    )  # fmt: skip
+    filled = full(batch, 7)
+    assert filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
+    assert int(filled.tokens.max()) < 7 and filled.tokens.dtype == torch.int32
+    expected = reference_attention(q, k, v, start=filled.start, length=filled.length)
+    torch.testing.assert_close(Dense(0.5).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_captured_and_bare_agree_on_a_gpu():
+    gpu = ("trainer.accelerator=gpu", "trainer.precision=bf16", "model.heads=2")
+    result = bench(tiny(*gpu))
+    assert [record["status"] for record in result["loops"]] == ["ok"] * 4, notes(result)
+    fit, captured, eager, bare = result["loops"]
+    assert fit["engine"] == "captured" and captured["captured"] >= 1 and bare["captured"] == bare["shapes"] == 1
+    assert fit["loss"] == pytest.approx(captured["loss"], rel=0.01) == pytest.approx(eager["loss"], rel=0.01)
+    assert bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+    for record in (captured, bare):
+        groups = record["where"]["groups"]
+        assert all(groups[label] > 0 for label in ("layers", "attention", "matrix products", "optimiser"))
+        assert record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and len(record["where"]["kernels"]) == 10
