@@ -16,16 +16,21 @@ from lra.batch import Batch
 
 Rows = np.ndarray | Sequence[int]
 IGNORED = -100  # label of what fills a batch up: cross-entropy leaves it out
+TORCH = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """`n` labelled sequences: sequence `i` is `tokens[starts[i] : starts[i] + lengths[i]]`."""
+    """`n` labelled sequences: sequence `i` is `tokens[starts[i] : starts[i] + lengths[i]]`.
+
+    `lra.data.resident` has those whose tokens lie on a device; `cut`, `lay` and `read` are what differs.
+    """
 
     tokens: np.ndarray  # uint8 or uint16 [sum of lengths], memory-mapped
     starts: np.ndarray  # int64 [n]
     lengths: np.ndarray  # int64 [n]
     labels: np.ndarray  # int64 [n]
+    positions: np.ndarray | None = None  # int32, of every token in its sequence; None means 0, 1, ...
 
     @classmethod
     def from_offsets(cls, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray | None = None) -> Split:
@@ -44,7 +49,7 @@ class Split:
 
     def subset(self, rows: Rows) -> Split:
         """Only these rows, in this order, of the same mapped tokens."""
-        return Split(self.tokens, self.starts[rows], self.lengths[rows], self.labels[rows])
+        return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
 
     def gather(
         self,
@@ -70,23 +75,15 @@ class Split:
         With `multiple` a packed batch has a multiple of as many rows, so that batches have few shapes: an even number
         of sequences of zeros follow, with the label that a loss ignores, and `max_length` is not the longest one's.
         """
-        device = torch.device(device)
-        rows = np.asarray(rows, np.int64)
         head = int(prefix is not None)
-        first, kept = self.starts[rows], np.minimum(self.lengths[rows], max_length)
-        pieces = [
-            self.tokens[start : start + count] for start, count in zip(first.tolist(), kept.tolist(), strict=True)
-        ]
-        places: list[np.ndarray] = []
-        if threshold is not None:
-            places = [np.flatnonzero(piece >= threshold) for piece in pieces]
-            pieces = [piece[place] for piece, place in zip(pieces, places, strict=True)]
-            kept = np.array([len(piece) for piece in pieces], np.int64)
-        lengths, labels = kept + head, self.labels[rows]
-        index = np.arange(len(rows)) if index is None else index
+        chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, threshold, head)
+        count, lengths, labels = len(chosen), chosen.lengths + head, chosen.labels
+        index = np.arange(count) if index is None else index
+        if len(index) != count:
+            raise ValueError(f"{len(index)} places in the global batch for {count} sequences")
         if layout == "padded":
             longest = max_length + head
-            starts, total = np.arange(len(rows)) * longest, len(rows) * longest
+            begins, total = np.arange(count) * longest, count * longest
         elif layout == "packed":
             longest = int(lengths.max(initial=0))
             if multiple > 1:
@@ -96,30 +93,50 @@ class Split:
                     np.concatenate([field, filler])
                     for field, filler in ((lengths, filling), (labels, 0 * filling + IGNORED), (index, 0 * filling))
                 )
-            total = int(lengths.sum())
-            starts = np.minimum(np.cumsum(lengths) - lengths, max(total - 1, 0))  # of nothing at the end, a row, too
+            begins, total = np.cumsum(lengths) - lengths, int(lengths.sum())
         else:
             raise ValueError(f"layout is packed or padded, not {layout}")
 
-        # Few transfers: the tokens in their small dtype, and everything per sequence. Each field begins at a multiple
-        # of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
-        pinned = device.type == "cuda"
-        tokens = torch.zeros(total, dtype=_TORCH[self.tokens.dtype.str], pin_memory=pinned)
-        _lay(tokens.numpy(), starts + head, pieces)
-        positions: Tensor | None = None
-        if threshold is not None:
-            positions = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
-            _lay(positions.numpy(), starts + head, [place + head for place in places])
-            positions = positions.to(device, non_blocking=pinned)
-        fields = torch.zeros(4, -(-len(lengths) // 4) * 4, dtype=torch.int32, pin_memory=pinned)
-        for field, values in zip(fields.numpy(), (starts, lengths, index, labels), strict=True):
-            field[: len(lengths)] = values
-
-        ids: Tensor = tokens.to(device, non_blocking=pinned).to(torch.int32)
-        start, length, index_b, label = fields.to(device, non_blocking=pinned)[:, : len(lengths)]
+        starts = np.minimum(begins, max(total - 1, 0))  # of nothing at the end, a row, too
+        fields = [np.ascontiguousarray(field, np.int32) for field in (starts, lengths, index)]
+        fields += [np.ascontiguousarray(labels, np.int64), *chosen.lay(begins[:count] + head, total)]
+        start, length, place, label, *sent = _send(fields, torch.device(device))
+        tokens, positions = chosen.read(sent, total)
         if prefix is not None:
-            ids.index_fill_(0, start[: len(rows)].long(), prefix)
-        return Batch(ids, start, length, longest, label.long(), index_b, positions)
+            tokens.index_fill_(0, start[:count].long(), prefix)
+        return Batch(tokens, start, length, longest, label, place, positions)
+
+    def cut(self, max_length: int, threshold: int | None, head: int) -> Split:
+        """Of each sequence the first `max_length` tokens, or with `threshold` only those of them of at least that id.
+
+        The latter are copied, with their positions, which begin at `head`.
+        """
+        short = dataclasses.replace(self, lengths=np.minimum(self.lengths, max_length))
+        if threshold is None:
+            return short
+        pieces = [short[row] for row in range(len(short))]
+        places = [np.flatnonzero(piece >= threshold).astype(np.int32) for piece in pieces]
+        kept = [piece[place] for piece, place in zip(pieces, places, strict=True)]
+        offsets = np.cumsum([0, *(len(place) for place in places)])
+        positions = np.concatenate([np.empty(0, np.int32), *places])
+        positions += head  # in place: of a whole split these are many
+        tokens = np.concatenate([self.tokens[:0], *kept])
+        return dataclasses.replace(Split.from_offsets(tokens, offsets, self.labels), positions=positions)
+
+    def lay(self, begins: np.ndarray, total: int) -> list[np.ndarray]:
+        """What `read` needs on the device to make `total` rows, where the sequences' tokens begin at `begins`."""
+        sources = [self.tokens] if self.positions is None else [self.tokens, self.positions]
+        rows = [np.zeros(total, source.dtype) for source in sources]
+        places = list(zip(begins.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True))
+        for target, source in zip(rows, sources, strict=True):
+            for begin, start, length in places:
+                target[begin : begin + length] = source[start : start + length]
+        return rows
+
+    def read(self, laid: list[Tensor], total: int) -> tuple[Tensor, Tensor | None]:
+        """Ids and positions of all rows, int32 `[total]`, zeros between the sequences."""
+        tokens, *positions = laid
+        return tokens.to(torch.int32), positions[0] if positions else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,9 +177,17 @@ def _shares(total: int, count: int) -> np.ndarray:
     return np.diff(np.arange(count + 1) * total // count)
 
 
-def _lay(target: np.ndarray, starts: np.ndarray, pieces: Sequence[np.ndarray]) -> None:
-    for start, piece in zip(starts.tolist(), pieces, strict=False):  # what fills up has no pieces
-        target[start : start + len(piece)] = piece
+def _send(vectors: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The vectors on `device`, by one transfer that the host does not wait for.
 
-
-_TORCH = {"|u1": torch.uint8, "<u2": torch.uint16}
+    Each begins at a multiple of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
+    """
+    ends = np.cumsum([0, *(math.ceil(vector.nbytes / 16) * 16 for vector in vectors)]).tolist()
+    places = [slice(end, end + vector.nbytes) for end, vector in zip(ends, vectors, strict=False)]
+    pinned = device.type == "cuda"
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
+    target = buffer.numpy()
+    for place, vector in zip(places, vectors, strict=True):
+        target[place] = vector.view(np.uint8)
+    there = buffer.to(device, non_blocking=pinned)
+    return [there[place].view(TORCH[vector.dtype.str]) for place, vector in zip(places, vectors, strict=True)]

@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
-from lra.data import order
+from lra.data import order, resident
 from lra.data.split import Examples, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
@@ -105,6 +105,7 @@ class TaskData(pl.LightningDataModule):
     def __init__(self, run: RunConfig):
         super().__init__()
         self.run, self.config = run, run.task
+        self.resident: dict[str, Examples] | None = None  # parts on the GPU; None before that is decided
 
     def params(self) -> dict[str, Any]:
         """What the tokens depend on, apart from the task's version; it names the store."""
@@ -183,11 +184,28 @@ class TaskData(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         self.store = self.open()
         self.parts = self.splits(self.store)
+        if self.trainer is not None and self.resident is None:  # once: testing after training uses the same
+            self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
+
+    def _upload(self, names: Sequence[str]) -> dict[str, Examples]:
+        """These parts on the GPU, if there is one and all of them fit the share of its memory that is theirs."""
+        device, options = self._rank().device, self._gather()
+        options.pop("layout")  # makes no difference
+        limit = resident.SHARE * resident.memory(device)
+        return resident.upload({name: self.parts[name] for name in names}, device, limit, **options) if limit else {}
+
+    @property
+    def place(self) -> str:
+        """Where the tokens of training and evaluation are, for people; known once a trainer has called `setup`."""
+        return "data on the GPU" if self.resident else "data on the host"
+
+    def _part(self, name: str) -> Examples:
+        return (self.parts | (self.resident or {}))[name]
 
     def train_dataloader(self) -> TrainBatches:
         module, rank = cast(TaskModule, self.trainer.lightning_module), self._rank()
         return TrainBatches(
-            self.parts["train"], self.run, rank, self._gather(), lambda: self.trainer.global_step,
+            self._part("train"), self.run, rank, self._gather(), lambda: self.trainer.global_step,
             few_shapes=module.step.captures(module, rank.device),
         )  # fmt: skip
 
@@ -198,7 +216,7 @@ class TaskData(pl.LightningDataModule):
         return [self._eval(name) for name in self.test_sets]
 
     def _eval(self, name: str) -> EvalBatches:
-        return EvalBatches(self.parts[name], self.run.batch.eval, self._rank(), self._gather())
+        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._gather())
 
     def _rank(self) -> Rank:
         return Rank(self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device)

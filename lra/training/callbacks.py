@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 from rich.console import Console
 
 from lra.config.schema import RunConfig
+from lra.tasks.base import TaskData
 from lra.training.curves import record
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -68,7 +69,7 @@ class Progress(RichProgressBar):
 class Narrator(pl.Callback):
     """One line when the first steps show what the run will cost, and one per validation."""
 
-    PROBE = (5, 15)  # the steps between which the pace is measured
+    PROBE = (20, 40)  # the steps between which the pace is measured: most graphs are captured before
 
     def __init__(self, run: RunConfig):
         self.run, self.seen, self.began = run, 0, 0.0
@@ -82,7 +83,8 @@ class Narrator(pl.Callback):
             _synchronize(trainer)
             pace = (time.perf_counter() - self.began) / (self.PROBE[1] - self.PROBE[0])
             left = (self.run.trainer.steps - trainer.global_step) * pace
-            self._say(trainer, f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}")
+            expected = f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}"
+            self._say(trainer, f"{expected}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))

@@ -81,8 +81,9 @@ class CapturedStep:
         shape = batch.tokens.numel(), batch.size, batch.max_length
         if shape not in self.micro_batches:
             static = dataclasses.replace(batch, seed=self.seed)
-            if not batch.padded:
-                torch._dynamo.maybe_mark_dynamic(static.tokens, 0)  # compiled once, for all numbers of rows
+            for rows in () if batch.padded else (static.tokens, static.positions):
+                if rows is not None:
+                    torch._dynamo.maybe_mark_dynamic(rows, 0)  # compiled once, for all numbers of rows
             self.micro_batches[shape] = static, Graph(lambda: self._add(static), self.pool)
         static, graph = self.micro_batches[shape]
         if static.tokens is not batch.tokens:

@@ -96,11 +96,13 @@ def test_subset_gathers_its_own_rows():
     assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.label, expected.label)
 
 
-def test_rows_outside_and_unknown_layouts_are_errors():
+def test_rows_outside_unknown_layouts_and_missing_places_are_errors():
     with pytest.raises(IndexError):
         make().gather([40], "cpu", max_length=4)
     with pytest.raises(ValueError, match="packed or padded"):
         make().gather([0], "cpu", max_length=4, layout="ragged")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 places in the global batch for 2 sequences"):
+        make().gather([0, 1], "cpu", max_length=4, index=[7])
 
 
 @pytest.mark.parametrize("prefix", [None, 300])
@@ -119,6 +121,18 @@ def test_a_threshold_keeps_the_bright_tokens_with_their_positions(layout, prefix
     assert batch.length.tolist() == lengths and len(set(lengths)) > 1
     assert batch.max_length == (20 + head if layout == "padded" else max(lengths))
     assert len(batch.positions) == len(batch.tokens) == (4 * (20 + head) if layout == "padded" else sum(lengths))
+
+
+def test_of_a_subset_positions_go_with_their_tokens():
+    split = make().cut(20, 100, 1)
+    assert split.positions is not None and split.positions.dtype == np.int32 and split.tokens.dtype == np.uint8
+    rows, tokens, positions = [8, 3, 5], [], []
+    batch = split.subset(rows).gather([2, 0], "cpu", max_length=20)
+    for row in (5, 8):
+        own = slice(split.starts[row], split.starts[row] + split.lengths[row])
+        tokens += split.tokens[own].tolist()
+        positions += split.positions[own].tolist()
+    assert batch.tokens.tolist() == tokens and batch.positions is not None and batch.positions.tolist() == positions
 
 
 def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():

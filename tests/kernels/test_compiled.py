@@ -110,7 +110,7 @@ def check(cases: list[dict[str, Any]]) -> None:
         for name, kernel in kernels.items():
             where = f"{name} of {result}: {kernel}"
             # ptxas 13 puts a few registers aside by choice, more or fewer with each Triton; running out of registers
-            # costs much more. At d = 128 tiles that keep loop invariants there were measured faster than those that fit.
+            # costs much more. At d = 128 tiles that keep invariants there were measured faster than those that fit.
             wide = result["arch"] == 90 and result["head_dim"] == 128
             assert kernel["stack"] <= (320 if wide else 64), where
             assert kernel["shared"] <= 1024 * SHARED_LIMIT[result["arch"]], where

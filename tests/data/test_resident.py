@@ -1,0 +1,247 @@
+"""Batches of splits on a device, against those of the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lra
+from lra.batch import Batch
+from lra.data import resident
+from lra.data.resident import upload
+from lra.data.split import Examples, Pairs, Split
+from lra.tasks import TASKS
+from lra.tasks.base import TaskData
+from lra.training import checkpoints
+from lra.training.fit import build, configure
+from tests.data.test_gather import make
+
+CPU = torch.device("cpu")
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+LISTOPS = ("task=listops", "recipe=demo", "task.train=100", "task.val=20", "task.test=20", "task.fresh=20",
+           "task.max_length=32")  # fmt: skip
+FEW_STEPS = ("attn=flash", "model.d_model=32", "model.layers=1", "model.d_ff=64", "batch.size=8", "optim.warmup=0",
+             "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=2", "trainer.accelerator=cpu")  # fmt: skip
+LIT = ("task=pathfinder", "recipe=demo", "task.train=12", "task.val=4", "task.test=4", "tokens=lit")
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """Whether two batches are bitwise the same, wherever they are."""
+    for field in dataclasses.fields(Batch):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if not isinstance(a, torch.Tensor):
+            if a != b:
+                return False
+        elif a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride() or not torch.equal(a.cpu(), b.cpu()):
+            return False
+    return True
+
+
+def on(device: str, split: Examples, **options: Any) -> Examples:
+    (there,) = upload({"split": split}, torch.device(device), 1e9, **{"max_length": 1, **options}).values()
+    return there
+
+
+def cases(number: int) -> tuple[Split, np.ndarray, dict[str, Any]]:
+    """A split, rows of it and the options of `gather`, all drawn."""
+    rng = np.random.default_rng(number)
+    kinds: list[tuple[Any, int]] = [(np.uint8, 256), (np.uint16, 65_536)]
+    dtype, high = kinds[number % 2]
+    split = make(dtype, high, count=int(rng.integers(1, 50)), longest=int(rng.choice([0, 1, 30, 300])))
+    if rng.random() < 0.3:
+        split = split.subset(rng.integers(0, len(split), int(rng.integers(1, 60))))
+    rows = rng.integers(0, len(split), int(rng.integers(0, 20)))
+    options = {
+        "max_length": int(rng.choice([1, 7, 30, 200, 400])),
+        "layout": str(rng.choice(["packed", "padded"])),
+        "prefix": [None, 3, 70_000][rng.integers(3)],
+        "threshold": [None, 0, high // 2, high][rng.integers(4)],
+        "index": rng.integers(0, 1000, 2 * len(rows))[::2] if rng.random() < 0.5 else None,
+        "multiple": int(rng.choice([1, 2, 64, 1000])),
+    }
+    return split, rows, options
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_a_resident_split_gathers_what_the_host_does(device):
+    for number in range(400):
+        split, rows, options = cases(number)
+        fixed = {name: options[name] for name in ("max_length", "prefix", "threshold")}
+        there = on(device, split, **fixed)
+        batch = there.gather(rows, device, **options)
+        assert same(batch, split.gather(rows, "cpu", **options)), (number, options)
+        fields = (batch.tokens, batch.start, batch.length, batch.label, batch.index)
+        assert all(field.device.type == device and (field.data_ptr() % 16 == 0) for field in fields)
+        part = rows[::2]
+        options["index"] = None
+        again = there.subset(part).gather(np.arange(len(part)), device, **options)  # type: ignore[union-attr]
+        assert same(again, split.gather(part, "cpu", **options)), (number, options)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("threshold", [None, 100])
+def test_resident_pairs_gather_what_the_host_does(threshold, device):
+    rng = np.random.default_rng(0)
+    pairs = Pairs(make(), rng.integers(0, 40, (30, 2)), rng.integers(0, 2, 30))
+    fixed: dict[str, Any] = {"max_length": 9, "prefix": 300, "threshold": threshold}
+    there = on(device, pairs, **fixed)
+    assert len(there) == 30
+    more: list[dict[str, Any]] = [{}, {"layout": "padded"}, {"multiple": 64}, {"index": [7, 4, 9]}]
+    for options in more:
+        expected = pairs.gather([2, 0, 29], "cpu", **fixed, **options)
+        assert same(there.gather([2, 0, 29], device, **fixed, **options), expected)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("prefix", [None, 5])
+def test_the_ends_of_the_store_and_of_a_long_sequence(layout, prefix):
+    split = Split.from_offsets(np.arange(1, 11, dtype=np.uint8), np.array([0, 0, 3, 9, 10, 10]))
+    there = on("cpu", split)
+    for rows in ([4], [3, 4], [4, 3], [0], [0, 4, 0], [2], [3], [1, 2, 3, 4, 0]):
+        options: dict[str, Any] = {"max_length": 4, "layout": layout, "prefix": prefix}
+        assert same(there.gather(rows, "cpu", **options), split.gather(rows, "cpu", **options))
+
+
+def test_what_follows_a_gather_in_inference_mode_is_an_ordinary_tensor():
+    there = on("cpu", make())
+    with torch.inference_mode():
+        there.gather([1, 2], "cpu", max_length=1000)
+    assert not there.gather([1, 2], "cpu", max_length=1000).tokens.is_inference()
+
+
+def test_more_than_one_chunk_is_uploaded_whole(monkeypatch):
+    monkeypatch.setattr(resident, "CHUNK", 7)
+    split = make()
+    there = on("cpu", split)
+    assert same(there.gather(range(40), "cpu", max_length=30), split.gather(range(40), "cpu", max_length=30))
+
+
+def tokens_of(split: Examples) -> torch.Tensor:
+    held = split.documents if isinstance(split, Pairs) else split
+    assert isinstance(held, resident.Resident)
+    return held.tokens
+
+
+def test_what_splits_share_is_uploaded_once(tmp_path):
+    split, labels = make(), np.zeros(2, np.int64)
+    parts = {"train": split.subset([3, 1]), "val": split.subset([2]), "other": make()}
+    there = {name: tokens_of(part).data_ptr() for name, part in upload(parts, CPU, 1e9, max_length=9).items()}
+    assert there["train"] == there["val"] != there["other"]
+
+    np.save(tmp_path / "documents.npy", split.tokens)
+    maps = [np.asarray(np.load(tmp_path / "documents.npy", mmap_mode="r")) for _ in range(2)]
+    documents = [dataclasses.replace(split, tokens=tokens) for tokens in maps]
+    pairs = {str(i): Pairs(some, np.array([[i, 1], [2, i]]), labels) for i, some in enumerate(documents)}
+    there = upload(pairs, CPU, split.tokens.nbytes + 1, max_length=9)
+    assert tokens_of(there["0"]).data_ptr() == tokens_of(there["1"]).data_ptr()
+
+    halves = {str(i): Split.from_offsets(maps[0][i : i + 5], np.array([0, 5])) for i in (0, 5)}
+    there = upload(halves, CPU, 1e9, max_length=9)
+    for name, half in halves.items():
+        assert tokens_of(there[name]).tolist() == [*half.tokens.tolist(), 0]
+
+
+def test_all_splits_fit_or_none_is_uploaded():
+    parts: dict[str, Examples] = {"train": make(), "val": make(count=11)}
+    need = sum(tokens_of(on("cpu", part)).nbytes for part in parts.values())
+    assert upload(parts, CPU, need, max_length=9).keys() == parts.keys()
+    assert upload(parts, CPU, need - 1, max_length=9) == {}
+    lit = {"train": make(high=200)}
+    assert upload(lit, CPU, 10, max_length=9, threshold=200) and not upload(lit, CPU, 10, max_length=9, threshold=199)
+
+
+def test_other_options_than_those_of_the_upload_are_errors():
+    plain, lit = on("cpu", make()), on("cpu", make(), max_length=20, threshold=100)
+    assert lit.gather([1], "cpu", max_length=20, threshold=100).positions is not None
+    for wrong in ({"threshold": None}, {"threshold": 101}, {"max_length": 19}, {"prefix": 3}):
+        with pytest.raises(ValueError, match="uploaded with"):
+            lit.gather([1], "cpu", **{"max_length": 20, "threshold": 100, **wrong})
+    with pytest.raises(ValueError, match="uploaded with"):
+        plain.gather([1], "cpu", max_length=20, threshold=100)
+    with pytest.raises(ValueError, match="on cpu, the batch is asked for on meta"):
+        plain.gather([1], "meta", max_length=20)
+    with pytest.raises(IndexError):
+        plain.gather([40], "cpu", max_length=4)
+
+
+# --- where a task's data are
+
+
+def data_of(*args: str, stage: str = "fit") -> Any:
+    """A prepared data module, as a trainer on the CPU sets it up."""
+    run = configure([*args, "attn=flash"]).config
+    data = TASKS.get(run.task.name).Data(run)
+    data.prepare_data()
+    strategy = SimpleNamespace(root_device=CPU)
+    data.trainer = SimpleNamespace(
+        global_step=0, global_rank=0, world_size=1, strategy=strategy, lightning_module=build(run)[1]
+    )
+    data.setup(stage)
+    return data
+
+
+def batches(data: Any) -> list[Batch]:
+    loaders = data.train_dataloader().step(0), data.val_dataloader(), *data.test_dataloader()
+    return [batch for loader in loaders for batch in loader]
+
+
+@pytest.mark.parametrize("fields", [LISTOPS, LIT, (*LIT, "model.pooling=cls", "batch.layout=padded")])
+def test_a_task_s_batches_are_the_same_from_a_memory_that_is_large_enough(fields, monkeypatch):
+    host = data_of(*fields)
+    assert host.place == "data on the host" and host.resident == {}
+    monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
+    there = data_of(*fields)
+    assert there.place == "data on the GPU" and there.resident.keys() == {"train", "val", *there.test_sets}
+    assert all(same(a, b) for a, b in zip(batches(host), batches(there), strict=True))
+    held = there.resident
+    there.setup("test")
+    assert there.resident is held and there.baselines("test") == host.baselines("test")
+
+
+def test_a_quarter_of_the_memory_is_for_the_data(monkeypatch):
+    parts = data_of(*LISTOPS).parts
+    need = sum(part.tokens.nbytes + 1 for part in parts.values())
+    for size, place in ((4 * need, "data on the GPU"), (4 * need - 1, "data on the host")):
+        monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
+        assert data_of(*LISTOPS).place == place
+    assert data_of(*LISTOPS, stage="test").resident.keys() == {"test", "fresh"}
+
+
+def test_a_run_from_uploaded_data_is_the_run_from_the_host(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    places, setup = [], TaskData.setup
+    monkeypatch.setattr(TaskData, "setup", lambda data, stage=None: (setup(data, stage), places.append(data.place)))
+    results = {}
+    for name, size in (("host", 0), ("there", 1 << 30)):
+        monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
+        results[name] = lra.fit(*LISTOPS, *FEW_STEPS, f"name={name}")
+    assert places == ["data on the host"] * 2 + ["data on the GPU"] * 2  # of fit and of test
+    one, other = (checkpoints.read(result["directory"])[0] for result in results.values())
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert results["host"]["test"] == results["there"]["test"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threshold", [None, 100])
+@pytest.mark.parametrize("prefix", [None, 300])
+@pytest.mark.parametrize("shape", [{}, {"multiple": 64}, {"layout": "padded"}])
+def test_no_gather_waits_for_the_gpu(shape, prefix, threshold):
+    split, fixed = make(), {"max_length": 20, "prefix": prefix, "threshold": threshold}
+    there = on("cuda", split, **fixed)
+    there.gather([1, 2, 3], "cuda", **fixed, **shape)  # makes what is kept
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = there.gather([3, 7, 3], "cuda", **fixed, **shape)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(batch, split.gather([3, 7, 3], "cpu", **fixed, **shape))
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_memory_is_known():
+    assert resident.memory(torch.device("cuda", 0)) > 1 << 30 and resident.memory(CPU) == 0
