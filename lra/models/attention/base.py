@@ -26,6 +26,13 @@ class AttentionSpec:
     layer: int = 0
 
 
+def check_least(config: Any, least: int, *names: str) -> None:
+    """UsageError if an option of `attn.*` is smaller than `least`; null is not."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < least:
+            raise UsageError(f"attn.{name}={value} must be at least {least}")
+
+
 class Attention(nn.Module):
     """Base class: `forward(q, k, v, batch)` maps three `[T, H, D]` tensors of any strides to `[T, H, D]`."""
 

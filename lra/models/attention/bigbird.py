@@ -10,7 +10,7 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec
+from lra.models.attention.base import AttentionSpec, check_least
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
@@ -42,8 +42,8 @@ class BigBirdAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self._check_least(1, "window")
-            self._check_least(0, "globals", "random", "seed")
+            check_least(self, 1, "window")
+            check_least(self, 0, "globals", "random", "seed")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
 

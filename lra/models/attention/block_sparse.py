@@ -31,11 +31,6 @@ class BlockSparseAttention(Attention):
         impl: Literal["auto", "triton", "gather"] = "auto"  # auto: triton on a GPU, gather elsewhere
         deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
 
-        def _check_least(self, least: int, *names: str) -> None:
-            for name in names:
-                if (value := getattr(self, name)) is not None and value < least:
-                    raise UsageError(f"attn.{name}={value} must be at least {least}")
-
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
         """What is seen in sequences of at most `spec.max_length` tokens, and by which options, for the user."""

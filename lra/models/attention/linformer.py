@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import Attention, AttentionSpec, check_least
 
 
 @ATTENTIONS.register("linformer", exact=False, cost="N · k", paper="Wang et al. 2020, arXiv 2006.04768")
@@ -26,8 +25,7 @@ class LinformerAttention(Attention):
         share: Literal["headwise", "kv"] = "headwise"  # a layer's heads share projections; kv: keys and values too
 
         def __post_init__(self) -> None:
-            if self.k < 1:
-                raise UsageError(f"attn.k={self.k} must be at least 1")
+            check_least(self, 1, "k")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

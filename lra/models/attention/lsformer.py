@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import Attention, AttentionSpec, check_least
 
 
 @ATTENTIONS.register(
@@ -35,9 +34,7 @@ class LongShortAttention(Attention):
         window: int = 8  # tokens of a segment, w in the paper; a query sees twice as many
 
         def __post_init__(self) -> None:
-            for name in ("landmarks", "window"):
-                if (value := getattr(self, name)) < 1:
-                    raise UsageError(f"attn.{name}={value} must be at least 1")
+            check_least(self, 1, "landmarks", "window")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)

@@ -6,20 +6,11 @@ padded sequence, D head dimension. Sorted, the real rows of a sequence come firs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.errors import UsageError
-
-
-def check_options(config: Any, *names: str) -> None:
-    for name in names:
-        if (value := getattr(config, name)) < 1:
-            raise UsageError(f"attn.{name}={value} must be at least 1")
 
 
 def pad_rows(x: Tensor, batch: Batch, size: int) -> Tensor:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import Attention, AttentionSpec, check_least
 
 
 @ATTENTIONS.register(
@@ -35,9 +34,7 @@ class PerformerAttention(Attention):
         redraw: int | None = None  # training steps between new features; by default they stay
 
         def __post_init__(self) -> None:
-            for name in ("features", "redraw"):
-                if (value := getattr(self, name)) is not None and value < 1:
-                    raise UsageError(f"attn.{name}={value} must be at least 1")
+            check_least(self, 1, "features", "redraw")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention
+from lra.models.attention.base import Attention, check_least
 
 
 @ATTENTIONS.register("rabe_staats", exact=True, cost="N²", ragged=False, paper="Rabe and Staats 2021, arXiv 2112.05682")
@@ -31,9 +30,7 @@ class RabeStaatsAttention(Attention):
         key_chunk: int = 4096  # keys at a time
 
         def __post_init__(self) -> None:
-            for name in ("query_chunk", "key_chunk"):
-                if (value := getattr(self, name)) < 1:
-                    raise UsageError(f"attn.{name}={value} must be at least 1")
+            check_least(self, 1, "query_chunk", "key_chunk")
 
     def resolve(self, device: torch.device, precision: str) -> str:
         config = self.config

@@ -11,7 +11,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import Attention, AttentionSpec, check_least
 
 
 @ATTENTIONS.register(
@@ -33,7 +33,7 @@ class SmyrfAttention(Attention):
         hashes: int = 2  # rounds
 
         def __post_init__(self) -> None:
-            lsh.check_options(self, "cluster", "hashes")
+            check_least(self, 1, "cluster", "hashes")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
