@@ -154,7 +154,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         del data, batches  # with what they hold on the GPU
     else:
         steps, work = iter(batches), _work(batches, watch.measured)
-    loop = (_captured if captures else _eager)(run, module, step, steps)
+    loop = (_captured if captures else _eager)(module, step, steps)
     watch.start()
     for _ in loop:
         if watch.tick():
@@ -163,7 +163,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     return Loop(module, *work, float(step.total) / watch.done, loop)
 
 
-def _captured(_: RunConfig, module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
+def _captured(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
     optimizer = step.optimizer(module)
     step.engine = engine = step.capture(module, optimizer)
     step.total = engine.total
@@ -175,8 +175,8 @@ def _captured(_: RunConfig, module: TaskModule, step: Step, steps: Iterable[list
         yield
 
 
-def _eager(run: RunConfig, module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
-    optimizer = step.optimizer(module)
+def _eager(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
+    run, optimizer = step.run, step.optimizer(module)
     step.total = torch.zeros((), device=module.device)
     for number, batches in enumerate(steps):
         seed, rate = step.begin(number)

@@ -4,7 +4,7 @@ need: attentions at equal compression, and batches with a padding mask."""
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
@@ -13,14 +13,26 @@ PASSES = ("forward", "backward", "both")
 MASKED = 20  # tokens by which a sequence is shorter than N, at most
 COMPRESSION, MOST_KEYS = 8, 256  # a query's keys: N / 8, or 256 if that is less
 
+
+class Setting(NamedTuple):
+    """Of appendix E.6."""
+
+    dropout: float
+    ragged: str  # of AttentionOptions
+    tables: tuple[int, int, int]  # forward, backward and both
+
+
 E6 = {"lengths": tuple(2**i for i in range(7, 17)), "head_dims": (64,), "batch": 16, "heads": 8}
-# (dropout, mask) -> its tables: forward, backward and both
-TRIPLES = {(0.1, "mask"): (9, 10, 11), (0.0, "mask"): (12, 13, 14), (0.1, "false"): (15, 16, 17),
-           (0.0, "false"): (18, 19, 20)}  # fmt: skip
+SETTINGS = {
+    "dropout-mask": Setting(0.1, "mask", (9, 10, 11)),
+    "mask": Setting(0.0, "mask", (12, 13, 14)),
+    "dropout": Setting(0.1, "false", (15, 16, 17)),
+    "plain": Setting(0.0, "false", (18, 19, 20)),
+}
 RUNTIME = {
-    str(number): E6 | {"dropout": (dropout,), "ragged": ragged, "passes": (name,)}
-    for (dropout, ragged), numbers in TRIPLES.items()
-    for number, name in zip(numbers, PASSES, strict=True)
+    str(number): E6 | {"dropout": (setting.dropout,), "ragged": setting.ragged, "passes": (name,)}
+    for setting in SETTINGS.values()
+    for number, name in zip(setting.tables, PASSES, strict=True)
 }
 TABLES: dict[str | None, dict[str, Any]] = {
     None: {},

@@ -20,12 +20,10 @@ from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
 from lra.bench.options import parse, shown
-from lra.bench.presets import PASSES
+from lra.bench.presets import PASSES, SETTINGS
 from lra.config.registry import unknown
 from lra.errors import UsageError
 
-# setting -> its tables in the paper: forward, backward and both
-SETTINGS = {"dropout-mask": (9, 10, 11), "mask": (12, 13, 14), "dropout": (15, 16, 17), "plain": (18, 19, 20)}
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
 # of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
@@ -56,7 +54,7 @@ class Options:
     def setting(self, name: str) -> AttentionOptions:
         """One setting, as options of `lra bench attention`."""
         fields: dict[str, Any] = {
-            "table": SETTINGS[name][0], "passes": PASSES, "attns": self.attns, "lengths": self.lengths,
+            "table": SETTINGS[name].tables[0], "passes": PASSES, "attns": self.attns, "lengths": self.lengths,
             "batch": self.batch, "heads": self.heads, "head_dims": self.head_dim, "dtypes": self.dtype,
         }  # fmt: skip
         texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
@@ -150,14 +148,13 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
 
 def setting_of(record: dict[str, Any]) -> str:
     """The setting that a record is of."""
-    return {(True, "mask"): "dropout-mask", (False, "mask"): "mask", (True, "false"): "dropout"}.get(
-        (record["dropout"] > 0, record["ragged"]), "plain"
-    )
+    dropped, ragged = record["dropout"] > 0, record["ragged"]
+    return next(name for name, s in SETTINGS.items() if (s.dropout > 0, s.ragged) == (dropped, ragged))
 
 
 def numbered(records: Records) -> Iterator[Rows]:
     """The paper's tables, those of which something was measured."""
-    for setting, numbers in SETTINGS.items():
+    for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
             if chosen := [r for r in records if setting_of(r) == setting and r["pass"] == name]:
                 yield from attention.tables(chosen, str(number))

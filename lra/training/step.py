@@ -93,10 +93,10 @@ class Step:
         run, trainer = self.run, module.trainer
         step, optimizer = trainer.global_step, module.optimizers()
         seed, rate = self.begin(step, trainer.global_rank)
-        if self.captures(module, module.device):
-            if self.engine is None:
-                self.engine = self.capture(module, cast(LightningOptimizer, optimizer).optimizer)
-                self.total = self.engine.total
+        if self.engine is None and self.captures(module, module.device):
+            self.engine = self.capture(module, cast(LightningOptimizer, optimizer).optimizer)
+            self.total = self.engine.total
+        if self.engine is not None:
             self.engine.begin(seed, rate)
             for batch in batches:
                 self.engine.add(batch)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.errors import UsageError
+from lra.kernels import effective_dropout
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS, Capabilities
 
@@ -81,6 +82,11 @@ class Attention(nn.Module):
         if self.facts.needs_gpu and device.type != "cuda":
             self._refuse("GPUs only", operator.not_, "needs_gpu")
         return self.name
+
+    @property
+    def dropout_rate(self) -> float:
+        """The share of probabilities that is dropped now: 0 at evaluation."""
+        return effective_dropout(self.spec.dropout) if self.training else 0.0
 
     def dropout_seed(self, batch: Batch) -> Tensor | None:
         """The seed of this layer's dropout in this step, int64 on the device; None where nothing is dropped."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, check_least
 
@@ -49,8 +48,7 @@ class LinformerAttention(Attention):
         k_BHKD = self._project(k_BNHD, self.projections[0])
         v_BHKD = self._project(v_BNHD, self.projections[-1])
         p_BHNK = (q_BHND @ k_BHKD.transpose(2, 3) * self.spec.head_dim**-0.5).softmax(-1)
-        if self.training and self.spec.dropout:
-            p_BHNK = F.dropout(p_BHNK, effective_dropout(self.spec.dropout))
+        p_BHNK = F.dropout(p_BHNK, self.dropout_rate)
         o_BNHD = (p_BHNK.to(v.dtype) @ v_BHKD).transpose(1, 2)
         return batch.unpad(o_BNHD.masked_fill(past_BN11, 0))
 

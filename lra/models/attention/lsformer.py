@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, check_least
 
@@ -73,8 +72,7 @@ class LongShortAttention(Attention):
         near_BSHWJ = near_BSHWJ.masked_fill(~seen_BSJ[:, :, None, None], torch.finfo(near_BSHWJ.dtype).min)
         far_BSHWR = torch.einsum("bswhd,brhd->bshwr", q_BSWHD, k_BRHD)
         p_BSHWC = torch.cat([near_BSHWJ, far_BSHWR], -1).to(_precise(q)).softmax(-1)
-        if self.training and self.spec.dropout:
-            p_BSHWC = F.dropout(p_BSHWC, effective_dropout(self.spec.dropout))
+        p_BSHWC = F.dropout(p_BSHWC, self.dropout_rate)
         near_BSHWJ, far_BSHWR = p_BSHWC.to(v.dtype).split((2 * w, self.config.landmarks), -1)
         o_BSWHD = torch.einsum("bshwj,bshdj->bswhd", near_BSHWJ, v_BSHDJ)
         o_BSWHD = o_BSWHD + torch.einsum("bshwr,brhd->bswhd", far_BSHWR, v_BRHD)

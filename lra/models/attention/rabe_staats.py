@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, check_least
 
@@ -49,7 +48,7 @@ class RabeStaatsAttention(Attention):
 
     def _attend(self, q_BHMD: Tensor, keys: list[Any]) -> Tensor:
         """One chunk of queries, `[B, H, M, D]` in fp32."""
-        dropout = effective_dropout(self.spec.dropout) if self.training else 0.0
+        dropout = self.dropout_rate
         # The generator's state is kept, so that the backward pass draws the mask again. The kernels' mask, a function
         # of the place alone, would need no state, but Philox in int64 tensors takes many times longer than the rest.
         summaries = [

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS, lsh
 from lra.models.attention.base import Attention, AttentionSpec, check_least
 
@@ -62,7 +61,6 @@ class ReformerAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         size = min(self.config.bucket, batch.max_length)
-        dropout = effective_dropout(self.spec.dropout) if self.training else 0.0
         with torch.autocast(q.device.type, enabled=False):  # hashes, norms, logits and merging are in fp32
             q, v = (lsh.pad_rows(x, batch, size) for x in (q, v))
             order = lsh.sort_rows(self._hash(q, batch), batch)
@@ -73,7 +71,7 @@ class ReformerAttention(Attention):
             scores = (q @ k.mT).float() * self.spec.head_dim**-0.5
             place = torch.arange(2 * size, device=q.device)
             scores = scores.masked_fill(place == place[size:, None], SELF)
-            o, total = lsh.attend(scores, v, _with_previous(real_BCS1).squeeze(-1), dropout)
+            o, total = lsh.attend(scores, v, _with_previous(real_BCS1).squeeze(-1), self.dropout_rate)
             o = lsh.merge(o, total, order)
         return lsh.unpad_rows(o, batch)
 

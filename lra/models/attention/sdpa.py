@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lra.batch import Batch
 from lra.errors import UsageError
-from lra.kernels import effective_dropout, flash_attention
+from lra.kernels import flash_attention
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
@@ -40,23 +40,19 @@ class SdpaAttention(Attention):
         if q.is_cuda:
             return attend_packed(self._varlen, q, k, v, batch)
         sequences = {"start": batch.start, "length": batch.length, "max_length": batch.max_length}
-        return flash_attention(q, k, v, **sequences, dropout=self._dropout, impl="sdpa")
+        return flash_attention(q, k, v, **sequences, dropout=self.dropout_rate, impl="sdpa")
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same: no mask, no copy."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self._dropout).transpose(1, 2)
-
-    @property
-    def _dropout(self) -> float:
-        return effective_dropout(self.spec.dropout) if self.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_rate).transpose(1, 2)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         # what PyTorch's nested tensors call; its public varlen_attn has no dropout
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, max_length, max_length, self._dropout, False, False, scale=q.shape[-1] ** -0.5
+            q, k, v, bounds, bounds, max_length, max_length, self.dropout_rate, False, False, scale=q.shape[-1] ** -0.5
         )[0]
 
 

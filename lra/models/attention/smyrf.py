@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS, lsh
 from lra.models.attention.base import Attention, AttentionSpec, check_least
 
@@ -51,7 +50,6 @@ class SmyrfAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         size = min(self.config.cluster, batch.max_length)
-        dropout = effective_dropout(self.spec.dropout) if self.training else 0.0
         with torch.autocast(q.device.type, enabled=False):  # hashes, norms, logits and merging are in fp32
             q, k, v = (lsh.pad_rows(x, batch, size) for x in (q, k, v))
             q_order, k_order = (lsh.sort_rows(hashes, batch) for hashes in self._hash(q, k))
@@ -59,7 +57,7 @@ class SmyrfAttention(Attention):
             k, v = (lsh.sorted_chunks(x.to(v.dtype), k_order, size) for x in (k, v))
             scores = (q @ k.mT).float() * self.spec.head_dim**-0.5
             real_BCS = lsh.real_rows(batch, q_order.shape[-1]).unflatten(1, (-1, size))
-            o, total = lsh.attend(scores, v, real_BCS, dropout)
+            o, total = lsh.attend(scores, v, real_BCS, self.dropout_rate)
             o = lsh.merge(o, total, q_order)
         return lsh.unpad_rows(o, batch)
 

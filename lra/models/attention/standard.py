@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels import effective_dropout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
@@ -25,8 +24,7 @@ class StandardAttention(Attention):
         # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
         scores_BHNN = scores_BHNN.masked_fill(~real_BN[:, None, None, :], torch.finfo(scores_BHNN.dtype).min)
         p_BHNN = scores_BHNN.softmax(-1)
-        if self.training and self.spec.dropout:
-            p_BHNN = F.dropout(p_BHNN, effective_dropout(self.spec.dropout))
+        p_BHNN = F.dropout(p_BHNN, self.dropout_rate)
         o_BHND = p_BHNN.to(v.dtype) @ v_BHND
         o_BHND = o_BHND.masked_fill(~real_BN[:, None, :, None], 0)
         return o_BHND.transpose(1, 2).flatten(0, 1)
