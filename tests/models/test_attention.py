@@ -225,8 +225,8 @@ def test_a_checkpoint_holds_all_that_evaluation_and_the_next_step_need(subject):
 
 @subjects()
 def test_torch_compile_makes_one_graph_with_the_same_result_and_gradients(subject):
-    if subject.name == "flex":
-        pytest.skip("flex calls torch.compile itself")
+    if subject.name in (apart := {"flex": "calls torch.compile itself", "flash_attn": "is left out of graphs"}):
+        pytest.skip(f"{subject.name} {apart[subject.name]}")
     attention, batch = subject.build().train(), subject.batch()
     leaves = [x.requires_grad_() for x in subject.inputs()]
 

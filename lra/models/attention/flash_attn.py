@@ -50,6 +50,7 @@ class FlashAttnAttention(Attention):
     def resolve(self, device: torch.device, precision: str) -> str:
         return f"{super().resolve(device, precision)} by {library().name}"
 
+    @torch.compiler.disable  # version 3's operators have no meta kernels to trace with
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         return attend_packed(library().varlen, q, k, v, batch)
