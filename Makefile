@@ -42,10 +42,11 @@ lint: $(READY)  ## ruff and pyright
 	@$(PY) -m ruff format --check
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
-docs: $(READY)  ## make README.md's tables, docs/attentions.md and docs/fig3.md anew from measurements and sources
+docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
 	@$(PY) benchmarks/readme.py
 	@$(PY) -m benchmarks.attentions
 	@$(PY) -m benchmarks.fig3
+	@$(PY) -m benchmarks.training
 
 clean:  ## remove the environment, builds and caches; checkpoints and prepared data stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

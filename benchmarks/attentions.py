@@ -7,7 +7,6 @@ With --check nothing is written, and the exit code is 1 if docs/attentions.md is
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import importlib
@@ -19,14 +18,14 @@ import tokenize
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import table
 from lra.config.registry import Entry
 from lra.models.attention import ATTENTIONS, Capabilities
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "attentions.md"
+PAGE = pages.ROOT / "docs" / "attentions.md"
 KEYS = 256  # what a query costs in the micro-benchmarks of FlashAttention's appendix E.6, from N = 2048 on
 NOT_SHOWN = ("fmt:", "type:", "noqa", "pyright:")  # comments for tools
 HEADER = (
@@ -46,7 +45,7 @@ def page() -> str:
     entries = ATTENTIONS.builtins().values()
     header = ("attention", "cost", "exact", "dropout", "ragged", "head dimensions", "dtypes", "needs")
     rows = [_row(entry, ATTENTIONS.declared(entry)) for entry in entries]
-    return "\n".join([HEADER, _table(header, rows), *(_section(entry) for entry in entries)])
+    return "\n".join([HEADER, table(header, rows), *(_section(entry) for entry in entries)])
 
 
 def _row(entry: Entry, facts: Capabilities) -> Sequence[str]:
@@ -88,7 +87,7 @@ def _section(entry: Entry) -> str:
         *(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(cls.__doc__).split("\n\n")),
         f"{facts.paper}. Source: [{source}](../{source}).",
         " ".join(limits),
-        _table(("option", "type", "default", "what"), rows) if rows else "No options.",
+        table(("option", "type", "default", "what"), rows) if rows else "No options.",
         f"At the cost of {KEYS} keys for each query: {sized}." if sized else "No option sets what a query costs.",
     ]
     return "\n\n".join(parts)
@@ -151,22 +150,8 @@ def _value(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make docs/attentions.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
-    check = parser.parse_args(arguments).check
-    made = page() + "\n"
-    if check and (not PAGE.exists() or PAGE.read_text(encoding="utf-8") != made):
-        print("docs/attentions.md is stale: run make docs", file=sys.stderr)
-        return 1
-    if not check:
-        PAGE.write_text(made, encoding="utf-8")
-    return 0
+    return pages.main(lambda: {PAGE: page() + "\n"}, arguments)
 
 
 if __name__ == "__main__":

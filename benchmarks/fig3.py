@@ -7,20 +7,19 @@ With --check nothing is written, and the exit code is 1 if the page or a figure 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import table
 from lra.bench import plots
 from lra.experiments import fig3
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "fig3"
-PAGE, FIGURES = ROOT / "docs" / "fig3.md", ROOT / "docs" / "fig3"
+RESULTS = pages.RESULTS / "fig3"
+PAGE, FIGURES = pages.ROOT / "docs" / "fig3.md", pages.ROOT / "docs" / "fig3"
 # the paper's Figure 3: runtime of both passes with dropout and mask, and memory
 DRAWN = (("dropout-mask", "runtime"), ("plain", "runtime"), ("plain", "memory"))
 
@@ -61,27 +60,17 @@ def _figure(setting: str, what: str) -> str:
 def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
     """A table without the columns that are the same everywhere."""
     shown = [i for i, name in enumerate(header) if header[0] != "dtype" or i > 4 or name == "N"]
-    lines = [[line[i] for i in shown] for line in (header, ["---"] * len(header), *rows)]
-    return "\n".join([f"## {title[0].upper()}{title[1:]}", "", *(f"| {' | '.join(line)} |" for line in lines)])
+    kept, *lines = ([line[i] for i in shown] for line in (header, *rows))
+    return f"## {title[0].upper()}{title[1:]}\n\n{table(kept, lines)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make docs/fig3.md and its figures.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is stale")
-    check = parser.parse_args(arguments).check
+def make() -> dict[Path, str]:
+    """The text of each file."""
     results = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in fig3.SETTINGS]
     records = [record for result in results for record in result["cells"]]
-    made = {PAGE: page(records, results[0]["environment"])}
-    made |= {FIGURES / name: text for name, text in figures(records).items()}
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if check and stale:
-        print(f"{stale[0].relative_to(ROOT)} is stale: run make docs", file=sys.stderr)
-        return 1
-    for path in () if check else stale:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(made[path], encoding="utf-8")
-    return 0
+    drawn = {FIGURES / name: text for name, text in figures(records).items()}
+    return {PAGE: page(records, results[0]["environment"])} | drawn
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(make))

@@ -28,7 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = ("-attention", "-exactness", "-io", "-learnability", "-prepare", "-profile")  # ends of what is no run
+OTHERS = (
+    "-attention",
+    "-exactness",
+    "-io",
+    "-learnability",
+    "-learning",
+    "-prepare",
+    "-profile",
+    "-step",
+)  # ends of what is no run
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared

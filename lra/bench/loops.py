@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import pytorch_lightning as pl
 import torch
@@ -102,31 +102,34 @@ class Loop(NamedTuple):
     further: Iterator[None]  # goes on with a step at each `next`; none of `fit`
 
 
-class _Watched(pl.Callback):
-    def __init__(self, watch: Stopwatch):
-        self.watch = watch
+class _Watched(Step):
+    """Step that is timed."""
 
-    def on_train_start(self, *_: Any) -> None:
-        self.watch.start()
+    def __init__(self, run: RunConfig, watch: Stopwatch):
+        super().__init__(run)
+        self.watch, self.ended = watch, False
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop = self.watch.tick()
+    def __call__(self, module: TaskModule, batches: list[Batch]) -> None:
+        if module.trainer.global_step == 0:
+            self.watch.start()
+        super().__call__(module, batches)
+        if not self.ended and self.watch.tick():
+            module.trainer.should_stop = self.ended = True
 
 
 def fit(composed: Composed, watch: Stopwatch) -> Loop:
     """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
     data, module = build(composed.config)
+    module.step = _Watched(composed.config, watch)
     directory = RunDirectory(composed)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
         directory.path, directory.curves = Path(folder), Path(folder, "metrics.csv")
         trainer, _ = make_trainer(composed.config, directory)
         trainer.limit_val_batches = 0
-        kept = [callback for callback in trainer.callbacks if not isinstance(callback, Narrator)]  # type: ignore[attr-defined]
-        trainer.callbacks = [*kept, _Watched(watch)]  # type: ignore[attr-defined]
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)
-    loss = trainer.callback_metrics.get("train/loss")
     work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
-    return Loop(module, *work, None if loss is None else float(loss), iter(()))
+    return Loop(module, *work, cast(Step, module.step).logged, iter(()))
 
 
 def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
@@ -153,7 +156,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         work = rows, rows
         del data, batches  # with what they hold on the GPU
     else:
-        steps, work = iter(batches), _work(batches, watch.measured)
+        steps, work = itertools.chain.from_iterable(batches), _work(batches, watch.measured)
     loop = (_captured if captures else _eager)(module, step, steps)
     watch.start()
     for _ in loop:

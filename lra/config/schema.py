@@ -104,6 +104,11 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; under torchrun its number counts
 
+    @property
+    def stride(self) -> int:
+        """Steps that are one batch to Lightning, whose loop around a batch takes as long as a small model's step."""
+        return max(count for count in range(1, 11) if self.log_every % count == 0)
+
     def __post_init__(self) -> None:
         if min(self.steps, self.eval_every, self.log_every, self.devices) < 1:
             raise UsageError("trainer.steps, eval_every, log_every and devices must be at least 1")

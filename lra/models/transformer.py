@@ -17,6 +17,7 @@ from lra.config.schema import ModelConfig
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import drop, row_keys
+from lra.models.embedding import Embedding
 from lra.models.positions import LearnedPositions, SinusoidalPositions, angles, axis_sizes, coordinates, rotate
 
 
@@ -72,7 +73,7 @@ class Encoder(nn.Module):
         self.config, self.grid = config, grid
         self.prefix = vocabulary if config.pooling == "cls" else None
         longest = max_length + (self.prefix is not None)
-        self.embedding = nn.Embedding(vocabulary + (self.prefix is not None), config.d_model)
+        self.embedding = Embedding(vocabulary + (self.prefix is not None), config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.embedding_std)
         sizes = axis_sizes(config.axes, longest, grid)
         self.positions: nn.Module | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
-from lra.data.split import Examples, Split
+from lra.data.split import IGNORED, Examples, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -40,10 +41,11 @@ class Rank:
 
 
 class TrainBatches:
-    """The rest of training as one endless pass: item `step` is this rank's micro-batches of that step.
+    """The rest of training as one endless pass, whose items are `stride` steps in a row.
 
-    It starts at the step that `current` names, so a resumed run goes on with the same sequences. `few_shapes`: packed
-    batches are filled up, to multiples of less than a twelfth of their rows.
+    A step is this rank's micro-batches of it, made when they are asked for. The pass starts at the step that `current`
+    names, so a resumed run goes on with the same sequences. With `few_shapes` packed batches are filled up, see
+    `_multiple`.
     """
 
     def __init__(
@@ -52,16 +54,18 @@ class TrainBatches:
     ):  # fmt: skip
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
         self.share, self.micro = run.batch.divide(rank.world)
-        first = self.step(0)[0] if few_shapes else None
-        if first is not None and not first.padded:
-            self.gather = {**gather, "multiple": 1 << (first.tokens.numel() // 12).bit_length() - 1}
+        if few_shapes:
+            self.gather = {**gather, "multiple": _multiple(self.step(0)[0])}
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        for step in range(self.current(), self.run.trainer.steps):
-            yield self.step(step)
+    def __iter__(self) -> Iterator[Iterator[list[Batch]]]:
+        step, config = self.current(), self.run.trainer
+        while step < config.steps:
+            end = min(step - step % config.stride + config.stride, config.steps)
+            yield map(self.step, range(step, end))
+            step = end
 
     def __len__(self) -> int:
-        return self.run.trainer.steps
+        return math.ceil(self.run.trainer.steps / self.run.trainer.stride)
 
     def step(self, step: int) -> list[Batch]:
         rows = order.rows(self.run.seed, step, self.run.batch.size, len(self.split))
@@ -79,11 +83,13 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """This rank's share of a split, in order; every sequence once over all ranks."""
+    """This rank's share of a split, in order; every sequence once over all ranks. `few_shapes`: as in training."""
 
-    def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any]):
+    def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any], few_shapes: bool = False):
         self.split, self.size, self.rank, self.gather = split, size, rank, gather
         self.rows = np.arange(rank.rank, len(split), rank.world)
+        if few_shapes and len(self.rows):
+            self.gather = {**gather, "multiple": _multiple(next(iter(self)))}
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.size)
@@ -91,6 +97,11 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for i in range(0, len(self.rows), self.size):
             yield self.split.gather(self.rows[i : i + self.size], self.rank.device, **self.gather)
+
+
+def _multiple(batch: Batch) -> int:
+    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s."""
+    return 1 if batch.padded else 1 << (batch.tokens.numel() // 12).bit_length() - 1
 
 
 class TaskData(pl.LightningDataModule):
@@ -203,10 +214,9 @@ class TaskData(pl.LightningDataModule):
         return (self.parts | (self.resident or {}))[name]
 
     def train_dataloader(self) -> TrainBatches:
-        module, rank = cast(TaskModule, self.trainer.lightning_module), self._rank()
         return TrainBatches(
-            self._part("train"), self.run, rank, self._gather(), lambda: self.trainer.global_step,
-            few_shapes=module.step.captures(module, rank.device),
+            self._part("train"), self.run, self._rank(), self._gather(), lambda: self.trainer.global_step,
+            few_shapes=self._captures(),
         )  # fmt: skip
 
     def val_dataloader(self) -> EvalBatches:
@@ -216,7 +226,11 @@ class TaskData(pl.LightningDataModule):
         return [self._eval(name) for name in self.test_sets]
 
     def _eval(self, name: str) -> EvalBatches:
-        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._gather())
+        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._gather(), self._captures())
+
+    def _captures(self) -> bool:
+        module = cast(TaskModule, self.trainer.lightning_module)
+        return module.step.captures(module, self._rank().device)
 
     def _rank(self) -> Rank:
         return Rank(self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device)
@@ -250,6 +264,8 @@ def check_data_seed(config: Any) -> None:
 class OptimisationStep(Protocol):
     """What `lra.training` hands in: how to update a module's weights with this rank's micro-batches."""
 
+    logged: float | None  # the loss, as it was logged last
+
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer: ...
 
     def captures(self, module: nn.Module, device: torch.device) -> bool: ...
@@ -276,11 +292,13 @@ class TaskModule(pl.LightningModule):
             run.model, run.attn, vocabulary=len(self.Data.vocabulary), max_length=run.task.max_length, grid=self.grid()
         )
         self.model = Transformer(encoder, self.head())
-        scored = ("val", *self.Data.test_sets)
+        self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
+        self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
+        splits = ("val", *self.Data.test_sets)
         self.accuracy = nn.ModuleDict(
-            {name: MulticlassAccuracy(self.facts.classes, average="micro") for name in scored}
+            {name: MulticlassAccuracy(self.facts.classes, average="micro") for name in splits}
         )
-        self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in scored})
+        self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in splits})
 
     def grid(self) -> tuple[int, int] | None:
         """Height and width where the tokens are pixels."""
@@ -297,33 +315,36 @@ class TaskModule(pl.LightningModule):
         """Cross-entropy summed over the batch, without what fills it up."""
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
-    def training_step(self, batches: list[Batch], _: int) -> None:
-        self.step(self, batches)
+    def training_step(self, steps: Iterator[list[Batch]], _: int) -> None:
+        for batches in steps:
+            self.step(self, batches)
 
     def configure_optimizers(self) -> Any:
         return self.step.optimizer(self)
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        self._score("val", batch)
+        self.scored["val"].append((self.evaluate(batch), batch.label))
 
     def test_step(self, batch: Batch, _: int, dataloader_idx: int = 0) -> None:
-        self._score(self.Data.test_sets[dataloader_idx], batch)
+        self.scored[self.Data.test_sets[dataloader_idx]].append((self.evaluate(batch), batch.label))
 
-    def _score(self, split: str, batch: Batch) -> None:
-        scores = self(batch)
-        self.accuracy[split](scores, batch.label)
-        self.mean_loss[split](F.cross_entropy(scores, batch.label), len(batch.label))
-        for name, metrics in (("accuracy", self.accuracy), ("loss", self.mean_loss)):
-            metric = cast(Metric, metrics[split])
-            self.log(
-                f"{split}/{name}",
-                metric,
-                logger=False,
-                on_step=False,
-                on_epoch=True,
-                batch_size=len(batch.label),
-                add_dataloader_idx=False,
-            )
+    def on_validation_epoch_end(self) -> None:
+        self._score("val")
+
+    def on_test_epoch_end(self) -> None:
+        for split in self.Data.test_sets:
+            self._score(split)
+
+    def _score(self, split: str) -> None:
+        """The metrics of all batches at once: of each alone they would take as long as a small model."""
+        accuracy, loss = cast(Metric, self.accuracy[split]), cast(Metric, self.mean_loss[split])
+        if batches := self.scored.pop(split, []):  # a rank may have none
+            scores, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
+            accuracy.update(scores, labels)
+            loss.update(F.cross_entropy(scores, labels, reduction="none"))
+        for name, metric in (("accuracy", accuracy), ("loss", loss)):
+            self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lra"] = self.identity()

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 from rich.console import Console
 
 from lra.config.schema import RunConfig
-from lra.tasks.base import TaskData
+from lra.tasks.base import TaskData, TaskModule
 from lra.training.curves import record
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -22,32 +22,31 @@ class Clock(pl.Callback):
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
-        self._started: float | None = None
+        self._started: tuple[float, int] | None = None  # when, and after which step
 
-    def start(self) -> None:
-        self._started = time.perf_counter()
+    def start(self, trainer: pl.Trainer) -> None:
+        self._started = time.perf_counter(), trainer.global_step
 
-    def stop(self) -> None:
+    def stop(self, trainer: pl.Trainer) -> None:
         if self._started is not None:
-            self.seconds += time.perf_counter() - self._started
+            _synchronize(trainer)
+            began, step = self._started
+            self.seconds += time.perf_counter() - began
+            self.steps += trainer.global_step - step
             self._started = None
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self._started is None:  # the first step compiles and allocates: it is not counted
-            self.start()
-        else:
-            self.steps += 1
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._started is None:  # the first steps compile, allocate and capture: they are not counted
+            self.start(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        _synchronize(trainer)
-        self.stop()
+        self.stop(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        _synchronize(trainer)
-        self.stop()
+        self.stop(trainer)
 
-    def on_validation_end(self, *_: Any) -> None:
-        self.start()
+    def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.start(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "steps": self.steps}
@@ -57,10 +56,18 @@ class Clock(pl.Callback):
 
 
 class Progress(RichProgressBar):
-    """Lightning's bar without what means nothing here: the number of the only epoch and the logger's version."""
+    """Lightning's bar, in steps, with the training loss, without the only epoch's number and the logger's version."""
 
-    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {key: value for key, value in super().get_metrics(*args, **kwargs).items() if key != "v_num"}
+    @property
+    def total_train_batches(self) -> int:
+        return self.trainer.max_steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args[:-1], batch_idx=trainer.global_step - 1)
+
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        logged = cast(TaskModule, pl_module).step.logged
+        return {} if logged is None else {"train/loss": logged}
 
     def _get_train_description(self, current_epoch: int) -> str:
         return "training"
@@ -69,19 +76,25 @@ class Progress(RichProgressBar):
 class Narrator(pl.Callback):
     """One line when the first steps show what the run will cost, and one per validation."""
 
-    PROBE = (20, 40)  # the steps between which the pace is measured: most graphs are captured before
+    PROBE = 20  # steps over which the pace is measured, after as many: most graphs are captured before
 
     def __init__(self, run: RunConfig):
-        self.run, self.seen, self.began = run, 0, 0.0
+        self.run = run
+        self.stamps: list[tuple[float, int]] = []  # when, and after which step
+        self.next = 0  # the step after which the next one is made
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.next = trainer.global_step + self.PROBE
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.seen += 1
-        if self.seen == self.PROBE[0]:
-            _synchronize(trainer)
-            self.began = time.perf_counter()
-        elif self.seen == self.PROBE[1] and trainer.is_global_zero:
-            _synchronize(trainer)
-            pace = (time.perf_counter() - self.began) / (self.PROBE[1] - self.PROBE[0])
+        if len(self.stamps) == 2 or trainer.global_step < self.next:
+            return
+        _synchronize(trainer)
+        self.stamps.append((time.perf_counter(), trainer.global_step))
+        self.next = trainer.global_step + self.PROBE
+        if len(self.stamps) == 2 and trainer.is_global_zero:
+            (began, first), (ended, last) = self.stamps
+            pace = (ended - began) / (last - first)
             left = (self.run.trainer.steps - trainer.global_step) * pace
             expected = f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}"
             self._say(trainer, f"{expected}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]

@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from lra.batch import Batch
 
 
+def mark_rows(batch: Batch) -> None:
+    """What is compiled for a packed batch is compiled once, for all numbers of rows."""
+    for rows in () if batch.padded else (batch.tokens, batch.positions):
+        if rows is not None:
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
+
+
 class Graph:
     """A function without arguments or result. Its second call captures it; from then on it is replayed."""
 
@@ -81,15 +88,14 @@ class CapturedStep:
         shape = batch.tokens.numel(), batch.size, batch.max_length
         if shape not in self.micro_batches:
             static = dataclasses.replace(batch, seed=self.seed)
-            for rows in () if batch.padded else (static.tokens, static.positions):
-                if rows is not None:
-                    torch._dynamo.maybe_mark_dynamic(rows, 0)  # compiled once, for all numbers of rows
+            mark_rows(static)
             self.micro_batches[shape] = static, Graph(lambda: self._add(static), self.pool)
         static, graph = self.micro_batches[shape]
         if static.tokens is not batch.tokens:
-            for name in ("tokens", "start", "length", "label", "index", "positions"):
-                if getattr(static, name) is not None:
-                    getattr(static, name).copy_(getattr(batch, name))
+            static.label.copy_(batch.label)
+            rest = ("tokens", "start", "length", "index", *(() if batch.positions is None else ("positions",)))
+            there, here = ([getattr(each, name) for name in rest] for each in (static, batch))
+            torch._foreach_copy_(there, here)  # pyright: ignore[reportPrivateImportUsage]  # all int32: one launch
         graph()
 
     def finish(self) -> None:

@@ -179,10 +179,10 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         **hardware(run),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
-        val_check_interval=run.trainer.eval_every,
+        val_check_interval=run.trainer.eval_every // run.trainer.stride,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        log_every_n_steps=run.trainer.log_every,
+        log_every_n_steps=1,  # of batches, with the module.log of which nothing is logged here
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
@@ -191,7 +191,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         callbacks=[
             clock,
             Narrator(run),
-            *([Progress(refresh_rate=10)] if console.is_terminal else []),
+            *([Progress()] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),
         ],
@@ -265,6 +265,7 @@ def quiet() -> None:
     """Lightning's greetings, and its warnings about what is meant so."""
     for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
     warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)

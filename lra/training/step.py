@@ -18,8 +18,8 @@ from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
-from lra.training.engine import CapturedStep
-from lra.training.seeding import derive
+from lra.training.engine import CapturedStep, mark_rows
+from lra.training.seeding import derive, seed_generators
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -71,6 +71,7 @@ class Step:
     def __init__(self, run: RunConfig):
         self.run = run
         self.total: Tensor | None = None  # summed loss since the last logged one, on the device
+        self.logged: float | None = None  # mean loss of a step, as it was logged last
         self.engine: CapturedStep | None = None
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -108,7 +109,7 @@ class Step:
 
     def begin(self, step: int, rank: int = 0) -> tuple[int, float]:
         """Seeds PyTorch's generator for a step; returns the seed that batches carry, and the learning rate."""
-        torch.manual_seed(derive(self.run.seed, "dropout", step, rank))
+        seed_generators(derive(self.run.seed, "dropout", step, rank))
         return derive(self.run.seed, "attention", step), learning_rate(self.run.optim, step, self.run.trainer.steps)
 
     def _run(self, module: TaskModule, batches: list[Batch], seed: Tensor, rate: float) -> None:
@@ -129,6 +130,13 @@ class Step:
         assert isinstance(optimizer, AdamW)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))  # /tmp is emptied
         run, compiled = self.run, torch.compile(module.loss)
+        evaluate = torch.compile(module.forward)  # not captured: validation is not where a run's time goes
+
+        def scores(batch: Batch) -> Tensor:
+            mark_rows(batch)
+            return evaluate(batch)
+
+        module.evaluate = scores
 
         def loss(batch: Batch) -> Tensor:
             # what autocast keeps of the weights would be this step's in every later one
@@ -151,7 +159,7 @@ class Step:
         assert self.total is not None
         mean = module.trainer.strategy.reduce(self.total / self.run.trainer.log_every, reduce_op="sum").item()
         self.total.zero_()
-        module.log("train/loss", mean, prog_bar=True, logger=False)
+        self.logged = mean  # not by module.log: Lightning would fetch it from the device in every step
         record(module.trainer, {"train/loss": mean, "lr": rate})
         if not math.isfinite(mean):
             raise NotFinite(f"the training loss is {mean} at step {step}: lower optim.lr, or set optim.clip=1")

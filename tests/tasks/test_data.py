@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import lra
+from lra.batch import Batch
 from lra.data import listops, order
 from lra.data.split import Split
 from lra.errors import UsageError
@@ -202,11 +203,12 @@ def numbered(count: int) -> Split:
     return Split.from_offsets(np.arange(count, dtype=np.uint8), np.arange(count + 1), np.arange(count) % 10)
 
 
-def train_batches(rank: int, world: int, first: int = 0, **batch: int) -> TrainBatches:
+def train_batches(rank: int, world: int, first: int = 0, **batch: int) -> list[list[Batch]]:
     fields = {"size": 12} | batch
     run = run_of("task=listops", *SHORT, "trainer.steps=40", "seed=5", *(f"batch.{k}={v}" for k, v in fields.items()),
                  "trainer.eval_every=40", "trainer.log_every=40")  # fmt: skip
-    return TrainBatches(numbered(50), run, Rank(rank, world, CPU), WHOLE, lambda: first)
+    batches = TrainBatches(numbered(50), run, Rank(rank, world, CPU), WHOLE, lambda: first)
+    return [step for stride in batches for step in stride]
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 12), (1, 5), (2, 6), (2, 4), (3, 1), (3, 9)])
@@ -231,8 +233,8 @@ def test_an_epoch_holds_every_row_once():
 
 @pytest.mark.parametrize("first", [0, 3, 4, 5, 39, 40])
 def test_starting_at_a_step_goes_on_with_the_same_batches(first):
-    unbroken = list(train_batches(1, 2, micro=4))[first:]
-    resumed = list(train_batches(1, 2, first, micro=4))
+    unbroken = train_batches(1, 2, micro=4)[first:]
+    resumed = train_batches(1, 2, first, micro=4)
     assert len(resumed) == len(unbroken) == 40 - first
     for ours, theirs in zip(resumed, unbroken, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -264,7 +266,7 @@ def test_cls_pooling_puts_its_token_before_every_sequence(layout):
     plain.trainer, cls.trainer = trainer_of(plain.run), trainer_of(cls.run)
     token = len(listops.VOCABULARY)  # the id after the last
     pairs = [
-        *zip(next(iter(plain.train_dataloader())), next(iter(cls.train_dataloader())), strict=True),
+        *zip(plain.train_dataloader().step(0), cls.train_dataloader().step(0), strict=True),
         *zip(plain.val_dataloader(), cls.val_dataloader(), strict=True),
         *zip(plain.test_dataloader()[1], cls.test_dataloader()[1], strict=True),
     ]
@@ -291,7 +293,7 @@ def test_the_test_sets_come_in_the_order_of_their_names():
 def test_training_begins_at_the_trainers_step():
     data = data_of("task=listops", *SHORT)
     data.trainer = trainer_of(data.run, step=7)
-    (batch,) = next(iter(data.train_dataloader()))
+    ((batch,), *_) = next(iter(data.train_dataloader()))
     rows = order.rows(0, 7, 64, 300)
     assert batch.label.tolist() == data.parts["train"].labels[rows].tolist()
 
@@ -308,7 +310,7 @@ def digest(*args: str) -> str:
     data = data_of(*args)
     data.trainer = trainer_of(data.run)
     parts = hashlib.sha256(data.store.vocabulary_hash.encode())
-    for batch in next(iter(data.train_dataloader())):
+    for batch in data.train_dataloader().step(0):
         for field in (batch.tokens, batch.start, batch.length, batch.label):
             parts.update(field.numpy().tobytes())
     return parts.hexdigest()

@@ -13,7 +13,9 @@ from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
+from lra.training import fit as fit_module
 from lra.training import step as step_module
+from lra.training.callbacks import Clock
 from lra.training.checkpoints import read
 from lra.training.engine import CapturedStep
 from lra.training.fit import build, configure
@@ -143,6 +145,27 @@ def test_a_captured_run_resumes_on_a_gpu(small, monkeypatch):
     shared = ("trainer.accelerator=gpu", "attn.deterministic=true")
     whole, parts = small("name=whole", *shared), broken(small, monkeypatch, *shared)
     assert losses(parts)[-1:] == pytest.approx(losses(whole)[-1:], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["captured", "eager"])
+def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
+    class Strict(Clock):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            strict = trainer.global_step == 40  # after the first loss was logged; the second one is after 60
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+
+    monkeypatch.setattr(fit_module, "Clock", Strict)
+    gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60")
+    assert small(f"engine={engine}", *gpu)["engine"] == engine
+
+
+@pytest.mark.gpu
+def test_compiled_validation_scores_as_the_checkpoint_does(small):
+    result = small("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=20")
+    again = lra.test(f"init={result['directory']}", "trainer.accelerator=gpu")
+    assert again["test"]["accuracy"] == pytest.approx(result["test"]["accuracy"], abs=0.02)
+    assert again["test"]["loss"] == pytest.approx(result["test"]["loss"], rel=1e-3)
 
 
 def test_the_api_names_the_engine(small):

@@ -1,0 +1,173 @@
+"""Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
+
+    python benchmarks/learning.py [--part exact noise] [--seeds 3] [--out FILE] [field=value …]
+
+`exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches.
+`noise`: in bf16 with the recipe's dropout, test accuracy over several seeds. Runs share the GPUs that are visible, each
+in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lra import environment
+from lra.training.run import write
+
+EAGER = ("engine=eager",)
+# what differs from the first of each part
+VARIANTS = {
+    "exact": {
+        "eager": EAGER,
+        "captured": (),
+        "eager, padded": (*EAGER, "batch.layout=padded"),
+        "captured, padded": ("batch.layout=padded",),
+        "captured, 2 devices": ("trainer.devices=2",),
+        "eager, 2 devices": (*EAGER, "trainer.devices=2"),
+    },
+    "noise": {
+        "eager": EAGER,
+        "captured": (),
+        "captured, padded": ("batch.layout=padded",),
+        "captured, 2 devices": ("trainer.devices=2",),
+    },
+}
+FIELDS = {
+    "exact": ("trainer.precision=fp32", "model.dropout=0", "model.attn_dropout=0", "trainer.log_every=1",
+              "trainer.steps=200", "trainer.eval_every=200"),
+    "noise": (),
+}  # fmt: skip
+TASKS = {
+    "listops": ("recipe=xiong2021",),
+    "image": ("recipe=xiong2021", "trainer.steps=3000", "trainer.eval_every=500"),
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    part: str
+    task: str
+    variant: str
+    seed: int
+    args: tuple[str, ...]
+
+    @property
+    def devices(self) -> int:
+        return 2 if "trainer.devices=2" in self.args else 1
+
+
+class Pool:
+    """GPUs that jobs take and give back; without GPUs one place for one job."""
+
+    def __init__(self, count: int):
+        self.count, self.free, self.change = count, list(range(count)), threading.Condition()
+
+    def take(self, count: int) -> list[int]:
+        with self.change:
+            self.change.wait_for(lambda: len(self.free) >= count)
+            taken, self.free = self.free[:count], self.free[count:]
+            return taken
+
+    def give(self, gpus: list[int]) -> None:
+        with self.change:
+            self.free = sorted(self.free + gpus)
+            self.change.notify_all()
+
+
+def jobs(parts: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
+    """The longest first, so that no GPU waits for one of them in the end."""
+
+    def args(*given: str) -> tuple[str, ...]:
+        return tuple({arg.partition("=")[0]: arg for arg in given}.values())  # the last of a field counts
+
+    made = [
+        Job(part, task, name, seed, args(
+            f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
+        ))
+        for part in parts
+        for task in TASKS
+        for name, variant in VARIANTS[part].items()
+        for seed in range(seeds if part == "noise" else 1)
+    ]  # fmt: skip
+    return sorted(made, key=lambda job: (job.part == "exact", "engine=eager" not in job.args, -job.devices))
+
+
+def run(job: Job, pool: Pool) -> dict[str, Any]:
+    """What a run ended with: its test accuracy, or its losses of every step."""
+    gpus = pool.take(min(job.devices, pool.count))
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="lra-learning-") as folder:
+            command = [sys.executable, "-m", "lra", "fit", *job.args, "name=run"]
+            done = subprocess.run(command, cwd=folder, env=os.environ | visible, capture_output=True, text=True)
+            record = job._asdict()
+            files = list(Path(folder).rglob("result.json"))
+            if not files:
+                return record | {"status": "failed", "error": done.stderr[-2000:]}
+            result = json.loads(files[0].read_text(encoding="utf-8"))
+            record |= {key: result.get(key) for key in ("status", "error", "engine", "steps_per_second")}
+            if result["status"] != "finished":
+                return record
+            if job.part == "noise":
+                return record | {"accuracy": result["test"]["accuracy"], "plus_minus": result["test"]["plus_minus"]}
+            with files[0].with_name("metrics.csv").open(newline="") as file:
+                return record | {
+                    "losses": [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+                }
+    finally:
+        pool.give(gpus)
+
+
+def compare(records: list[dict[str, Any]]) -> None:
+    """How far the losses of a run are from those of the first variant of its part, if that has ended."""
+    reference = {r["task"]: r["losses"] for r in records if "losses" in r and r["variant"] == "eager"}
+    for record in records:
+        losses, expected = record.get("losses"), reference.get(record["task"])
+        if losses and expected:
+            record["difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Do engines, layouts and devices learn the same?")
+    parser.add_argument("--part", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    parser.add_argument("fields", nargs="*", metavar="field=value")
+    options = parser.parse_args(arguments)
+    pool = Pool(torch.cuda.device_count())
+    planned = jobs(options.part, options.seeds, options.fields)
+    records: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(max(1, torch.cuda.device_count())) as executor:
+        for future in as_completed([executor.submit(run, job, pool) for job in planned]):
+            records.append(future.result())
+            compare(records)
+            if options.out:  # rewritten after each run
+                result = {"environment": environment.describe(), "runs": records}
+                write(options.out, json.dumps(result, indent=1) + "\n")
+    for task, name in sorted({(r["task"], r["variant"]) for r in records}):
+        found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
+        accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]
+        mean = f"{100 * statistics.mean(accuracies):.2f}% over {len(accuracies)} seeds" if accuracies else ""
+        differences = [f"{r['difference']:.1e}" for r in found if "difference" in r]
+        failures = [r["status"] for r in found if r["status"] != "finished"]
+        print(task, f"{name}:", *differences, mean, *failures)
+    return int(any(record["status"] != "finished" for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

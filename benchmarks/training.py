@@ -1,0 +1,156 @@
+"""Makes docs/training.md of what was measured of training: make docs.
+
+    python -m benchmarks.training [--check]
+
+Of benchmarks/results: `<what>-step.json` of `lra bench step`, `equal-learning.json` of benchmarks/learning.py, and runs
+named `devices<n>`, whose speed is compared. With --check nothing is written, and the exit code is 1 if the page is not
+what would be.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import pages
+from benchmarks.pages import table
+from lra.bench.step import LOOPS
+
+PAGE = pages.ROOT / "docs" / "training.md"
+HEAD = (
+    "# Training: speed, and what does not depend on it\n\n<!-- made by benchmarks/training.py of benchmarks/results: "
+    "make docs -->\n\nA step is forward, backward and update of one batch, as `lra fit` takes it in steady state. "
+    "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
+    "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
+    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file."
+)
+GROUPS = (
+    "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
+    "kernels a little."
+)
+EXACT = (
+    "## Equal learning\n\nIn fp32 without dropout, 200 steps of one seed: the largest relative difference of any "
+    "step's loss to that of the eager engine on packed batches and one device."
+)
+NOISE = "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation, and each seed's."
+SCALING = "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`."
+
+
+def page() -> str:
+    """The whole text."""
+    steps = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(pages.RESULTS.glob("*-step.json"))]
+    parts = [HEAD, *_steps(steps)]
+    if (learning := pages.RESULTS / "equal-learning.json").exists():
+        parts += _learning(json.loads(learning.read_text(encoding="utf-8")))
+    parts += _scaling(sorted(pages.RESULTS.glob("*-devices*-s*.json")))
+    return "\n\n".join(parts) + "\n"
+
+
+def _steps(measured: Sequence[tuple[Path, dict[str, Any]]]) -> Iterator[str]:
+    yield "## A step"
+    times = [f"{name}, ms" for name in LOOPS]
+    header = [
+        "task",
+        "batch",
+        "tokens",
+        "model",
+        "attention, dropout",
+        *times,
+        "tokens/s of fit",
+        "Lightning",
+        "made with",
+    ]
+    yield table(header, [_step(*each) for each in measured])
+    profiled = [
+        (p, r, loop) for p, r in measured for loop in r["loops"] if loop["loop"] == "captured" and loop["where"]
+    ]
+    if profiled:
+        groups = list(profiled[0][2]["where"]["groups"])
+        yield GROUPS
+        yield table(
+            ["task", *groups, "step"],
+            [
+                [_link(p), *(f"{loop['where']['groups'][g]:.3f}" for g in groups), f"{loop['ms']:g}"]
+                for p, _, loop in profiled
+            ],
+        )
+
+
+def _step(path: Path, result: dict[str, Any]) -> list[str]:
+    run, environment = result["run"], result["environment"]
+    loops = {loop["loop"]: loop for loop in result["loops"]}
+    model = run["model"]
+    times = ["" if name not in loops else f"{loops[name]['ms'] or loops[name]['status']}" for name in LOOPS]
+    speed = loops.get("fit", {}).get("tokens_per_second")
+    tokens = loops.get("fit", {}).get("tokens")
+    return [
+        _link(path), str(run["batch"]["size"]), "" if tokens is None else f"{tokens:,.0f}",
+        f"{model['layers']} layers of {model['d_model']}, {model['heads']} heads",
+        f"{run['attn']['name']}, {model['attn_dropout']:g}",
+        *times, "" if speed is None else f"{speed:,}",
+        "" if result["lightning"] is None else f"{100 * result['lightning']:+.1f}%", _made_with(environment),
+    ]  # fmt: skip
+
+
+def _learning(result: dict[str, Any]) -> Iterator[str]:
+    runs: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    for run in result["runs"]:
+        runs.setdefault(run["part"], {}).setdefault((run["task"], run["variant"]), []).append(run)
+    exact, noise = (dict(sorted(runs.get(part, {}).items())) for part in ("exact", "noise"))
+    made_with = _made_with(result["environment"])
+    if exact:
+        rows = [
+            [*key, str(len(run["losses"])), f"{run['difference']:.1e}"]
+            if "difference" in run
+            else [*key, "", run["status"]]
+            for key, (run,) in exact.items()
+        ]
+        yield f"{EXACT} {made_with}."
+        yield table(["task", "variant", "steps", "difference"], rows)
+    if noise:
+        yield f"{NOISE} {made_with}."
+        yield table(
+            ["task", "variant", "accuracy", "seeds"], [[*key, *_accuracies(found)] for key, found in noise.items()]
+        )
+
+
+def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
+    runs = sorted(runs, key=lambda run: run["seed"])
+    found = [100 * run["accuracy"] for run in runs if run.get("accuracy") is not None]
+    deviation = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+    seeds = (f"{100 * run['accuracy']:.2f}" if run.get("accuracy") is not None else run["status"] for run in runs)
+    return [f"{statistics.mean(found):.2f}{deviation}" if found else "", ", ".join(seeds)]
+
+
+def _scaling(files: Sequence[Path]) -> Iterator[str]:
+    results = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+    alone = {r["task"]: r["steps_per_second"] for _, r in results if r["world_size"] == 1}
+    if results:
+        yield SCALING
+        yield table(
+            ["run", "GPUs", "batch", "steps/s", "times one GPU", "made with"],
+            [
+                [
+                    _link(path), str(r["world_size"]), str(r["config"]["batch"]["size"]), f"{r['steps_per_second']:g}",
+                    f"{r['steps_per_second'] / alone[r['task']]:.2f}" if r["task"] in alone else "",
+                    _made_with(r["environment"]),
+                ]
+                for path, r in results
+            ],
+        )  # fmt: skip
+
+
+def _link(path: Path) -> str:
+    return f"[{path.stem.removesuffix('-step')}](../benchmarks/results/{path.name})"
+
+
+def _made_with(environment: dict[str, Any]) -> str:
+    return f"{environment['gpu'] or 'CPU'}, PyTorch {environment['versions']['torch']}, {environment['date'][:10]}"
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main(lambda: {PAGE: page()}))

@@ -1,0 +1,49 @@
+"""The gradient of embeddings as a product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lra.models.embedding import Embedding, _Lookup
+
+
+def gradient(lookup, table, ids, weights):
+    return torch.autograd.grad((lookup(table, ids) * weights).sum(), table)[0]
+
+
+def drawn(device: str = "cpu", dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    table = torch.randn(7, 5, dtype=dtype, device=device, requires_grad=True)
+    return table, torch.randint(6, (300,), dtype=torch.int32, device=device), torch.randn(300, 5).to(table)
+
+
+def test_gradient_is_that_of_pytorch():
+    table, ids, weights = drawn()
+    ours = gradient(_Lookup.apply, table, ids, weights)
+    torch.testing.assert_close(ours, gradient(lambda t, i: F.embedding(i, t), table, ids, weights))
+    assert not ours[6].any()  # an id that does not come
+
+
+def test_products_are_in_the_dtype_of_autocast():
+    table, ids, weights = drawn(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = _Lookup.apply(table, ids)
+    assert out.dtype == torch.float32 and torch.equal(out, table[ids])
+    ours = torch.autograd.grad((out * weights).sum(), table)[0]
+    exact = gradient(lambda t, i: F.embedding(i, t), table, ids, weights)
+    error = (ours - exact).abs().max() / exact.abs().max()
+    assert ours.dtype == torch.float32 and 1e-5 < error < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_on_a_gpu_is_the_same_every_time(compiled):
+    table, ids, weights = drawn("cuda", torch.float32)
+    module = Embedding(7, 5, device="cuda")
+    module.weight = torch.nn.Parameter(table.detach())
+    call = torch.compile(module) if compiled else module
+    first, again = (torch.autograd.grad((call(ids) * weights).sum(), module.weight)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, gradient(lambda t, i: F.embedding(i, t), table, ids, weights))
