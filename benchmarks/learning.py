@@ -1,6 +1,6 @@
 """Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
 
-    python benchmarks/learning.py [--part exact noise] [--seeds 3] [--out FILE] [field=value …]
+    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--out FILE] [field=value …]
 
 `exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches.
 `noise`: in bf16 with the recipe's dropout, test accuracy over several seeds. Runs share the GPUs that are visible, each
@@ -89,7 +89,7 @@ class Pool:
             self.change.notify_all()
 
 
-def jobs(parts: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
+def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
     """The longest first, so that no GPU waits for one of them in the end."""
 
     def args(*given: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def jobs(parts: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
             f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
         ))
         for part in parts
-        for task in TASKS
+        for task in tasks
         for name, variant in VARIANTS[part].items()
         for seed in range(seeds if part == "noise" else 1)
     ]  # fmt: skip
@@ -145,12 +145,13 @@ def compare(records: list[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Do engines, layouts and devices learn the same?")
     parser.add_argument("--part", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
     pool = Pool(torch.cuda.device_count())
-    planned = jobs(options.part, options.seeds, options.fields)
+    planned = jobs(options.part, options.tasks, options.seeds, options.fields)
     records: list[dict[str, Any]] = []
     with ThreadPoolExecutor(max(1, torch.cuda.device_count())) as executor:
         for future in as_completed([executor.submit(run, job, pool) for job in planned]):

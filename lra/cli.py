@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Annotated, Any
 
@@ -26,6 +27,8 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 bench_app = typer.Typer(help="Measure attentions and training steps: speed, memory, HBM traffic.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
+app.add_typer(results_app, name="results")
 
 Fields = Annotated[
     list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
@@ -93,18 +96,47 @@ def tune(
 @app.command()
 def reproduce(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what is there, what is left and how long that takes.")
+    ] = False,
 ) -> None:
     """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
     from lra.experiments import EXPERIMENTS, find
 
+    if dry_run and not fields:
+        raise UsageError("--dry-run of what? lra reproduce lists the names")
     if not fields:
         table = Table("experiment", "what")
         for name, what in EXPERIMENTS.items():
             table.add_row(name, what)
         console.print(table)
         return
-    report = find(fields[0]).run(fields[1:], progress=console.print)
+    run = find(fields[0]).run
+    if dry_run and "dry_run" not in inspect.signature(run).parameters:
+        raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
+    report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
     _print_measured(report.tables, report.lines, report.records)
+
+
+@app.command()
+def report(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[<table> [results=<folder>] [recipe=…] [tasks=…] [attns=…] [seeds=…] [speed=<file>] [out=<folder>]]"),
+    ] = None,
+) -> None:
+    """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
+    from lra.experiments import grid
+    from lra.experiments.report import run
+
+    if not fields:
+        table = Table("table", "what", "source")
+        for name in grid.names():
+            table.add_row(name, (found := grid.read(name)).about, found.source)
+        console.print(table)
+        return
+    made = run(fields[0], fields[1:])
+    _print_measured(made.tables, made.notes, [])
 
 
 @ls_app.command("tasks")
@@ -222,6 +254,32 @@ def bench_step(
 
     result = bench(fields or (), progress=console.print)
     _print_measured(tables(result), notes(result), result["loops"])
+
+
+@results_app.command("pack")
+def results_pack(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|last|best|all]"),
+    ] = None,
+) -> None:
+    """Put the results of runs into an archive; with checkpoints, unfinished runs too."""
+    from lra.experiments.archive import pack
+
+    for line in pack(fields or ()):
+        console.print(line)
+
+
+@results_app.command("merge")
+def results_merge(
+    file: Annotated[str, typer.Argument(metavar="<file>.tar.xz")],
+    fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
+) -> None:
+    """Add the runs of an archive to those that are here; what is finished stays."""
+    from lra.experiments.archive import merge
+
+    for line in merge(file, fields or ()):
+        console.print(line)
 
 
 def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:

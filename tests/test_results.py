@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
 import os
@@ -79,6 +80,8 @@ def test_commands_of_the_readme_parse(command):
     from lra.bench import attention as bench
     from lra.bench.options import parse
     from lra.cli import app
+    from lra.experiments import archive, grid, report
+    from lra.experiments.slurm import resources
     from lra.training.fit import configure
 
     verb = typer.main.get_command(app)
@@ -89,7 +92,20 @@ def test_commands_of_the_readme_parse(command):
         verb = verb.commands[path[-1]]
     fields = verb.make_context(path[-1], arguments).params.get("fields") or []
     if path == ["reproduce"]:
-        parse(experiments.find(fields[0]).Options, fields[1:])
+        options = experiments.find(fields[0]).Options
+        names = {field.name for field in dataclasses.fields(options)}
+        parse(options, [field for field in fields[1:] if field.partition("=")[0] in names])
+        if fields[0] != "fig3":
+            resources([field for field in fields if field.startswith("slurm.")], "slurm")
+            rest = [f for f in fields[1:] if f.partition("=")[0] not in names and not f.startswith("slurm.")]
+            configure(["task=listops", "attn=flash", *rest])
+    elif path == ["report"]:
+        grid.read(fields[0])
+        parse(report.Options, fields[1:])
+    elif path == ["results", "pack"]:
+        parse(archive.PackOptions, fields)
+    elif path == ["results", "merge"]:
+        parse(archive.MergeOptions, fields)
     elif path == ["test"]:
         assert sum(field.startswith("init=") for field in fields) == 1
     elif path[0] == "data":

@@ -102,14 +102,14 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
             write(Path(options.out), result)
 
     for loop in options.loops:
-        _clear(device)
+        clear(device)
         result["loops"].append(measured(loop, composed, options, device))
         result["lightning"] = _lightning(result["loops"])
         keep()
         progress(line(result["loops"][-1]))
     for record in result["loops"]:  # after all times, as a profiler may slow what follows
         if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
-            _clear(device)
+            clear(device)
             record |= _where(record, run, options, device)
             keep()
     return result
@@ -221,7 +221,7 @@ def _share(record: dict[str, Any], label: str) -> str:
     return f"{100 * record['where']['groups'][label] / record['ms']:.0f}%"
 
 
-def _clear(device: torch.device) -> None:
+def clear(device: torch.device) -> None:
     """Frees what the loop before left, and forgets what was compiled for it."""
     gc.collect()
     if device.type != "cuda":

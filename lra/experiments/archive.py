@@ -1,0 +1,327 @@
+"""`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
+
+An archive holds `<task>/<attn>/<run>/<file>`, as below `checkpoints/runs`. It is not trusted: everything is unpacked
+aside and checked before the first run is put in place, and a run's directory appears whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import yaml
+
+from lra.bench.options import parse
+from lra.config.compose import differences
+from lra.errors import UsageError, disk_full
+from lra.experiments.ledger import STATUSES
+from lra.training import curves
+from lra.training.run import RUNS
+
+ENDING = ".tar.xz"
+SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
+CHECKPOINTS = {
+    "none": (), "last": ("last.ckpt",), "best": ("best.ckpt",), "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
+}  # fmt: skip
+LEAST_LIMIT = 64 << 20  # bytes that any archive may unpack to
+MOST_GROWTH = 200  # times an archive's own size: curves shrink by less, checkpoints hardly
+MOST_SMALL = 64 << 20  # bytes of a small file
+BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    out: str = ""
+    runs: str = str(RUNS)
+    checkpoints: Literal["none", "last", "best", "all"] = "none"  # of finished runs; `all` has the weights file too
+
+    def __post_init__(self) -> None:
+        if not self.out.endswith(ENDING):
+            raise UsageError(f"lra results pack needs an out=<file>{ENDING}")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    runs: str = str(RUNS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory as it is on the disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """`<task>/<attn>/<run>`."""
+        return "/".join(self.path.parts[-3:])
+
+    def config(self) -> dict[str, Any]:
+        return _config(self.path / "config.yaml")
+
+    def result(self) -> dict[str, Any] | None:
+        """None of a run that has not ended; UsageError if it can't be read."""
+        file = self.path / "result.json"
+        if not file.exists():
+            return None
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            if result["status"] in STATUSES and isinstance(result["config"], dict):
+                return result
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise UsageError(f"{self.name}/result.json is no whole result: make the run anew, or leave it out")
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result of a run that reached its end."""
+        result = self.result()
+        return result if result and result["status"] == "finished" else None
+
+    def steps(self) -> int:
+        """Up to where it can be continued: its last validation, which wrote last.ckpt."""
+        if not (self.path / "last.ckpt").exists() or not (self.path / "metrics.csv").exists():
+            return 0
+        try:
+            return max(
+                (int(row["step"]) for row in curves.read(self.path / "metrics.csv") if row["val/accuracy"]), default=0
+            )
+        except (OSError, ValueError, KeyError, TypeError, csv.Error):
+            raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
+
+
+def pack(args: Sequence[str]) -> list[str]:
+    """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
+
+    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt.
+    """
+    options = parse(PackOptions, args)
+    folder, out = Path(options.runs), Path(options.out)
+    packed, notes = [], []
+    for run in _runs(folder):
+        names, why = _chosen(run, options.checkpoints)
+        packed += [(run, name) for name in names if (run.path / name).is_file()]
+        notes += [f"left out: {run.name}, {why}"] if why else []
+    count = len({run.path for run, _ in packed})
+    if not count:
+        raise UsageError(f"runs={folder} has no run that can be packed: {'; '.join(notes) or 'it has none at all'}")
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with (
+            lzma.open(aside, "wb") as stream,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            for run, name in packed:
+                with (run.path / name).open("rb") as file:
+                    member = tarfile.TarInfo(f"{run.name}/{name}")
+                    member.size, member.mtime = os.fstat(file.fileno()).st_size, int(os.fstat(file.fileno()).st_mtime)
+                    tar.addfile(member, file)
+        os.replace(aside, out)
+    except OSError as error:
+        raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return [*notes, f"{count} runs, {len(packed)} files, {out.stat().st_size / 1e6:.1f} MB: {out}"]
+
+
+def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
+    """Adds an archive's runs to those below `runs`; returns what to print.
+
+    A finished run stays, an unfinished one gives way to a finished one or to one with more steps. Raises UsageError,
+    and changes nothing, for an archive with anything wrong in it, for another configuration in a run's directory, and
+    for another finished result of the same one.
+    """
+    file, folder = Path(file), Path(parse(MergeOptions, args).runs)
+    if not file.is_file():
+        raise UsageError(f"{file} is no file: name an archive of lra results pack")
+    created = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".merge-", dir=folder))  # on the disk of the runs, to be renamed
+    except OSError as error:
+        raise UsageError(f"runs={folder} can't be written to ({error.strerror}): name another folder") from None
+    try:
+        _unpack(file, staging / "new")
+        arrived = [_checked(run, file) for run in _runs(staging / "new")]
+        decided = [(run, *_decide(run, Run(folder / run.name))) for run in arrived]
+        if refused := [why for _, action, why in decided if action == "refused"]:
+            raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
+        for run, action, _ in decided:
+            if action != "kept":
+                _place(run, folder / run.name, staging / "old" / run.name)
+    except OSError as error:
+        what = "no space left" if disk_full(error) else f"it can't be written to, {error.strerror or error}"
+        raise UsageError(f"runs={folder}: {what}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if created and not any(folder.iterdir()):
+            folder.rmdir()
+    lines = [f"{run.name}: {action}{', ' + why if why else ''}" for run, action, why in decided]
+    counts = {action: [entry[1] for entry in decided].count(action) for action in ("added", "replaced", "kept")}
+    return [*lines, ", ".join(f"{count} {action}" for action, count in counts.items())]
+
+
+def _runs(folder: Path) -> Iterator[Run]:
+    """The directories of runs; hidden ones are none."""
+    for file in sorted(folder.glob("*/*/*/config.yaml")):
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            yield Run(file.parent)
+
+
+def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
+    """The files of a run to pack, or why it is left out."""
+    try:
+        result = run.result()
+    except UsageError as error:
+        return (), str(error)
+    if result and result["status"] == "finished":
+        return (*SMALL, *CHECKPOINTS[checkpoints]), ""
+    if checkpoints != "none" and (run.path / "last.ckpt").is_file():
+        return (*SMALL, "best.ckpt", "last.ckpt"), ""
+    if result:  # out of memory, or failed: a table shows it
+        return SMALL, ""
+    return (), "unfinished" + (
+        ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
+    )
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    """An archive's files below `folder`; UsageError if it holds anything else than `pack` writes."""
+    limit = max(LEAST_LIMIT, MOST_GROWTH * file.stat().st_size)
+    stated, seen = 0, set()
+    with file.open("rb") as packed, lzma.open(packed) as plain:
+        stream = _Limited(cast(IO[bytes], plain), limit, file)
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
+                for member in tar:
+                    name, stated = _name(member, file), stated + member.size
+                    if name in seen:
+                        raise UsageError(f"{file} has {name} twice: get it anew")
+                    if stated > limit or (name.rpartition("/")[2] in SMALL and member.size > MOST_SMALL):
+                        raise UsageError(
+                            f"{file} states more bytes than runs have, {stated:,} up to {name}: get it anew"
+                        )
+                    seen.add(name)
+                    _extract(tar, member, folder / name)
+            while stream.read(BUFFER):  # the checksum is at the end
+                pass
+        except (lzma.LZMAError, EOFError, ValueError, tarfile.TarError, RecursionError) as error:
+            raise UsageError(
+                f"{file} is no archive of lra results pack or a damaged one ({error}): get it anew"
+            ) from error
+    if not seen:
+        raise UsageError(f"{file} holds no runs: get it anew")
+    for run in sorted({name.rpartition("/")[0] for name in seen}):
+        if f"{run}/config.yaml" not in seen:
+            raise UsageError(f"{file} has no {run}/config.yaml: get it anew")
+
+
+def _name(member: tarfile.TarInfo, file: Path) -> str:
+    """The name of a regular file of a run; anything else is refused."""
+    parts = member.name.split("/")
+    known = {*SMALL, *CHECKPOINTS["all"]}
+    plain = all(part and not part.startswith(".") and part.isprintable() and "\\" not in part for part in parts)
+    if not (len(parts) == 4 and plain and parts[3] in known):
+        raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+        raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
+    return member.name
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with cast(IO[bytes], tar.extractfile(member)) as source, path.open("xb") as target:
+        shutil.copyfileobj(source, target, BUFFER)
+    if path.stat().st_size != member.size:
+        raise tarfile.ReadError(f"{member.name} is cut short")
+
+
+class _Limited(io.RawIOBase):
+    """A stream that is refused when it unpacks to more than `limit` bytes."""
+
+    def __init__(self, stream: IO[bytes], limit: int, file: Path):
+        self.stream, self.limit, self.file, self.count = stream, limit, file, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        self.count += len(data)
+        if self.count > self.limit:
+            raise UsageError(f"{self.file} unpacks to more than {self.limit:,} bytes, {MOST_GROWTH} times its size")
+        return data
+
+
+def _checked(run: Run, file: Path) -> Run:
+    """A run as unpacked, if its files are of one run, and of the one that its place says."""
+    try:
+        config, result = run.config(), run.result()
+        run.steps()
+        task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
+    except (KeyError, TypeError):
+        raise UsageError(f"{file}: {run.name}/config.yaml is no configuration of a run: get it anew") from None
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    if run.path.parts[-3:-1] != (task, attn) or not run.path.name.endswith(f"-s{seed}"):
+        raise UsageError(f"{file}: {run.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
+    if result and (changed := differences(config, result["config"])):
+        raise UsageError(
+            f"{file}: config.yaml and result.json of {run.name} differ ({'; '.join(changed)}): get it anew"
+        )
+    if not result and not (run.path / "last.ckpt").exists():
+        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
+    return run
+
+
+def _decide(new: Run, old: Run) -> tuple[str, str]:
+    """What becomes of a run, `added`, `replaced`, `kept` or `refused`, and why."""
+    if not (old.path / "config.yaml").exists():
+        if old.path.exists():
+            return "refused", f"{old.path} is no run's directory: move it away"
+        return "added", ""
+    if changed := differences(old.config(), new.config()):
+        return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
+    ours, theirs = old.finished(), new.finished()
+    if ours and theirs and ours != theirs:
+        return "refused", f"{old.path} has another finished result of the same configuration: remove one of them"
+    if ours:
+        return "kept", "it is finished here"
+    if theirs:
+        return "replaced", "it was unfinished here"
+    if new.steps() > old.steps():
+        return "replaced", f"{old.steps()} steps here, {new.steps()} there"
+    return "kept", f"{old.steps()} steps here, {new.steps()} there"
+
+
+def _place(run: Run, target: Path, old: Path) -> None:
+    """Renames a run's directory into place; what was there before goes to `old`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        old.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(target, old)
+    try:
+        os.replace(run.path, target)
+    except BaseException:
+        if old.exists():
+            os.replace(old, target)
+        raise
+
+
+def _config(file: Path) -> dict[str, Any]:
+    """A run's configuration. Aliases are refused: a few lines of them make a tree of any size."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            config = yaml.safe_load(text)
+            if isinstance(config, dict):
+                return config
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        pass
+    raise UsageError(f"{Path(*file.parts[-4:])} is no configuration of a run")

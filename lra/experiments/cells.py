@@ -1,0 +1,179 @@
+"""What a cell's run directory says of it, and who works there.
+
+The claim on a directory is a lock (flock) on its file `claim`. It belongs to the open file: whoever inherits that holds
+the claim too, and it ends with the last of them, however that one ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from lra.config.compose import differences
+from lra.errors import UsageError
+from lra.experiments.grid import Cell
+from lra.training import curves
+
+Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
+ENDS: dict[str, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}  # of result.json
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a cell."""
+
+    status: Status
+    result: dict[str, Any] | None = None  # result.json, of a run that ended by itself
+    final: bool = False  # nothing is left to do: done, OOM, or failed for the second time
+    resumes: bool = False  # there is a last.ckpt to go on from
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test set, of a run that is done."""
+        return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
+
+    def __str__(self) -> str:
+        if self.status == "done":
+            return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"
+        if self.status in ("failed", "OOM"):
+            error = str((self.result or {}).get("error", "")).partition("\n")[0]
+            again = "" if self.status == "OOM" else " twice" if self.final else ", to be retried once"
+            return f"{self.status}{again}" + (f": {error}" if error else "")
+        if self.status == "interrupted":
+            return "interrupted, goes on from last.ckpt" if self.resumes else "interrupted, starts over"
+        return self.status
+
+
+def look(cell: Cell) -> State:
+    """The state of a cell that this process does not work on. Writes nothing.
+
+    Raises UsageError if the directory holds a run of another configuration.
+    """
+    state = settled(cell)
+    return state if state.final or not claimed(cell.directory.path) else State("running elsewhere")
+
+
+def settled(cell: Cell) -> State:
+    """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
+    directory = cell.directory
+    if not directory.path.exists():
+        return State("open")
+    result = whole(directory.path / "result.json")
+    _check(cell, result is not None)
+    if result is None:
+        return State("interrupted", resumes=directory.last.exists())
+    status = ENDS[result["status"]]
+    final = status != "failed" or _before(directory.path).exists()
+    return State(status, result, final, directory.last.exists())
+
+
+def whole(file: Path) -> dict[str, Any] | None:
+    """The content of a result.json; None if there is none, or a damaged one."""
+    try:
+        result = json.loads(file.read_text())
+        ended = result["status"] in ENDS and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return result if ended else None
+
+
+def clear(cell: Cell) -> None:
+    """Makes room for the next result, under the claim: the first failure is kept aside, a damaged file goes."""
+    file = cell.directory.path / "result.json"
+    if whole(file):
+        file.replace(_before(cell.directory.path))
+    else:
+        file.unlink(missing_ok=True)
+
+
+def claim(path: Path) -> int | None:
+    """The descriptor of a file that holds the claim on a run's directory, or None if somebody works there.
+
+    Creates the directory. Close it, or hand it to the process that does the work.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = os.open(path / "claim", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
+    if _lock(file, fcntl.LOCK_EX, path):
+        return file
+    os.close(file)
+    return None
+
+
+def claimed(path: Path) -> bool:
+    """Whether somebody works in a run's directory."""
+    try:
+        file = os.open(path / "claim", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _lock(file, fcntl.LOCK_SH, path)  # shared: two that look don't see each other
+    finally:
+        os.close(file)
+
+
+def counted(states: Iterable[State]) -> str:
+    """How many cells are in which state, in words."""
+    counts = Counter(state.status for state in states)
+    return (
+        f"cells: {counts.total()}, {', '.join(f'{counts[name]} {name}' for name in get_args(Status) if counts[name])}"
+    )
+
+
+def reached(cell: Cell) -> tuple[int, int, float | None]:
+    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy."""
+    step, validated, best = 0, 0, None
+    try:
+        rows = curves.read(cell.directory.curves)
+    except FileNotFoundError:
+        return 0, 0, None
+    for row in rows:
+        try:
+            step = int(row["step"])
+            if row["val/accuracy"]:
+                validated, best = step, max(best or 0.0, float(row["val/accuracy"]))
+        except (ValueError, TypeError):
+            continue  # the last row, as it is being written
+    return step, validated, best
+
+
+def _before(path: Path) -> Path:
+    return path / "failed.json"
+
+
+def _check(cell: Cell, ended: bool) -> None:
+    path = cell.directory.path
+    try:
+        found = yaml.safe_load((path / "config.yaml").read_text())
+        changed = differences(found, cell.directory.config)
+    except FileNotFoundError:
+        if ended:
+            raise UsageError(f"{path} holds a result without a config.yaml: remove the directory") from None
+        return
+    except (yaml.YAMLError, ValueError, AttributeError):
+        raise UsageError(f"{path}/config.yaml is damaged: remove the directory") from None
+    if changed:
+        raise UsageError(
+            f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
+        )
+
+
+def _lock(file: int, kind: int, path: Path) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise UsageError(f"{path}/claim can't be locked ({error.strerror}): start on another file system") from None
+    return True

@@ -1,0 +1,104 @@
+"""The grid of a table of accuracies: attentions by columns by seeds, each cell one run of `lra fit`.
+
+A cell is what its run's directory says (`RunDirectory`): nothing else keeps a state, so that a grid may be stopped at
+any time, continued on another machine, or filled by hand with `lra fit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lra.config.compose import CONFIGS, Composed
+from lra.config.registry import unknown
+from lra.errors import UsageError
+from lra.training.fit import configure
+from lra.training.run import RunDirectory
+
+
+@dataclass(frozen=True)
+class Column:
+    """A task under a protocol."""
+
+    fields: tuple[str, ...]  # arguments of `lra fit` that choose it
+    apart: bool = False  # enters no average, and is run only where it is asked for
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attention, column and seed."""
+
+    column: str
+    attn: str
+    seed: int
+    args: tuple[str, ...]  # of `lra fit`
+
+    @functools.cached_property
+    def composed(self) -> Composed:
+        return configure(self.args)
+
+    @functools.cached_property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.composed)
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.attn} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of a paper, as `configs/table/<name>.yaml` has it."""
+
+    name: str
+    about: str
+    source: str
+    recipe: str  # where the command line names none
+    seeds: int  # likewise: so many, from 0
+    attns: tuple[str, ...]
+    columns: Mapping[str, Column]
+    paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
+
+    def cells(
+        self,
+        columns: Sequence[str] | None = None,
+        attns: Sequence[str] | None = None,
+        seeds: int | None = None,
+        recipe: str | None = None,
+        fields: Sequence[str] = (),
+    ) -> list[Cell]:
+        """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
+
+        By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
+        for every cell. Raises UsageError for an unknown name.
+        """
+        columns = columns or [name for name, column in self.columns.items() if not column.apart]
+        for kind, given, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
+            for name in given:
+                if name not in known:
+                    raise UsageError(unknown(kind, name, known))
+        return [
+            Cell(column, attn, seed, (
+                *self.columns[column].fields, f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *fields
+            ))
+            for seed in range(self.seeds if seeds is None else seeds)
+            for column in columns
+            for attn in attns or self.attns
+        ]  # fmt: skip
+
+
+def read(name: str) -> Grid:
+    """The grid of `configs/table/<name>.yaml`; UsageError if there is none."""
+    if name not in (known := list(names())):
+        raise UsageError(unknown("table", name, known))
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "table" / f"{name}.yaml"))
+    columns = {key: Column(**(value | {"fields": tuple(value["fields"])})) for key, value in tree["columns"].items()}
+    return Grid(name=name, **(tree | {"attns": tuple(tree["attns"]), "columns": columns}))
+
+
+def names() -> Iterator[str]:
+    """The tables that there are."""
+    return (file.stem for file in sorted((CONFIGS / "table").glob("*.yaml")))

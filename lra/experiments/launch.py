@@ -1,0 +1,203 @@
+"""Runs cells on this machine: a process of `lra fit` for each slot, that is a GPU, or the CPU where there is none.
+
+Commands that share a folder share the cells: who has the claim on one works on it. A process keeps its claim when the
+command that started it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from lra.errors import UsageError
+from lra.experiments import cells
+from lra.experiments.cells import State
+from lra.experiments.grid import Cell
+
+FIT = (sys.executable, "-m", "lra", "fit")
+TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
+DEATHS = 2  # processes that end without a result, after which a call gives a cell up
+
+Slot = str | None  # what CUDA_VISIBLE_DEVICES is set to; None leaves it as it is
+States = Mapping[Cell, State]
+
+
+def slots(devices: int | None) -> Sequence[Slot]:
+    """So many slots, by default all GPUs, or one where there is none; UsageError if there are fewer GPUs."""
+    gpus = torch.cuda.device_count()
+    most = max(gpus, 1)
+    if devices is not None and not 1 <= devices <= most:
+        raise UsageError(
+            f"devices={devices}, but this machine has {gpus} GPUs: give 1{f' to {most}' * (most > 1)}, or leave it out"
+        )
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = outer.split(",")[:gpus] if outer else [str(i) for i in range(gpus)]
+    return [name.strip() for name in names][:devices] or [None]
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process and the slot that it has."""
+
+    process: subprocess.Popen[bytes]
+    slot: Slot
+
+
+class Local:
+    """Works on cells until each is done, out of memory, failed twice, or given up as its processes just die.
+
+    Args:
+        todo: the cells, in this order.
+        slots: of this machine.
+        watch: is given all states several times a second.
+        say: is given what states don't tell, in lines.
+        command: is run with a cell's arguments and `resume=auto`.
+    """
+
+    def __init__(
+        self,
+        todo: Sequence[Cell],
+        slots: Sequence[Slot],
+        watch: Callable[[States], None] = lambda states: None,
+        say: Callable[[str], None] = lambda line: None,
+        command: Sequence[str] = FIT,
+    ):
+        self.states: dict[Cell, State] = {cell: cells.look(cell) for cell in todo}
+        self.free, self.slots, self.watch, self.say, self.command = list(slots), len(slots), watch, say, command
+        self.children: dict[Cell, Child] = {}
+        self.deaths: Counter[Cell] = Counter()
+        self.looked = time.monotonic()
+
+    def work(self) -> States:
+        """Returns the final states; on SIGINT and SIGTERM, SystemExit with 130 or 143 when all processes have ended."""
+        with _caught() as signals:
+            try:
+                self.watch(self.states)
+                while self.children or self._left():
+                    if signals:
+                        raise SystemExit(128 + signals[0])
+                    self._reap()
+                    self._fill()
+                    self.watch(self.states)
+                    time.sleep(TICK_S)
+            finally:
+                self._stop(signals)
+        return self.states
+
+    def _left(self) -> list[Cell]:
+        """Cells that are not this process's, not final and not given up."""
+        return [
+            cell
+            for cell, state in self.states.items()
+            if not state.final and cell not in self.children and self.deaths[cell] < DEATHS
+        ]
+
+    def _fill(self) -> None:
+        """Gives each free slot a cell that nobody works on."""
+        if time.monotonic() - self.looked >= LOOK_S:
+            self.looked = time.monotonic()
+            for cell in self._left():
+                self.states[cell] = cells.look(cell)
+        for cell in self._left():
+            if not self.free:
+                break
+            if self.states[cell].status != "running elsewhere":
+                self._start(cell)
+
+    def _start(self, cell: Cell) -> None:
+        path = cell.directory.path
+        claim = cells.claim(path)
+        if claim is None:
+            self.states[cell] = State("running elsewhere")
+            return
+        try:
+            self.states[cell] = cells.settled(cell)  # others may have gone on since it was looked at
+            if self.states[cell].final:
+                return
+            cells.clear(cell)
+            arguments = [*self.command, *cell.args, "resume=auto"]
+            slot = self.free.pop(0)
+            with (path / "log.txt").open("ab") as log:
+                log.write(f"$ {shlex.join(arguments)}\n".encode())
+                log.flush()
+                process = subprocess.Popen(
+                    arguments, env=self._environment(slot), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, pass_fds=(claim,),
+                    start_new_session=True,  # the terminal's Ctrl-C is for the command
+                )  # fmt: skip
+            self.children[cell] = Child(process, slot)
+            self.states[cell] = State("running")
+        finally:
+            os.close(claim)  # the process has it now
+
+    def _environment(self, slot: Slot) -> dict[str, str]:
+        share = max(1, torch.get_num_threads() // self.slots)  # of what a single process would take
+        shared = {"OMP_NUM_THREADS": str(share)} | os.environ
+        return shared if slot is None else shared | {"CUDA_VISIBLE_DEVICES": slot}
+
+    def _ended(self) -> Iterator[tuple[Cell, Child]]:
+        """Takes the processes that have ended from the children."""
+        for cell, child in list(self.children.items()):
+            if child.process.poll() is not None:
+                with suppress(ProcessLookupError, PermissionError):  # what it has left behind would keep its claim
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                del self.children[cell]
+                self.free.append(child.slot)
+                yield cell, child
+
+    def _reap(self) -> None:
+        for cell, child in self._ended():
+            state = self.states[cell] = cells.settled(cell)
+            if state.result is None:
+                self.deaths[cell] += 1
+                again = "given up until the next call" if self.deaths[cell] == DEATHS else "taken up once more"
+                self.say(f"{cell}: ended without a result ({_ending(cell, child.process.returncode)}), {again}")
+
+    def _stop(self, signals: Sequence[int]) -> None:
+        """Ends the processes that are left: after a signal, or an error."""
+        if self.children:
+            self.say(f"stopping {len(self.children)} runs; a second signal kills them")
+        for child in self.children.values():
+            child.process.terminate()
+        ended: list[Cell] = []
+        while self.children:
+            if len(signals) > 1:
+                for child in self.children.values():
+                    child.process.kill()
+            ended += [cell for cell, _ in self._ended()]
+            time.sleep(TICK_S / 4)
+        if ended:
+            self.states |= {cell: cells.settled(cell) for cell in ended}
+            self.watch(self.states)
+
+
+def _ending(cell: Cell, code: int) -> str:
+    """How a process ended, and the last it said."""
+    log = cell.directory.path / "log.txt"
+    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{how}, {log}: {said[-1]}" if said and not said[-1].startswith("$ ") else f"{how}, {log}"
+
+
+@contextmanager
+def _caught() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM that arrive meanwhile, in their order."""
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

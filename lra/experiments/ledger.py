@@ -1,0 +1,273 @@
+"""The results of runs below a folder, and which cells of a grid they are of.
+
+A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy under another
+name. Its configuration says which cell it is of, never its path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lra.config.compose import flatten, to_dict
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.experiments.grid import Cell, Grid
+from lra.tasks import TASKS
+
+# Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
+NOT_COMPARED = (
+    "name", "resume",  # where a run writes, and how it was called
+    "engine", "trainer.accelerator", "trainer.devices",  # what computes: the same steps of the same global batches
+    "batch.micro", "batch.eval",  # in which portions: a step's gradient and a test set's scores are those of the whole
+    "trainer.log_every",  # what is written down
+)  # fmt: skip
+STATUSES = ("finished", "oom", "failed")
+CURVES = {"result.json": "metrics.csv"}  # of a run's directory; beside a flat file its name with .csv
+
+Identity = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A result and the file that it is in."""
+
+    path: Path
+    result: Mapping[str, Any]
+
+    @property
+    def date(self) -> str:
+        return self.result["environment"]["date"]
+
+    @property
+    def curves(self) -> Path | None:
+        """The CSV file of its curves, if it is there."""
+        beside = CURVES.get(self.path.name)
+        file = self.path.with_name(beside) if beside else self.path.with_suffix(".csv")
+        return file if file.is_file() else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell and seed: a line of the CSV file. Accuracies are in %; None, and an empty status, is not known."""
+
+    column: str
+    attention: str
+    seed: int
+    status: str = ""  # finished, stuck (finished at chance), oom or failed
+    accuracy: float | None = None  # of test
+    bound: float | None = None  # from sampling, 95%
+    sequences: int | None = None
+    paper: float | None = None
+    difference: float | None = None
+    baseline: str = ""  # the strongest of the test set
+    baseline_accuracy: float | None = None
+    majority: float | None = None
+    fresh: float | None = None  # the fresh test set
+    fresh_bound: float | None = None
+    fresh_baseline: str = ""
+    fresh_baseline_accuracy: float | None = None
+    validation: float | None = None
+    steps: int | None = None
+    train_seconds: float | None = None
+    steps_per_second: float | None = None
+    memory_gb: float | None = None  # peak of one GPU, 10^9 bytes; of a resumed run it is not known
+    hardware: str = ""
+    engine: str = ""
+    commit: str = ""
+    date: str = ""
+    result: str = ""  # file
+    command: str = ""  # that makes it
+
+
+@dataclass
+class Ledger:
+    """Cells with their results, and what else there is to say of the folder."""
+
+    entries: dict[Cell, Entry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
+    """The results below `folder` that are of one of `cells`, the newest of each.
+
+    Notes name what was left out: files that can't be read, older results of a cell, and results of no cell. Raises
+    UsageError if there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
+    ledger, strangers = Ledger(), []
+    entries, ledger.notes = find(folder)
+    wanted, defaults = _identities(cells)
+    for entry in sorted(entries, key=lambda entry: (entry.date, str(entry.path))):
+        config = entry.result["config"]
+        default = defaults.get((config["task"]["name"], config["attn"]["name"]), {})
+        cell = wanted.get(_key(entry.result["task"], identity(config, default)))
+        if cell is None:
+            strangers.append(entry.path)
+            continue
+        if older := ledger.entries.get(cell):
+            ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
+        ledger.entries[cell] = entry
+    if strangers:
+        named = ", ".join(str(path.relative_to(folder)) for path in sorted(strangers))
+        ledger.notes.append(f"of no cell of this table, as configured otherwise: {named}")
+    return ledger
+
+
+def find(folder: Path) -> tuple[list[Entry], list[str]]:
+    """Every result below `folder`, and a note for each file that is none and should be one."""
+    entries, notes = [], []
+    for path in sorted(folder.rglob("*.json")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue  # being written
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            notes.append(f"{path} can't be read, so it is left out: {str(error).splitlines()[0]}")
+            continue
+        if not isinstance(content, dict) or not content.keys() & {"status", "config"}:
+            continue  # some other measurement
+        if lacking := _lacking(content):
+            notes.append(f"{path} is no whole result, so it is left out: it lacks {lacking}")
+        else:
+            entries.append(Entry(path, content))
+    return entries, notes
+
+
+def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
+    """The fields by which a configuration is compared, with `defaults` for those that it lacks."""
+    fields = dict(flatten(defaults)) | dict(flatten(config))
+    if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
+        fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
+    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+
+
+def row(table: Grid, cell: Cell, entry: Entry | None) -> Row:
+    paper = table.paper.get(cell.attn, {}).get(cell.column)
+    known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *cell.args])}
+    if entry is None:
+        return Row(cell.column, cell.attn, cell.seed, **known)
+    result = entry.result
+    made_with, peak = result["environment"], result.get("peak_gpu_bytes")
+    known |= {
+        "status": result["status"],
+        "steps": result.get("steps"),
+        "train_seconds": result.get("train_seconds"),
+        "steps_per_second": result.get("steps_per_second"),
+        "memory_gb": None if peak is None or result.get("resumed") else peak / 1e9,
+        "hardware": _hardware(made_with.get("gpu"), result.get("world_size") or 1),
+        "engine": result.get("engine") or "",
+        "commit": made_with.get("commit") or "",
+        "date": entry.date,
+        "result": str(entry.path),
+    }
+    if result["status"] == "finished":
+        known |= _scores(result["test"], "accuracy", "bound", "baseline")
+        known |= _scores(result["fresh"], "fresh", "fresh_bound", "fresh_baseline") if "fresh" in result else {}
+        known["sequences"], known["majority"] = result["test"].get("n"), 100 * result["test"]["baselines"]["majority"]
+        known["difference"] = None if paper is None else known["accuracy"] - paper
+        known["validation"] = 100 * result["val"]["accuracy"] if "val" in result else None
+        # a Pathfinder run may never leave chance: it counts, and is named
+        if (
+            result["config"]["task"]["name"].startswith("path")
+            and abs(known["accuracy"] - known["majority"]) <= known["bound"]
+        ):
+            known["status"] = "stuck"
+    return Row(cell.column, cell.attn, cell.seed, **known)
+
+
+def values(rows: Sequence[Row], field: str, **where: Any) -> list[float]:
+    """What is known of a field in the finished rows for which `where` holds, seed by seed."""
+    chosen = (row for row in rows if row.status in ("finished", "stuck"))
+    chosen = (row for row in chosen if all(getattr(row, name) == value for name, value in where.items()))
+    return [value for row in chosen if (value := getattr(row, field)) is not None]
+
+
+def mean(rows: Sequence[Row], field: str, **where: Any) -> float | None:
+    return statistics.fmean(found) if (found := values(rows, field, **where)) else None
+
+
+def hardware(rows: Sequence[Row]) -> list[str]:
+    """On what the finished rows ran."""
+    return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
+
+
+def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]]]:
+    """The cells by what they compute, and the defaults of every field by (task, attention)."""
+    wanted: dict[str, Cell] = {}
+    defaults: dict[tuple[str, str], dict[str, Any]] = {}
+    composed: dict[tuple[str, ...], RunConfig] = {}  # to compose takes long, and seeds differ in nothing else
+    for cell in cells:
+        args = tuple(arg for arg in cell.args if not arg.startswith("seed="))
+        run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
+        default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
+        defaults[run.task.name, run.attn.name] = default
+        version = f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
+        wanted[_key(version, identity(run.saved() | {"seed": cell.seed}, default))] = cell
+    return wanted, defaults
+
+
+def _key(version: str, fields: Identity) -> str:
+    """Of a task's version too: another one has other data or another protocol."""
+    return json.dumps([version, fields], sort_keys=True, default=str)
+
+
+def _lacking(content: Mapping[str, Any]) -> str:
+    """What a result lacks of what every result has; empty if nothing."""
+    config, environment, test = (_mapping(content.get(name)) for name in ("config", "environment", "test"))
+    there = {
+        f"a status of {', '.join(STATUSES)}": content.get("status") in STATUSES,
+        "a config with task and attn": all(
+            isinstance(_mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
+        ),
+        "task": isinstance(content.get("task"), str),
+        "environment.date": isinstance(environment.get("date"), str),
+    }
+    if content.get("status") == "finished":
+        there["test with all scores"] = _scored(test)
+        there["val.accuracy"] = "val" not in content or _is_number(_mapping(content["val"]).get("accuracy"))
+        there["fresh with all scores"] = "fresh" not in content or _scored(_mapping(content["fresh"]))
+    for name in ("steps", "steps_per_second", "train_seconds", "peak_gpu_bytes", "world_size"):
+        there[f"a number as {name}"] = content.get(name) is None or _is_number(content[name])
+    for name in ("gpu", "commit"):
+        there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
+    return ", ".join(what for what, found in there.items() if not found)
+
+
+def _scored(test: Mapping[str, Any]) -> bool:
+    """Whether a test set has its accuracy as a share, its bound, size and baselines."""
+    shares = [test.get("accuracy"), test.get("plus_minus"), *_mapping(test.get("baselines")).values()]
+    return all(_is_number(share) and 0 <= share <= 1 for share in shares) and "majority" in _mapping(
+        test.get("baselines")
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, Any]:
+    strongest = max(test["baselines"], key=lambda name: test["baselines"][name])
+    return {
+        accuracy: 100 * test["accuracy"],
+        bound: 100 * test["plus_minus"],
+        baseline: strongest,
+        f"{baseline}_accuracy": 100 * test["baselines"][strongest],
+    }
+
+
+def _hardware(gpu: str | None, count: int) -> str:
+    name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
+    return name if count == 1 else f"{count} × {name}"

@@ -1,0 +1,288 @@
+"""`lra report`: a grid's accuracies, speed and memory beside the paper's, from the results that there are.
+
+Every number is of a result or of the grid's YAML. All formats show the same tables, which are made of the same rows,
+one for each cell and seed: those of the CSV file. What was not run is empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lra.bench.options import parse
+from lra.config.compose import read_recipe
+from lra.errors import UsageError
+from lra.experiments import grid, html, ledger, speed
+from lra.experiments.grid import Cell, Grid
+from lra.experiments.html import Table
+from lra.experiments.ledger import Entry, Row, hardware, mean, values
+from lra.experiments.speed import STANDARD
+from lra.training.run import RUNS
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is shown; by default the whole grid, under its own recipe."""
+
+    results: str = str(RUNS)  # folder
+    recipe: str | None = None
+    tasks: tuple[str, ...] | None = None  # columns
+    attns: tuple[str, ...] | None = None
+    seeds: int | None = None  # so many, from 0
+    speed: str | None = None  # file of lra reproduce table3 speed=true: adds what it measured
+    out: str | None = None  # folder for Markdown, CSV, LaTeX and HTML
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise UsageError(f"seeds={self.seeds} is no number of seeds: use at least 1")
+        for name in ("tasks", "attns"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise UsageError(f"{name}={','.join(given)} names one twice")
+
+
+class Report(NamedTuple):
+    """What is printed, and what the page is made from."""
+
+    tables: list[Table]
+    notes: list[str]
+    rows: list[Row]
+    entries: dict[Cell, Entry]
+
+
+def run(name: str, args: Sequence[str]) -> Report:
+    """The report on a grid: `name` and `field=value` of Options. Writes four files if `out` is given.
+
+    Raises UsageError for what is unknown or cannot be read or written.
+    """
+    table, options = grid.read(name), parse(Options, args)
+    measured = None if options.speed is None else _measured(table, Path(options.speed), options)
+    columns = options.tasks or [key for key, column in table.columns.items() if not column.apart]
+    cells, notes = _cells(table, columns, options)
+    found = ledger.match(cells, options.results)
+    rows = [ledger.row(table, cell, found.entries.get(cell)) for cell in cells]
+    attns = options.attns or table.attns
+    tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
+    notes = [*_summary(rows), *notes, *_engines(rows), *found.notes]
+    if measured is not None:
+        tables += speed.tables(table, measured, columns, attns)
+        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
+    report = Report(tables, notes, rows, found.entries)
+    if options.out is not None:
+        notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
+    return report
+
+
+def _measured(table: Grid, file: Path, options: Options) -> dict[str, Any]:
+    """The speeds in a file, of the same recipe."""
+    if not file.is_file():
+        raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
+    result, recipe = speed.read(file), options.recipe or table.recipe
+    if (other := result["options"]["recipe"]) != recipe:
+        raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
+    return result
+
+
+def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[Cell], list[str]]:
+    """The cells; columns that the recipe does not have stay empty, or are refused if they were asked for."""
+    recipe = options.recipe or table.recipe
+    covered = read_recipe(recipe)["tasks"]
+    table.cells(columns, options.attns, 1, recipe)  # unknown names are refused first
+    lacking = [name for name in columns if _task(table, name) not in covered]
+    if options.tasks and lacking:
+        raise UsageError(f"recipe '{recipe}' has no {', '.join(lacking)}: it covers {', '.join(sorted(covered))}")
+    having = [name for name in columns if name not in lacking]
+    notes = [f"recipe {recipe} has no {', '.join(lacking)}: left empty"] if lacking else []
+    return table.cells(having, options.attns, options.seeds, recipe), notes
+
+
+def _task(table: Grid, column: str) -> str:
+    return next(text.removeprefix("task=") for text in table.columns[column].fields if text.startswith("task="))
+
+
+def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
+    averaged = [name for name, column in table.columns.items() if not column.apart]
+    yield (
+        "test accuracy, %: mean ± standard deviation (seeds)", ["attention", *columns, "average"],
+        [
+            [a, *(_accuracy(rows, a, c, "accuracy") for c in columns), _number(_average(rows, a, averaged))]
+            for a in attns
+        ] + [["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""]],
+    )  # fmt: skip
+    lines = []
+    for attn in attns:
+        paper = table.paper.get(attn, {})
+        pairs = [(mean(rows, "accuracy", attention=attn, column=c), paper.get(c)) for c in columns]
+        pairs.append((_average(rows, attn, averaged), paper.get("average")))
+        lines.append([attn, *(_against(*pair) for pair in pairs)])
+    yield f"difference to {table.source} (its accuracy, %)", ["attention", *columns, "average"], lines
+    fresh = [c for c in columns if values(rows, "fresh", column=c)]
+    yield (
+        "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh],
+        [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
+        + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
+    )  # fmt: skip
+    for place in hardware(rows):
+        here = [row for row in rows if row.hardware == place]
+        yield (
+            f"steps per second on {place} (times {STANDARD}); speedup: geometric mean (columns), the paper's",
+            ["attention", *columns, "speedup", "paper"],
+            [
+                [
+                    a, *(_speed(here, a, c) for c in columns), _speedup(here, a, [c for c in columns if c in averaged]),
+                    _number(table.paper.get(a, {}).get("speedup")),
+                ]
+                for a in attns
+            ],
+        )  # fmt: skip
+        if values(here, "memory_gb"):
+            yield (
+                f"peak memory of one GPU, GB, on {place}", ["attention", *columns],
+                [[a, *(_peak(here, a, c) for c in columns)] for a in attns],
+            )  # fmt: skip
+
+
+def _accuracy(rows: list[Row], attn: str, column: str, field: str) -> str:
+    """Mean, deviation and number of the seeds found, and what else became of seeds."""
+    found = values(rows, field, attention=attn, column=column)
+    parts = []
+    if found:
+        deviation = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
+        parts.append(f"{statistics.fmean(found):.1f}{deviation} ({len(found)})")
+    states = [row.status for row in rows if (row.attention, row.column) == (attn, column)]
+    shown = {"stuck": "stuck", "failed": "failed", "oom": "OOM"} if field == "accuracy" else {}
+    parts += [f"{states.count(state)} {label}" for state, label in shown.items() if state in states]
+    return ", ".join(parts)
+
+
+def _baselines(rows: list[Row], column: str, field: str) -> str:
+    """The strongest baseline; more than one if runs met different test sets."""
+    found = {(getattr(row, field), getattr(row, f"{field}_accuracy")) for row in rows if row.column == column}
+    return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
+
+
+def _average(rows: list[Row], attn: str, columns: Sequence[str]) -> float | None:
+    means = [mean(rows, "accuracy", attention=attn, column=column) for column in columns]
+    there = [value for value in means if value is not None]
+    return statistics.fmean(there) if len(there) == len(columns) else None
+
+
+def _against(ours: float | None, paper: float | None) -> str:
+    if paper is None:
+        return ""
+    return f"({paper:.1f})" if ours is None else f"{ours - paper:+.1f} ({paper:.1f})"
+
+
+def ratio(rows: Sequence[Row], attn: str, column: str) -> float | None:
+    """How many times the steps per second of `standard`, in rows of one hardware; None if either is not known."""
+    ours, standard = (mean(rows, "steps_per_second", attention=a, column=column) for a in (attn, STANDARD))
+    return ours / standard if ours and standard else None
+
+
+def _speed(rows: list[Row], attn: str, column: str) -> str:
+    speed, times = mean(rows, "steps_per_second", attention=attn, column=column), ratio(rows, attn, column)
+    return _number(speed) + ("" if times is None else f" ({times:.2f}×)")
+
+
+def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
+    ratios = [times for column in columns if (times := ratio(rows, attn, column)) is not None]
+    return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f} ({len(ratios)})" if ratios else ""
+
+
+def _peak(rows: list[Row], attn: str, column: str) -> str:
+    found = values(rows, "memory_gb", attention=attn, column=column)
+    return f"{max(found):.2f}" if found else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _summary(rows: list[Row]) -> Iterator[str]:
+    """What there is, and what it was made with."""
+    states = [row.status for row in rows]
+    counts = [f"{states.count(state)} {state}" for state in ("stuck", "oom", "failed") if state in states]
+    finished = sum(state in ("finished", "stuck") for state in states)
+    yield ", ".join([f"{finished} of {len(rows)} runs finished", *counts])
+    for what in ("hardware", "commit"):
+        if found := sorted({text for row in rows if (text := getattr(row, what))}):
+            yield f"{what}: {', '.join(found)}"
+
+
+def _engines(rows: list[Row]) -> Iterator[str]:
+    """Speeds that are compared although another engine, or one not recorded, computed the steps."""
+    for place in hardware(rows):
+        for column in dict.fromkeys(row.column for row in rows):
+            by_engine: dict[str, list[str]] = {}
+            for row in rows:
+                if (row.column, row.hardware) == (column, place) and row.status in ("finished", "stuck"):
+                    by_engine.setdefault(row.engine or "not recorded", []).append(f"{row.attention} s{row.seed}")
+            if len(by_engine) > 1:
+                parts = (f"{engine}: {', '.join(names)}" for engine, names in sorted(by_engine.items()))
+                yield f"{column}: speeds of different engines are compared ({'; '.join(parts)})"
+
+
+def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
+    """Each file replaced in one step."""
+    makers: dict[str, Callable[[], str]] = {
+        "md": lambda: markdown(table, report),
+        "csv": lambda: as_csv(report.rows),
+        "tex": lambda: latex(table, report),
+        "html": lambda: html.page(table, report.tables, report.notes, report.rows, report.entries),
+    }
+    texts = {folder / f"{table.name}.{ending}": make() for ending, make in makers.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            aside.write_text(text, encoding="utf-8", newline="")
+            os.replace(aside, path)
+    except OSError as error:
+        raise UsageError(f"out={folder} can't be written to ({error.strerror}): name another folder") from None
+    return list(texts)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([dataclasses.asdict(row) for row in rows])
+    return text.getvalue()
+
+
+def markdown(table: Grid, report: Report) -> str:
+    parts = [f"# {table.name}: {table.about} ({table.source})"]
+    for title, header, rows in report.tables:
+        lines = [header, ["---"] * len(header), *rows]
+        cells = ([cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in lines)
+        parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells))
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in report.notes)]) + "\n"
+
+
+def latex(table: Grid, report: Report) -> str:
+    """Tables of LaTeX without packages; the notes are comments."""
+    parts = [
+        f"% {table.name}: {table.about} ({table.source})",
+        *(f"% {' '.join(note.split())}" for note in report.notes),
+    ]
+    for title, header, rows in report.tables:
+        lines = [r"\hline", _tex(header), r"\hline", *map(_tex, rows), r"\hline"]
+        begin = rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}"
+        parts.append("\n".join([f"\n% {title}", begin, *lines, r"\end{tabular}"]))
+    return "\n".join(parts) + "\n"
+
+
+_TEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", "~": r"\textasciitilde{}", "^": r"\^{}"}
+_TEX |= {character: f"\\{character}" for character in "&%$#_{}"}
+
+
+def _tex(cells: Sequence[str]) -> str:
+    return " & ".join("".join(_TEX.get(character, character) for character in cell) for cell in cells) + r" \\"

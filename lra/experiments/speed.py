@@ -1,0 +1,333 @@
+"""`lra reproduce table3 speed=true`: how much faster than standard attention a training step is.
+
+Each attention is measured alone on the device in every column, in two ways: `attention`, in the same padded, captured
+engine for all, which is the paper's meaning (FlashAttention, arXiv 2205.14135, Table 3), and `product`, as `lra fit`
+runs it. The JSON file is rewritten after each measurement; the same command again measures what it lacks, also after a
+fault of the GPU, which ends the command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lra import environment
+from lra.bench import step
+from lra.bench.options import parse
+from lra.bench.step import StepOptions
+from lra.config.compose import Composed, differences
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.experiments.fig3 import NOT_COMPARED, Records, Report, Rows
+from lra.experiments.grid import Cell, Grid
+from lra.models.attention.base import Attention
+from lra.training.fit import build, hardware, quiet
+from lra.training.run import RUNS, write
+
+STANDARD = "standard"  # what the paper's speed is compared with
+
+
+class Way(NamedTuple):
+    """How a step is measured."""
+
+    loop: str  # of lra.bench.loops
+    fields: tuple[str, ...]  # of the run
+    about: str
+
+
+WAYS = {
+    "attention": Way("captured", ("batch.layout=padded",), "the same padded engine for all"),
+    "product": Way("fit", (), "as lra fit runs it"),
+}
+_BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
+_ALONE = "one process measures each cell once, alone on one device: leave it out"
+# of `lra fit` or of the runs, but set or of no use here
+REFUSED = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
+    ("seed", "seeds", "launcher", "devices", "trainer.devices"), _ALONE
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured. What is not a field here is one of `lra fit`, for every cell."""
+
+    tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
+    attns: tuple[str, ...] | None = None  # all by default
+    recipe: str | None = None
+    steps: int = StepOptions.steps
+    warmup: int = StepOptions.warmup
+    out: str = str(RUNS.parent / "table3-speed.json")
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "attns"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise UsageError(f"{name}={','.join(given)} names one twice")
+
+
+class Measurement(NamedTuple):
+    """One to make."""
+
+    cell: Cell
+    way: str
+    options: StepOptions
+    composed: Composed
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.cell.column, self.cell.attn, self.way
+
+
+class Speeds:
+    """What was measured, to be looked up."""
+
+    def __init__(self, records: Records):
+        self.records = {_key(record): record for record in records}
+
+    def per_second(self, column: str, attn: str, way: str) -> float | None:
+        """Steps; None if that is not known."""
+        return self.records.get((column, attn, way), {}).get("steps_per_second")
+
+    def ratio(self, column: str, attn: str, way: str) -> float | None:
+        """How many times the steps per second of `standard`; None if either is not known."""
+        ours, standard = (self.per_second(column, name, way) for name in (attn, STANDARD))
+        return ours / standard if ours and standard else None
+
+    def ratios(self, columns: Sequence[str], attn: str, way: str) -> list[float]:
+        """Of the columns that both have."""
+        return [times for column in columns if (times := self.ratio(column, attn, way)) is not None]
+
+
+def run(
+    table: Grid, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
+) -> Report:
+    """Measures what is lacking, then reports on all of it.
+
+    Args:
+        table: whose columns, attentions and paper's figures.
+        args: `field=value` of Options and of `lra fit`.
+        progress: is given a line for each measurement when it is made.
+        dry_run: only report what there is and what is left: nothing is measured or written.
+
+    Raises:
+        UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
+            and for a file of other options or, if something is lacking, of another environment.
+    """
+    names = [field.name for field in dataclasses.fields(Options)]
+    for arg in args:
+        if mend := REFUSED.get(arg.partition("=")[0]):
+            raise UsageError(f"{arg} can't be beside speed=true: {mend}")
+    options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
+    fields = [arg for arg in args if arg not in own]
+    cells = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+    wanted = [_measurement(cell, way, options) for cell in cells for way in WAYS]
+    device = _device(wanted[0].composed)
+    chosen = {getattr(cell, kind) for cell in cells for kind in ("column", "attn")}
+    columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
+    stated = {
+        "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(fields),
+        "steps": options.steps, "warmup": options.warmup,
+    }  # fmt: skip
+    path, made = Path(options.out), environment.describe()
+    if device.type == "cpu":
+        made["gpu"] = None  # it may be there, and is not what is measured
+    result = _open(path, stated, made)
+    records: Records = result["cells"]
+    done = {_key(record) for record in records}
+    lacking = [one for one in wanted if one.key not in done]
+    if lacking and not dry_run:
+        _same_environment(path, result, made)
+        _measure(path, result, lacking, device, progress)
+        lacking = []
+    lines = [f"paper: {table.source}", *notes(records)]
+    if lacking:
+        lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
+    # for the exit code
+    ended = [record | {"status": "ok" if record["status"] in ("ok", "OOM") else "WRONG"} for record in records]
+    return Report([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """{"environment", "options", "cells"} of a file; UsageError if it is no such measurement."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        result = {name: found[name] for name in ("environment", "options", "cells")}
+        stated = {"recipe", "fields"} <= result["options"].keys() and {"gpu", "date"} <= result["environment"].keys()
+        if stated and all(map(_is_whole, result["cells"])):
+            return result
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise UsageError(f"{path} is no measurement of lra reproduce table3 speed=true: remove it, or name another file")
+
+
+def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Rows]:
+    """The speedups in both ways beside the paper's, then each way's steps per second."""
+    speeds, place = Speeds(result["cells"]), hardware_of(result)
+    averaged = [name for name in columns if not table.columns[name].apart]
+    yield (
+        f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)",
+        ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
+        [
+            [a, *(_mean(speeds.ratios(averaged, a, way)) for way in WAYS), _figure(table.paper.get(a, {}))]
+            for a in attns
+        ],
+    )  # fmt: skip
+    for name, way in WAYS.items():
+        yield (
+            f"{name}, {way.about}: steps per second (times {STANDARD}) on {place}", ["attention", *columns],
+            [[a, *(_cell(speeds, c, a, name) for c in columns)] for a in attns],
+        )  # fmt: skip
+
+
+def detail(records: Records) -> Rows:
+    """All that was measured: a step's time, its rows with padding and filling, and its peak memory."""
+    header = ["column", "attention", "way", "engine", "ms", "steps/s", "rows", "memory, MB"]
+    rows = []
+    for record in records:
+        numbers = [record[key] for key in ("ms", "steps_per_second", "rows", "memory_mb")]
+        shown = ["" if number is None else f"{number:g}" for number in numbers]
+        if record["status"] != "ok":
+            shown[0] = record["status"]
+        rows.append([*_key(record), record["engine"] or "", *shown])
+    return "what was measured", header, rows
+
+
+def notes(records: Records) -> list[str]:
+    """How many are in which state, and why cells have no numbers, or not those of the captured engine."""
+    counts = Counter(record["status"] for record in records)
+    said = ", ".join(f"{count} {status}" for status, count in counts.items())
+    why: dict[str, list[str]] = {}
+    for record in records:
+        if record["reason"]:
+            state = record["engine"] if record["status"] == "ok" else record["status"]
+            reason = f"{record['way']}, {state}: {record['reason']}"
+            why.setdefault(reason, []).append(f"{record['column']} {record['attention']}")
+    return [f"measurements: {said or 'none'}", *(f"{reason} ({', '.join(cells)})" for reason, cells in why.items())]
+
+
+def made_with(result: dict[str, Any]) -> str:
+    """The hardware, commit, date and fields of a measurement."""
+    made, options = result["environment"], result["options"]
+    fields = f", with {' '.join(options['fields'])}" if options["fields"] else ""
+    return f"{hardware_of(result)}, commit {made.get('commit')}, {made['date']}{fields}"
+
+
+def hardware_of(result: dict[str, Any]) -> str:
+    """The GPU, or CPU, that was measured."""
+    return " ".join((result["environment"]["gpu"] or "CPU").split())  # of one line, as it is in titles
+
+
+def _measure(
+    path: Path, result: dict[str, Any], lacking: Sequence[Measurement], device: torch.device,
+    progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Appends what is lacking to the result; the file is rewritten after each measurement."""
+    quiet()
+    for composed in {one.cell: one.composed for one in lacking}.values():
+        _prepare(composed.config, device)
+    commits = [result["environment"]["commit"], environment.commit()]
+    result["environment"]["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
+    _keep(path, result)  # what can't be written is refused before it is measured
+    for one in lacking:
+        step.clear(device)
+        record = _measured(one, device)
+        result["cells"].append(record)
+        _keep(path, result)
+        progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
+
+
+def _prepare(run: RunConfig, device: torch.device) -> None:
+    """Refuses an attention that the device does not have, and prepares the data."""
+    data, module = build(run)
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.resolve(device, run.trainer.precision)
+    data.prepare_data()
+
+
+def _measured(one: Measurement, device: torch.device) -> dict[str, Any]:
+    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
+    record = step.measured(WAYS[one.way].loop, one.composed, one.options, device)
+    if record["loop"] == "captured" and record["status"] == "unsupported":
+        hinders = record["reason"].rpartition(": ")[0]  # without what to set instead
+        record = step.measured("eager", one.composed, one.options, device)
+        record["reason"] = record["reason"] or hinders
+    del record["where"]  # nothing is profiled
+    per_second = None if record["ms"] is None else float(f"{1e3 / record['ms']:.4g}")
+    named = {"column": one.cell.column, "attention": one.cell.attn, "way": one.way}
+    return named | record | {"steps_per_second": per_second}
+
+
+def _measurement(cell: Cell, way: str, options: Options) -> Measurement:
+    fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
+    return Measurement(cell, way, *step.split(fields))
+
+
+def _device(composed: Composed) -> torch.device:
+    machine = hardware(composed.config)
+    if machine["devices"] * machine["num_nodes"] > 1:
+        raise UsageError("speed=true measures one device: start it without torchrun")
+    return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+
+
+def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """What a file holds, or a result without records; UsageError if it was measured with other options."""
+    if not path.exists():
+        return {"environment": made, "options": stated, "cells": []}
+    result = read(path)
+    if changed := differences(result["options"], stated):
+        raise UsageError(
+            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
+        )
+    return result
+
+
+def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) -> None:
+    """UsageError if what is there was measured in another environment."""
+    old, new = ({k: v for k, v in each.items() if k not in NOT_COMPARED} for each in (result["environment"], made))
+    if changed := differences(old, new):
+        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
+
+
+def _keep(path: Path, result: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"out={path} can't be written ({error.strerror}): name another file") from None
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether it says what it is of, and has numbers if it is ok, else none."""
+    numbers = [record[name] for name in ("ms", "steps_per_second", "rows")]
+    measured = min(numbers) > 0 if record["status"] == "ok" else not any(numbers)
+    named = (*_key(record), record["status"], record["reason"])
+    return measured and all(isinstance(text, str) for text in named) and {"engine", "memory_mb"} <= record.keys()
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, str]:
+    return record["column"], record["attention"], record["way"]
+
+
+def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
+    """Steps per second and their ratio to `standard`, or why there are none; empty if it was not measured."""
+    number, times = speeds.per_second(column, attn, way), speeds.ratio(column, attn, way)
+    if number is None:
+        return speeds.records.get((column, attn, way), {}).get("status", "")
+    return f"{number:g}" + ("" if times is None else f" ({times:.2f}×)")
+
+
+def _mean(ratios: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else ""
+
+
+def _figure(paper: Mapping[str, float]) -> str:
+    return f"{paper['speedup']:.1f}" if "speedup" in paper else ""

@@ -1,0 +1,203 @@
+"""`lra reproduce table3`: FlashAttention's Table 3 (arXiv 2205.14135), accuracy on the Long Range Arena.
+
+A cell is one `lra fit` in its own run directory. The same command again goes on where it was stopped, and several
+commands on one folder, of other machines too, share the cells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lra.bench.options import parse
+from lra.config.compose import flatten
+from lra.errors import UsageError
+from lra.experiments import cells, grid, speed
+from lra.experiments.cells import State
+from lra.experiments.fig3 import Report, Rows
+from lra.experiments.grid import Cell, Grid
+from lra.experiments.launch import Local, States, slots
+from lra.experiments.slurm import Slurm, resources
+from lra.experiments.watch import Watch, others, scores
+from lra.training.callbacks import duration
+from lra.training.run import RUNS
+
+# of `lra fit`, but set by the grid or by the command
+SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
+# fields that don't change what a step takes
+NOT_PACE = ("seed", "name", "init", "trainer.steps", "trainer.eval_every", "trainer.log_every")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which cells, and where. What is not a field here is one of `lra fit`, for every cell."""
+
+    tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
+    attns: tuple[str, ...] | None = None  # all by default
+    seeds: int | None = None  # so many, from 0
+    recipe: str | None = None
+    launcher: Literal["local", "slurm"] = "local"
+    devices: int | None = None  # runs at once; all GPUs by default, all tasks of the array with launcher=slurm
+    speed: bool = False  # measure steps instead of running cells: other fields are those of speed.Options then
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
+
+
+def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False) -> Report:
+    """Runs what is left of the grid, then reports on all of it.
+
+    Args:
+        args: `field=value` of Options and of `lra fit`, and `slurm.field=value` of Resources.
+        progress: is given a line for each change of a cell's state, unless a terminal shows the table.
+        dry_run: only report what there is and what is left: nothing is started or written.
+
+    Raises:
+        UsageError: before anything runs, for what is unknown or of no use here, and for a run's directory that holds
+            another configuration.
+        SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
+    """
+    table = grid.read("table3")
+    names = [field.name for field in dataclasses.fields(Options)]
+    options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
+    if options.speed:
+        return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
+    asked = resources(given := [arg for arg in args if arg.startswith("slurm.")], options.launcher)
+    slurm = options.launcher == "slurm"
+    available = [] if slurm else slots(options.devices)
+    chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
+    if dry_run:
+        states = {cell: cells.look(cell) for cell in chosen}
+        if not slurm:
+            return plan(states, len(available))
+        submission = Slurm(chosen, asked, options.devices).plan()
+        made = plan(states, options.devices or len(chosen))
+        return made._replace(lines=[*made.lines, *submission])
+    with Watch(table, progress) as watch:
+        launcher = (
+            Slurm(chosen, asked, options.devices, watch, watch.say)
+            if slurm
+            else Local(chosen, available, watch, watch.say)
+        )
+        states = launcher.work()
+    return report(table, states)
+
+
+def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
+    """The cells, all composed; UsageError if one is not possible, or two would be one run."""
+    for field in fields:
+        name = field.partition("=")[0]
+        if name in SET:
+            raise UsageError(f"{field} can't be one for every cell: give {SET[name]}")
+    chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
+    owners: dict[Any, Cell] = {}
+    for cell in chosen:
+        if (path := cell.directory.path) in owners:
+            raise UsageError(f"{owners[path]} and {cell} are both {path}: name each once, and leave out name=")
+        owners[path] = cell
+        if (devices := cell.composed.config.trainer.devices) != 1:
+            raise UsageError(f"trainer.devices={devices}, but a cell has one device: give devices=, for runs at once")
+    return chosen
+
+
+def plan(states: States, devices: int) -> Report:
+    """What there is and what is left, and how long that takes as measured with other seeds."""
+    paces: dict[tuple[str, str], float | None] = {}
+    rows, expected, unknown = [], 0.0, 0
+    left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
+    for cell, state in states.items():
+        text = ""
+        if not state.final:
+            if (place := (cell.column, cell.attn)) not in paces:
+                paces[place] = pace(cell)
+            seconds = _seconds(cell, state, paces[place])
+            text = "unknown" if seconds is None else duration(seconds)
+            if cell in left:
+                expected, unknown = expected + (seconds or 0.0), unknown + (seconds is None)
+        rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
+    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {devices}"]
+    if known := len(left) - unknown:
+        # no more slots are used than there are cells
+        spent = duration(expected / min(devices, len(left)))
+        lines.append(f"time for {known} of them, from steps per second of other seeds: {spent} of training")
+    if unknown:
+        lines.append(f"time for {unknown} of them: unknown, as no other seed of theirs is done")
+    header = ["column", "attention", "seed", "state", "training left", "directory"]
+    return Report([("cells", header, rows)], lines, [])
+
+
+def pace(cell: Cell) -> float | None:
+    """Steps per second of finished runs that differ in the seed or in how long they went on; None if there are none."""
+
+    def compared(config: dict[str, Any]) -> dict[str, Any]:
+        flat = dict(flatten(config))
+        return {name: value for name, value in flat.items() if name not in NOT_PACE}
+
+    run = cell.composed.config
+    results = map(cells.whole, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    found = [
+        result["steps_per_second"]
+        for result in results
+        if result and result["status"] == "finished" and result.get("steps_per_second")
+        and compared(result["config"]) == compared(cell.directory.config)
+    ]  # fmt: skip
+    return statistics.median(found) if found else None
+
+
+def report(table: Grid, states: States) -> Report:
+    """The table of accuracies, and what is missing of it with the reason."""
+    lines = [f"paper: {table.source}", cells.counted(states.values())]
+    for cell, state in states.items():
+        path = cell.directory.path
+        if state.status == "failed":
+            lines.append(f"{cell}: {state}; tracebacks in {path}: remove failed.json there to try again")
+        elif state.status != "done":
+            lines.append(f"{cell}: {state}" + (f"; see {path}/log.txt" if state.status == "interrupted" else ""))
+    records = [
+        {
+            "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
+            "accuracy": state.accuracy,
+            "status": "ok" if state.status in ("done", "OOM") else "WRONG",  # for the exit code
+        }
+        for cell, state in states.items()
+    ]  # fmt: skip
+    return Report([accuracies(table, states)], lines, records)
+
+
+def accuracies(table: Grid, states: States) -> Rows:
+    """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
+    columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
+    averaged = [name for name, column in table.columns.items() if not column.apart]
+    rows = []
+    for attn in attns:
+        row = [attn]
+        means: dict[str, float] = {}
+        paper = table.paper.get(attn, {})
+        for column in columns:
+            own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
+            if found := [100 * state.accuracy for state in own.values() if state.accuracy is not None]:
+                means[column] = statistics.mean(found)
+            named = others(own, ("OOM", "failed", "interrupted"))
+            row += [", ".join(filter(None, (scores(own.values()), named))), _figure(paper.get(column))]
+        whole = all(column in means for column in averaged)
+        average = statistics.mean(means[column] for column in averaged) if whole else None
+        rows.append([*row, "" if average is None else f"{average:.2f}", _figure(paper.get("average"))])
+    header = ["attention", *(text for name in (*columns, "average") for text in (name, "paper"))]
+    return f"{table.name}: test accuracy, %", header, rows
+
+
+def _seconds(cell: Cell, state: State, pace: float | None) -> float | None:
+    """Of training that is left."""
+    if pace is None:
+        return None
+    step, validated, _ = cells.reached(cell)
+    done = step if state.status == "running elsewhere" else validated if state.resumes else 0
+    return (cell.composed.config.trainer.steps - done) / pace
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

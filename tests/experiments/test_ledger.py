@@ -1,0 +1,159 @@
+"""Results are matched to cells by their configuration, and what is left out is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lra.errors import UsageError
+from lra.experiments import grid, ledger
+from lra.experiments.grid import Cell
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+REAL = json.loads((RESULTS / "listops-linear-xiong2021-s0.json").read_text())
+TABLE = grid.read("table3")
+CELLS = TABLE.cells(["listops"], ["standard", "flash", "linear"], 2)
+
+
+def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]:
+    """A finished result of a cell, in the shape of a real one."""
+    made = copy.deepcopy(REAL)
+    run = cell.composed.config
+    made |= {"task": f"{run.task.name}@1", "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
+    made["config"] = json.loads(json.dumps(run.saved()))
+    made["test"] |= {"accuracy": accuracy}
+    return made | changes
+
+
+def dated(made: dict[str, Any], day: int) -> dict[str, Any]:
+    return made | {"environment": made["environment"] | {"date": f"2026-01-{day:02}T00:00:00Z"}}
+
+
+def put(path: Path, made: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made))
+    return path
+
+
+def cell(attn: str, seed: int) -> Cell:
+    return next(cell for cell in CELLS if (cell.attn, cell.seed) == (attn, seed))
+
+
+def test_committed_results_are_found():
+    found = ledger.match(CELLS, RESULTS)
+    names = {str(cell): entry.path.name for cell, entry in found.entries.items()}
+    assert names == {
+        f"listops {attn} seed 0": f"listops-{attn}-xiong2021-s0.json" for attn in ("standard", "flash", "linear")
+    }
+    [note] = found.notes
+    assert note.startswith("of no cell of this table") and "listops-flash-short-s0.json" in note
+    assert "h200-attention.json" not in note  # no result of a run
+
+
+def test_the_configuration_counts_and_not_the_path(tmp_path):
+    put(tmp_path / "text" / "anything.json", result(cell("flash", 1)))
+    found = ledger.match(CELLS, tmp_path)
+    assert list(found.entries) == [cell("flash", 1)] and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [("", "name", "mine"), ("", "engine", "eager"), ("trainer", "devices", 2), ("trainer", "accelerator", "gpu"),
+     ("trainer", "log_every", 10), ("batch", "micro", 8), ("batch", "eval", 1)],
+)  # fmt: skip
+def test_what_does_not_change_the_computation_is_not_compared(tmp_path, section, field, value):
+    made = result(cell("flash", 0))
+    (made["config"][section] if section else made["config"])[field] = value
+    put(tmp_path / "result.json", made)
+    assert list(ledger.match(CELLS, tmp_path).entries) == [cell("flash", 0)]
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [("", "seed", 9), ("", "init", "x"), ("optim", "lr", 1.0), ("trainer", "steps", 7),
+     ("trainer", "precision", "fp32"), ("task", "source", "/lra_release"), ("batch", "layout", "padded"),
+     ("task", "name", "gone")],
+)  # fmt: skip
+def test_another_computation_is_of_no_cell(tmp_path, section, field, value):
+    made = result(cell("flash", 0))
+    (made["config"][section] if section else made["config"])[field] = value
+    put(tmp_path / "result.json", made)
+    found = ledger.match(CELLS, tmp_path)
+    assert not found.entries and found.notes == ["of no cell of this table, as configured otherwise: result.json"]
+
+
+def test_another_version_of_the_task_is_of_no_cell(tmp_path):
+    put(tmp_path / "result.json", result(cell("flash", 0), task="listops@0"))
+    assert not ledger.match(CELLS, tmp_path).entries
+
+
+def test_where_imported_data_lay_does_not_matter(tmp_path):
+    [wanted] = TABLE.cells(["retrieval"], ["flash"], 1)
+    made = result(wanted)
+    made["config"]["task"]["source"] = "/somewhere/lra_release.gz"
+    put(tmp_path / "result.json", made)
+    assert list(ledger.match([wanted], tmp_path).entries) == [wanted]
+
+
+def test_a_missing_field_has_its_default(tmp_path):
+    made = result(cell("flash", 0))
+    assert made["config"].pop("engine") and made["config"]["model"].pop("axes") == 1
+    put(tmp_path / "a.json", made)
+    assert list(ledger.match(CELLS, tmp_path).entries) == [cell("flash", 0)]
+    del made["config"]["trainer"]["precision"]  # its default is not the recipe's
+    put(tmp_path / "a.json", made)
+    assert not ledger.match(CELLS, tmp_path).entries
+
+
+def test_the_newer_of_two_counts_and_both_are_named(tmp_path):
+    old = put(tmp_path / "z.json", dated(result(cell("flash", 0)), 1))
+    new = put(tmp_path / "a.json", dated(result(cell("flash", 0)), 2))
+    found = ledger.match(CELLS, tmp_path)
+    assert found.entries[cell("flash", 0)].path == new
+    [note] = found.notes
+    assert note.startswith("listops flash seed 0: ") and str(old) in note and str(new) in note
+
+
+def test_what_is_not_whole_is_named(tmp_path):
+    good = result(cell("flash", 0))
+    (tmp_path / "cut.json").write_text(json.dumps(good)[:-9])
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    put(tmp_path / "list.json", [1])
+    put(tmp_path / "env.json", {"gpu": None})
+    put(tmp_path / ".result.json", {"status": "finished"})
+    put(tmp_path / "bare.json", {"status": "finished"})
+    put(tmp_path / "state.json", good | {"status": "running"})
+    put(tmp_path / "untested.json", {key: value for key, value in good.items() if key != "test"})
+    put(tmp_path / "share.json", good | {"test": good["test"] | {"accuracy": 36.0}})
+    put(tmp_path / "speed.json", good | {"steps_per_second": "fast"})
+    found = ledger.match(CELLS, tmp_path)
+    assert not found.entries
+    names = ("cut", "bytes", "bare", "state", "untested", "share", "speed")
+    named = {name: note for note in found.notes for name in names if f"{name}.json" in note}
+    assert len(named) == len(found.notes) == 7
+    assert "can't be read" in named["cut"] and "can't be read" in named["bytes"]
+    assert "lacks test with all scores" in named["untested"] and "steps_per_second" in named["speed"]
+
+
+def test_a_run_that_failed_needs_no_scores(tmp_path):
+    made = {key: value for key, value in result(cell("flash", 0)).items() if key not in ("test", "fresh", "val")}
+    put(tmp_path / "result.json", made | {"status": "oom", "steps_per_second": None})
+    assert ledger.match(CELLS, tmp_path).entries[cell("flash", 0)].result["status"] == "oom"
+
+
+def test_curves_lie_beside(tmp_path):
+    flat, own = put(tmp_path / "a.json", {}), put(tmp_path / "run" / "result.json", {})
+    assert ledger.Entry(flat, {}).curves is None and ledger.Entry(own, {}).curves is None
+    for path in (flat.with_suffix(".csv"), own.with_name("metrics.csv")):
+        path.write_text("")
+    assert ledger.Entry(flat, {}).curves == flat.with_suffix(".csv")
+    assert ledger.Entry(own, {}).curves == own.with_name("metrics.csv")
+
+
+def test_no_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no is no folder: name one"):
+        ledger.match(CELLS, tmp_path / "no")

@@ -1,0 +1,331 @@
+"""`lra reproduce table3 speed=true` on the CPU: two ways, resumed, and shown beside the paper."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lra import environment
+from lra.cli import app
+from lra.errors import UsageError
+from lra.experiments import grid, report, speed, table3
+from lra.experiments.grid import Column
+from lra.experiments.speed import Speeds
+from lra.training import step as step_module
+from lra.training.step import Step
+
+TABLE = grid.read("table3")
+SMALL = replace(TABLE, columns={**TABLE.columns, "short": Column(("task=listops", "task.max_length=32"))})
+TINY = (
+    "speed=true", "attns=standard,flash", "recipe=demo", "steps=2", "warmup=1", "task.train=50", "task.val=10",
+    "task.test=10", "trainer.accelerator=cpu", "batch.size=2", "model.d_model=32", "model.layers=1", "out=speed.json",
+)  # fmt: skip
+ONE = (*TINY, "tasks=listops")
+TWO = (*TINY, "tasks=listops,short")
+FILE = Path("speed.json")
+MS = {"standard": 8.0, "flash": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Times that are made up; gives the loops that were called."""
+    called = []
+
+    def measured(loop, composed, options, device):
+        run = composed.config
+        called.append(f"{run.task.name} {run.attn.name} {loop} {run.batch.layout}")
+        record = made("", "", "", MS[run.attn.name]) | {"loop": loop}
+        return {key: value for key, value in record.items() if key not in ("column", "attention", "way")}
+
+    monkeypatch.setattr(speed.step, "measured", measured)
+    monkeypatch.setattr(grid, "read", lambda name: SMALL)
+    return called
+
+
+def made(column: str, attn: str, way: str, ms: float | None, status: str = "ok", reason: str = "") -> dict[str, Any]:
+    """A record, as far as it is shown."""
+    return {
+        "column": column, "attention": attn, "way": way, "loop": "fit", "status": status, "reason": reason,
+        "engine": "captured", "ms": ms, "rows": 64.0, "memory_mb": 9.5, "tokens_per_second": 1000, "where": None,
+        "steps_per_second": ms and 1e3 / ms,
+    }  # fmt: skip
+
+
+def result(*records: dict[str, Any]) -> dict[str, Any]:
+    made_with = {"gpu": "NVIDIA\nH200", "date": "2026-01-01T00:00:00Z", "commit": "abc"}
+    return {"environment": made_with, "options": {"recipe": "xiong2021", "fields": []}, "cells": list(records)}
+
+
+def read() -> Any:
+    return json.loads(FILE.read_text())
+
+
+def shown(made: Any, title: str) -> dict[str, list[str]]:
+    """attention -> cells, of the table whose title begins so."""
+    [rows] = [rows for name, _, rows in made.tables if name.startswith(title)]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Two attentions by two columns, really measured: the folder, the report and the lines of progress."""
+    folder, lines = tmp_path_factory.mktemp("speed"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(grid, "read", lambda name: SMALL)
+        return folder, table3.run(TWO, lines.append), lines
+
+
+def test_each_cell_is_measured_in_both_ways(real):
+    folder, made, lines = real
+    assert [path.name for path in folder.iterdir()] == ["speed.json"]  # no run leaves anything
+    found = json.loads((folder / "speed.json").read_text())
+    assert [(r["column"], r["attention"], r["way"]) for r in found["cells"]] == [
+        (column, attn, way)
+        for column in ("listops", "short") for attn in ("standard", "flash") for way in ("attention", "product")
+    ]  # fmt: skip
+    for record in found["cells"]:
+        padded = record["way"] == "attention"
+        assert record["status"] == "ok" and record["loop"] == ("eager" if padded else "fit")
+        assert record["engine"] == "eager" and record["memory_mb"] is None
+        assert record["reason"] == ("engine=captured, but there is no GPU" if padded else "")
+        assert record["steps_per_second"] == pytest.approx(1e3 / record["ms"], rel=1e-3)
+        if padded:
+            assert record["rows"] == 2 * {"listops": 64, "short": 32}[record["column"]]
+        else:
+            assert record["rows"] == record["tokens"] < 2 * 64  # packed
+    assert found["environment"]["versions"]["torch"] and found["environment"]["gpu"] is None
+    assert found["options"]["tasks"] == ["listops", "short"] and found["options"]["recipe"] == "demo"
+    assert (found["options"]["steps"], found["options"]["warmup"]) == (2, 1)
+    assert "batch.size=2" in found["options"]["fields"] and "speed=true" not in found["options"]["fields"]
+    assert len(lines) == 8 and lines[0].startswith("listops standard, attention: eager: ")
+    assert {record["status"] for record in made.records} == {"ok"}
+    assert shown(made, "speedup over standard on CPU")["standard"] == ["1.00 (2)", "1.00 (2)", ""]
+    cells = "listops standard, listops flash, short standard, short flash"
+    assert made.lines[1:] == [
+        "measurements: 8 ok", f"attention, eager: engine=captured, but there is no GPU ({cells})",
+    ]  # fmt: skip
+
+
+def test_what_can_be_captured_is(monkeypatch):
+    monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
+    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+    made = table3.run([*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
+    assert [(r["loop"], r["engine"], r["reason"]) for r in read()["cells"]] == [
+        ("captured", "captured", ""), ("fit", "captured", ""),
+    ]  # fmt: skip
+    assert made.lines[1:] == ["measurements: 2 ok"]
+
+
+def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
+    table3.run(TWO)
+    whole = list(fake)
+    assert whole[:2] == ["listops standard captured padded", "listops standard fit packed"] and len(whole) == 8
+    first = read()["cells"]
+    FILE.unlink()
+    measured = speed.step.measured
+
+    def stopped(*args):
+        if len(fake) == 2:
+            raise KeyboardInterrupt
+        return measured(*args)
+
+    fake.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(speed.step, "measured", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            table3.run(TWO)
+    assert read()["cells"] == first[:2]
+    fake.clear()
+    plan = table3.run(TWO, dry_run=True)
+    assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.records and not fake
+    table3.run(TWO)
+    assert fake == whole[2:] and read()["cells"] == first
+    made = table3.run(TWO)
+    assert len(fake) == 6 and shown(made, "speedup")["flash"] == ["4.00 (2)", "4.00 (2)", "2.4"]
+    assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
+
+
+def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
+    def oom(*_):
+        raise torch.OutOfMemoryError("much\nmore")
+
+    def broken(name, run, watch):
+        if run.attn.name == "flash":
+            raise RuntimeError("a compiler\nsays much")
+        return by_hand(name, run, watch)
+
+    by_hand = speed.step.loops.by_hand
+    monkeypatch.setattr(speed.step.loops, "fit", oom)
+    monkeypatch.setattr(speed.step.loops, "by_hand", broken)
+    done = CliRunner().invoke(app, ["reproduce", "table3", *ONE])
+    assert done.exit_code == 1, done.output
+    records = {(r["attention"], r["way"]): r for r in read()["cells"]}
+    assert {key: r["status"] for key, r in records.items()} == {
+        ("standard", "attention"): "ok", ("standard", "product"): "OOM",
+        ("flash", "attention"): "failed", ("flash", "product"): "OOM",
+    }  # fmt: skip
+    assert records["flash", "attention"]["reason"] == "RuntimeError: a compiler"
+    assert records["flash", "attention"]["steps_per_second"] is None
+    made = table3.run(ONE)  # nothing is left
+    assert shown(made, "attention, ")["flash"] == ["failed"] and shown(made, "product, ")["standard"] == ["OOM"]
+    assert shown(made, "speedup")["flash"] == ["", "", "2.4"]
+    assert "measurements: 1 ok, 2 OOM, 1 failed" in made.lines
+    assert "attention, failed: RuntimeError: a compiler (listops flash)" in made.lines
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("steps=2", "steps=3"), r"other options \(steps: 2 -> 3\): give those, or choose another out="),
+        (("attns=standard,flash", "attns=flash"), r"other options \(attns: \['standard', 'flash'\] -> \['flash'\]\)"),
+        (("batch.size=2", "batch.size=4"), r"other options \(fields: "),
+    ],
+)
+def test_other_options_are_refused(fake, change, message):
+    table3.run(ONE)
+    with pytest.raises(UsageError, match=message):
+        table3.run([arg.replace(*change) for arg in ONE])
+    table3.run([arg.replace("standard,flash", "flash,standard") for arg in ONE])  # the same
+    assert len(fake) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"gpu": "another"}, "gpu: another -> None"), ({"versions": {"torch": "1"}}, r"versions.torch: 1 -> \d")],
+)
+def test_another_environment_is_refused_where_something_is_lacking(fake, change, message):
+    table3.run(ONE)
+    found = read()
+    found["environment"] |= change
+    FILE.write_text(json.dumps(found))
+    table3.run(ONE)
+    found["cells"].pop()
+    FILE.write_text(json.dumps(found))
+    with pytest.raises(UsageError, match=f"measured in another environment .*{message}"):
+        table3.run(ONE)
+    assert len(fake) == 4
+
+
+def test_every_commit_that_measured_is_stated(fake):
+    table3.run(ONE)
+    found = read()
+    found["environment"] |= {"commit": "0", "date": "yesterday", "command": "lra", "gpus": 9}
+    found["cells"].pop()
+    FILE.write_text(json.dumps(found))
+    table3.run(ONE)
+    commits = [commit for commit in ("0", environment.commit()) if commit]
+    assert len(fake) == 5 and len(read()["cells"]) == 4 and read()["environment"]["commit"] == ", ".join(commits)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["seeds=2"], "seeds=2 can't be beside speed=true: one process measures each cell once"),
+        (["launcher=local"], "launcher=local can't be beside speed=true"),
+        (["devices=1"], "devices=1 can't be beside speed=true"),
+        (["seed=1"], "seed=1 can't be beside speed=true"),
+        (["engine=eager"], "engine=eager can't be beside speed=true: it is set by the two ways"),
+        (["batch.layout=packed"], "batch.layout=packed can't be beside speed=true"),
+        (["attn=flash"], "attn=flash can't be beside speed=true: give attns="),
+        (["name=x"], "init=, name= and resume= mean nothing to a measurement"),
+        (["optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
+        (["trainer.steps=5", "trainer.eval_every=5", "trainer.log_every=5"], "trainer.steps=5, but 23 are needed"),
+        (["tasks=listop"], "unknown task 'listop'"),
+        (["tasks=text,text"], "tasks=text,text names one twice"),
+        (["tasks=listops", "out=file/speed.json"], "out=file/speed.json can't be written"),
+        (["tasks=listops", "out=file"], "file is no measurement of lra reproduce table3 speed=true: remove it"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_measured(fake, more, message):
+    Path("file").write_text('{"cells": []}')
+    args = [arg for arg in TINY if not (arg.startswith("out=") and any(one.startswith("out=") for one in more))]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        table3.run([*args, *more])
+    assert not fake and [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_apart():
+    columns = ("listops", "text", "image", "scisumm")
+    times = {"listops": (8.0, 2.0), "text": (9.0, 1.0), "image": (None, 1.0), "scisumm": (50.0, 1.0)}
+    records = [
+        made(column, attn, "product", ms, "ok" if ms else "OOM", "" if ms else "too much")
+        for column, pair in times.items() for attn, ms in zip(("standard", "flash"), pair, strict=True)
+    ]  # fmt: skip
+    speeds = Speeds([*records, made("listops", "flash", "attention", 5.0)])
+    assert speeds.ratios(columns, "flash", "product") == pytest.approx([4.0, 9.0, 50.0])
+    assert speeds.ratios(columns, "flash", "attention") == [] and speeds.ratio("text", "linear", "product") is None
+    summary, attention, product = speed.tables(
+        TABLE, result(*speeds.records.values()), columns, ["standard", "flash", "linear"]
+    )
+    assert summary[0] == "speedup over standard on NVIDIA H200, each measured alone: geometric mean (columns)"
+    assert summary[1] == ["attention", "speedup, attention", "speedup, product", "paper"]
+    assert summary[2] == [["standard", "", "1.00 (2)", ""], ["flash", "", "6.00 (2)", "2.4"], ["linear", "", "", "2.3"]]
+    assert attention[2][1] == ["flash", "200", "", "", ""] and product[2][2] == ["linear", "", "", "", ""]
+    assert product[2][0] == ["standard", "125 (1.00×)", "111.111 (1.00×)", "OOM", "20 (1.00×)"]
+    assert product[2][1] == ["flash", "500 (4.00×)", "1000 (9.00×)", "1000", "1000 (50.00×)"]
+    assert speed.notes(list(speeds.records.values()))[1:] == ["product, OOM: too much (image standard)"]
+
+
+def test_the_report_shows_both_columns(here):
+    Path("runs").mkdir()
+    ways = {"attention": (8.0, 4.0), "product": (6.0, 2.0)}
+    records = [
+        made("listops", attn, way, ms)
+        for way, pair in ways.items() for attn, ms in zip(("standard", "flash"), pair, strict=True)
+    ]  # fmt: skip
+    FILE.write_text(json.dumps(result(*records)))
+    args = ["results=runs", "attns=standard,flash"]
+    without, beside = report.run("table3", args), report.run("table3", [*args, f"speed={FILE}", "out=out"])
+    assert beside.tables[: len(without.tables)] == without.tables and len(beside.tables) == len(without.tables) + 3
+    assert shown(beside, "speedup over standard on NVIDIA H200")["flash"] == ["2.00 (1)", "3.00 (1)", "2.4"]
+    assert shown(beside, "attention, the same padded")["flash"] == ["250 (2.00×)", "", "", "", ""]
+    assert "speed: speed.json, NVIDIA H200, commit abc, 2026-01-01T00:00:00Z" in beside.notes
+    for ending in ("md", "tex", "html"):
+        assert "speedup over standard on NVIDIA H200" in Path(f"out/table3.{ending}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "message"),
+    [
+        ("none.json", [], "speed=none.json is no file: lra reproduce table3 speed=true makes it"),
+        ("speed.json", ["recipe=demo"], "speed=speed.json is of recipe=xiong2021, not demo: give recipe=xiong2021"),
+        ("damaged.json", [], "damaged.json is no measurement of lra reproduce table3 speed=true"),
+        ("list.json", [], "list.json is no measurement"),
+        ("lacking.json", [], "lacking.json is no measurement"),
+    ],
+)
+def test_the_report_refuses_what_is_no_measurement_of_its_recipe(here, file, more, message):
+    Path("runs").mkdir()
+    FILE.write_text(json.dumps(result()))
+    Path("damaged.json").write_text("{")
+    Path("list.json").write_text("[]")
+    Path("lacking.json").write_text(json.dumps(result(made("listops", "flash", "product", None))))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        report.run("table3", ["results=runs", f"speed={file}", *more])
+
+
+def test_a_real_file_is_shown_with_its_options(real):
+    shutil.copy(real[0] / "speed.json", FILE)
+    Path("runs").mkdir()
+    beside = report.run("table3", ["results=runs", "recipe=demo", "tasks=listops", f"speed={FILE}"])
+    [note] = [note for note in beside.notes if note.startswith("speed: ")]
+    assert "CPU" in note and "batch.size=2" in note
+    assert list(shown(beside, "speedup over standard on CPU")) == list(TABLE.attns)

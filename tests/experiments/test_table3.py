@@ -1,0 +1,264 @@
+"""`lra reproduce table3`: what it refuses, plans, shows and reports; the last tests with real runs of `lra fit`."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lra.cli import app
+from lra.errors import UsageError
+from lra.experiments import grid, launch, table3, watch
+from lra.experiments.cells import State, claim
+from lra.experiments.launch import Local
+from lra.experiments.watch import Pace, Watch
+from tests.experiments.runs import GRID, TINY, cells, made, stub, until
+
+ROOT = Path(__file__).parents[2]
+ONE = ("tasks=listops", "attns=flash", "seeds=1", "recipe=demo", *TINY)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "TICK_S", 0.02)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """Makes the command work with a process that stands for `lra fit`; gives the cells of its arguments."""
+
+    def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
+        options = table3.parse(table3.Options, args)
+        todo = table3.choose(grid.read("table3"), options, ())
+        monkeypatch.setattr(table3, "Local", functools.partial(Local, command=stub(todo, *does)))
+        return todo, args
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["tasks=listop"], "unknown task 'listop': did you mean 'listops'?"),
+        (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'?"),
+        (["recipe=xiong"], "unknown recipe 'xiong': did you mean 'xiong2021'?"),
+        (["launcher=slrm"], "launcher=slrm: choose from local, slurm"),
+        (["seeds=0"], "seeds=0: it is how many there are, at least 1"),
+        (["devices=2"], "devices=2, but this machine has 0 GPUs"),
+        (["attns=flash", "tasks=listops", "optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
+        (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
+        (["resume=auto"], "resume=auto can't be one for every cell: give nothing, every run is resumed"),
+        (["trainer.devices=2"], "trainer.devices=2, but a cell has one device: give devices=, for runs at once"),
+        (["tasks=text,text"], "text standard seed 0 and text standard seed 0 are both checkpoints/runs/text/standard/"),
+        (["tasks=pathfinder,pathfinder-lit", "name=x"], "are both checkpoints/runs/pathfinder/standard/x-s0: name"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(here, args, message):
+    args = [*args, *(arg for arg in ("seeds=1", "recipe=xiong2021") if arg[:5] not in {given[:5] for given in args})]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        table3.run(args)
+    assert not list(here.iterdir())
+
+
+def test_another_configuration_in_a_directory_stops_all_before_the_first(stubbed):
+    todo, args = stubbed("finish")
+    path = made(todo[3])
+    (path / "config.yaml").write_text((path / "config.yaml").read_text().replace("lr: 0.002", "lr: 0.5"))
+    with pytest.raises(UsageError, match=rf"{path} holds a run with another configuration \(optim.lr: 0.5 -> 0.002\)"):
+        table3.run(args)
+    assert not Path("runs.txt").exists()
+
+
+def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
+    args = ("tasks=listops,text", "attns=flash,standard", "seeds=3", "recipe=demo")
+    options = table3.parse(table3.Options, args)
+    todo = {str(cell): cell for cell in table3.choose(grid.read("table3"), options, ())}
+    made(todo["listops flash seed 0"], "finished", steps_per_second=10.0)
+    path = made(todo["listops flash seed 1"])
+    (path / "last.ckpt").touch()
+    (path / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n500,,,1,0.3\n550,1,1,,\n")
+    made(todo["listops standard seed 0"], "oom")
+    made(todo["listops standard seed 1"], "failed", steps_per_second=3.0)
+    held = claim(made(todo["text flash seed 0"]))
+    before = sorted(here.rglob("*"))
+    report = table3.run(args, dry_run=True)
+    os.close(held or 0)
+    assert sorted(here.rglob("*")) == before
+    rows = {" ".join([column, attn, "seed", seed]): rest for column, attn, seed, *rest in report.tables[0][2]}
+    assert rows["listops flash seed 0"] == ["done, test accuracy 40.00%", "", "checkpoints/runs/listops/flash/demo-s0"]
+    assert rows["listops flash seed 1"][:2] == ["interrupted, goes on from last.ckpt", "2 min"]  # 1000 steps are left
+    assert rows["listops flash seed 2"][:2] == ["open", "2 min"]
+    assert rows["listops standard seed 0"][:2] == ["OOM: it broke", ""]
+    assert rows["listops standard seed 1"][:2] == ["failed, to be retried once: it broke", "unknown"]
+    assert rows["text flash seed 0"][:2] == ["running elsewhere", "unknown"]
+    assert report.lines == [
+        "cells: 12, 1 done, 1 OOM, 1 failed, 1 running elsewhere, 1 interrupted, 7 open",
+        "9 remain to be run; slots: 1",
+        "time for 2 of them, from steps per second of other seeds: 4 min of training",
+        "time for 7 of them: unknown, as no other seed of theirs is done",
+    ]
+    assert report.records == []
+
+
+def test_the_pace_is_of_the_same_configuration_but_for_how_long_it_goes_on():
+    (cell,) = cells(1)
+    other = GRID.cells(["listops"], ["flash"], 2, fields=["trainer.steps=800"])[1]
+    made(other, "finished", steps_per_second=7.0)
+    assert table3.pace(cell) == 7.0
+    larger = GRID.cells(["listops"], ["flash"], 1, fields=["batch.size=8"])[0]
+    assert table3.pace(larger) is None
+
+
+def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
+    todo, args = stubbed("finish")
+    made(todo[0], "finished", 0.4)
+    made(todo[1], "oom")
+    for status in ("failed", "failed"):
+        path = made(todo[3], status)
+        (path / "failed.json").touch()
+    said: list[str] = []
+    report = table3.run(args, said.append)
+    title, header, rows = report.tables[0]
+    assert title == "table3: test accuracy, %" and header == ["attention", "listops", "paper", "average", "paper"]
+    assert rows == [
+        ["flash", "45.00 ± 7.07", "37.6", "", "59.8"],
+        ["standard", "OOM s0, failed s1", "36.0", "", "59.3"],
+    ]
+    assert said[0] == "cells: 4, 1 done, 1 OOM, 1 failed, 1 open"
+    assert said[1:] == ["listops flash seed 1: running", "listops flash seed 1: done, test accuracy 50.00%"]
+    assert report.lines[0] == "paper: FlashAttention, arXiv 2205.14135, Table 3"
+    assert report.lines[2:] == [
+        "listops standard seed 0: OOM: it broke",
+        f"listops standard seed 1: failed twice: it broke; tracebacks in {path}: remove failed.json there to try again",
+    ]
+    assert [record["status"] for record in report.records] == ["ok", "ok", "ok", "WRONG"]
+
+
+def test_an_average_is_there_when_all_columns_are():
+    todo = GRID.cells(["listops", "text", "cut"], None, 1)
+    states = {cell: State("done", {"test": {"accuracy": 0.1 * i}}, True) for i, cell in enumerate(todo)}
+    _, header, rows = table3.accuracies(GRID, states)
+    assert header == ["attention", "listops", "paper", "text", "paper", "cut", "paper", "average", "paper"]
+    assert rows[0] == ["flash", "0.00", "37.6", "20.00", "", "40.00", "", "10.00", "59.8"]
+    states[todo[2]] = State("OOM", {}, True)
+    assert table3.accuracies(GRID, states)[2][0] == ["flash", "0.00", "37.6", "OOM s0", "", "40.00", "", "", "59.8"]
+
+
+@pytest.mark.parametrize(("does", "state", "left"), [("fail", "failed", 0), ("die", "interrupted", 4)])
+def test_the_command_ends_with_1_if_a_cell_is_not_done(stubbed, does, state, left):
+    _, args = stubbed(does)
+    done = CliRunner().invoke(app, ["reproduce", "table3", *args])
+    assert done.exit_code == 1 and f"{state} s0 s1" in done.output
+    planned = CliRunner().invoke(app, ["reproduce", "table3", *args, "--dry-run"])
+    assert planned.exit_code == 0 and f"{left} remain to be run" in planned.output
+
+
+def test_a_dry_run_needs_a_name_and_is_not_ignored():
+    for args, message in ((["--dry-run"], "--dry-run of what"), (["fig3", "--dry-run"], "fig3 has no --dry-run")):
+        assert message in str(CliRunner().invoke(app, ["reproduce", *args]).exception)
+
+
+def test_the_text_file_has_the_grid_as_it_is(stubbed):
+    todo, args = stubbed("finish")
+    made(todo[1], "oom")
+    table3.run(args)
+    text = Path("checkpoints/table3.txt").read_text()
+    assert "accuracy of nine attentions on five tasks" in text and "cells: 4, 3 done, 1 OOM; 20" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert rows == [["flash", "50.00 ± 0.00 (2 of 2)"], ["standard", "50.00 (1 of 2)"], ["", "OOM s0"]]
+    assert not [file for file in Path("checkpoints").iterdir() if file.name.startswith(".")]
+
+
+def test_a_running_cell_shows_its_step_pace_and_best_validation():
+    (cell,) = cells(1)
+    file = made(cell) / "metrics.csv"
+
+    def rows(*lines: str, at: float) -> None:
+        file.write_text("\n".join(["step,train/loss,lr,val/loss,val/accuracy", *lines]) + "\n")
+        os.utime(file, (at, at))
+
+    rows("250,,,1.0,0.25", at=100.0)  # of an earlier session: it tells no pace
+    pace = Pace(cell)
+    pace.update()
+    assert str(pace) == "250/1500, val 25.00"
+    rows("250,,,1.0,0.25", "300,1,1,,", at=5000.0)
+    pace.update()
+    assert str(pace) == "300/1500, val 25.00"
+    rows("250,,,1.0,0.25", "300,1,1,,", "500,,,1.0,0.5", at=5020.0)
+    pace.update()
+    assert str(pace) == "500/1500, val 50.00, 10.0/s, 2 min left"
+
+
+def test_a_terminal_is_redrawn_and_gets_no_lines(here):
+    (one, two), said = cells(), []
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with Watch(GRID, said.append, terminal) as view:
+        view({one: State("running"), two: State("running elsewhere")})
+        view({one: State("failed", {"error": "x"}, True), two: State("interrupted")})
+    text = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert "s0: 0/1500" in text and "s1: 0/1500, elsewhere" in text and "failed s0, interrupted s1" in text
+    assert said == [] and "failed s0" in (here / "checkpoints/small.txt").read_text()
+
+
+def test_a_text_file_that_cannot_be_written_stops_nothing(here, monkeypatch):
+    monkeypatch.setattr(watch, "FILE_S", 0.0)
+    (here / "checkpoints").write_text("")
+    (cell,), said = cells(1), []
+    with Watch(GRID, said.append) as view:
+        view({cell: State("open")})
+        view({cell: State("open")})
+    assert said == ["cells: 1, 1 open", "checkpoints/small.txt can't be written: File exists"]
+
+
+def lra(here: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`lra reproduce table3` in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LRA_DATA": str(here / "data")}
+    line = [sys.executable, "-m", "lra", "reproduce", "table3", *arguments]
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow  # two processes that import PyTorch, one of which trains
+def test_a_real_cell_is_run_and_not_again(here):
+    first = lra(here, *ONE)
+    out, _ = first.communicate(timeout=100)
+    assert first.returncode == 0, out
+    (file,) = here.glob("checkpoints/runs/listops/flash/demo+*-s0/result.json")
+    accuracy = json.loads(file.read_text())["test"]["accuracy"]
+    assert (
+        f"listops flash seed 0: done, test accuracy {100 * accuracy:.2f}%" in out and f"│ {100 * accuracy:.2f}" in out
+    )
+    before = file.stat().st_mtime
+    again = table3.run(ONE)
+    assert again.tables[0][2][0][1] == f"{100 * accuracy:.2f}" and file.stat().st_mtime == before
+
+
+@pytest.mark.slow  # likewise, several times
+def test_a_real_cell_is_interrupted_and_goes_on(here):
+    cut = [arg for arg in ONE if not arg.startswith(("trainer.steps", "trainer.eval", "trainer.log"))]
+    args = (*cut, "trainer.steps=1000", "trainer.eval_every=50", "trainer.log_every=10")
+    first = lra(here, *args)
+    until(lambda: list(here.glob("checkpoints/runs/*/*/*/last.ckpt")), 60)
+    first.send_signal(signal.SIGTERM)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode == 143 and "seed 0: interrupted, goes on from last.ckpt" in out, out
+    plan = table3.run(args, dry_run=True)
+    assert plan.tables[0][2][0][3] == "interrupted, goes on from last.ckpt"
+    second = lra(here, *args)
+    out, _ = second.communicate(timeout=200)
+    assert second.returncode == 0, out
+    (file,) = here.glob("checkpoints/runs/listops/flash/demo+*-s0/result.json")
+    assert json.loads(file.read_text())["resumed"] is True
