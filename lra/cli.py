@@ -122,7 +122,9 @@ def reproduce(
 def report(
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[<table> [results=<folder>] [recipe=…] [tasks=…] [attns=…] [seeds=…] [speed=<file>] [out=<folder>]]"),
+        typer.Argument(
+            metavar="[<table> [results=<folder>] [tasks=… attns=… seeds=… recipe=…] [speed=<file>] [out=<folder>]]"
+        ),
     ] = None,
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
