@@ -7,7 +7,8 @@ import torch
 
 from lra.batch import Batch
 from lra.bench.cell import make_batch
-from lra.models.dropout import drop, mix, row_keys
+from lra.kernels.layers import drop, mix
+from lra.models.dropout import row_keys
 
 LENGTHS, FEATURES = (300, 0, 700, 24), 256
 
