@@ -149,7 +149,8 @@ def _link(path: Path) -> str:
 
 
 def _made_with(environment: dict[str, Any]) -> str:
-    return f"{environment['gpu'] or 'CPU'}, PyTorch {environment['versions']['torch']}, {environment['date'][:10]}"
+    versions, commit = environment["versions"], environment["commit"]
+    return f"{environment['gpu'] or 'CPU'}, PyTorch {versions['torch']}, {environment['date'][:10]}, commit {commit}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""A hash of each row of a batch, on which dropout between layers depends: `lra.kernels.layers.drop`."""
+"""Dropout between layers, as a function of the place: seed, site in the model, sequence, position, feature.
+
+So a run drops the same whatever the layout of its batches, the micro-batches and the devices, and a captured step what
+an eager one drops. PyTorch's generator counts calls and elements instead. The hash is a few integer operations for
+each element, which torch.compile fuses with what is next to them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.kernels.layers import mix
+
+BITS = 24  # of a hash that decide: the rate is exact to 2^-24
 
 
 def row_keys(batch: Batch) -> Tensor:
@@ -15,3 +21,24 @@ def row_keys(batch: Batch) -> Tensor:
     low, high = ((batch.seed >> shift).to(torch.int32) for shift in (0, 32))
     sequence_B = mix(mix(batch.index ^ low) ^ high)
     return mix(batch.per_row(sequence_B) ^ batch.token_positions().to(torch.int32))
+
+
+def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
+    """`x_TD` with a share `rate` of its elements zeroed and the others divided by 1 - rate; itself without keys."""
+    if keys_T is None or not rate:
+        return x_TD
+    feature_D = torch.arange(x_TD.shape[1], device=x_TD.device, dtype=torch.int32)
+    kept_TD = (mix(mix(keys_T + site)[:, None] + feature_D) & (1 << BITS) - 1) >= round(rate * (1 << BITS))
+    return torch.where(kept_TD, x_TD * (1 / (1 - rate)), 0.0)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of int32 whose every output bit depends on every input bit: xor-shifts and odd factors that wrap."""
+    x = (x ^ _shift(x, 16)) * 0x7FEB352D
+    x = (x ^ _shift(x, 15)) * -0x7B935975  # 0x846CA68B
+    return x ^ _shift(x, 16)
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Right by so many bits, zeros from the left: PyTorch's copies the sign."""
+    return (x >> by) & (1 << 32 - by) - 1

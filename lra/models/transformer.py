@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
-from lra.kernels import layers
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
-from lra.models.dropout import row_keys
+from lra.models.dropout import drop, row_keys
 from lra.models.embedding import Embedding
 from lra.models.positions import LearnedPositions, SinusoidalPositions, angles, axis_sizes, coordinates, rotate
 
@@ -38,19 +38,15 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
     ) -> Tensor:
-        norm, qkv, out = self.attn_norm, self.qkv, self.out
-        parts = layers.project(x_TD, norm.weight, norm.bias, qkv.weight, qkv.bias)
-        parts = [part.unflatten(1, (self.heads, -1)) for part in parts]
-        q_THD, k_THD, v_THD = parts[0], parts[-2], parts[-1]  # of two projections the first is for queries and keys
+        qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
+        # views: the attention reads them by their strides; of two projections the first is for queries and keys
+        q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
         if rotary is not None:
             q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
         o_THD = self._attend(q_THD, k_THD, v_THD, batch)
-        x_TD = layers.project_out(x_TD, o_THD.flatten(1), out.weight, out.bias, self.dropout, keys_T, self.site)
-        norm, up, down = self.ff_norm, self.up, self.down
-        return layers.feed_forward(
-            x_TD, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias, self.dropout, keys_T,
-            self.site + 1,
-        )  # fmt: skip
+        x_TD = x_TD + drop(self.out(o_THD.flatten(1)), self.dropout, keys_T, self.site)
+        hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
+        return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
 
     def _attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch) -> Tensor:
         if self.attention.facts.ragged or batch.padded:
@@ -98,7 +94,7 @@ class Encoder(nn.Module):
             angle_TP = angles(place_TA, self.config.head_dim)
             rotary = angle_TP.cos(), angle_TP.sin()
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
-        x_TD = layers.drop(x_TD, self.config.dropout, keys_T, 0)
+        x_TD = drop(x_TD, self.config.dropout, keys_T, 0)
         for block in self.blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
         return self.pool(self.norm(x_TD), batch)

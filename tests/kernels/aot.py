@@ -25,7 +25,6 @@ from lra.kernels.flash import tuning
 from lra.kernels.flash.backward import launch_backward
 from lra.kernels.flash.forward import launch_forward
 from lra.kernels.flash.problem import Problem, dropout_threshold
-from lra.kernels.layers import kernels as layers
 
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -87,21 +86,6 @@ def launch(
     launch_backward(q, k, v, out, lse, torch.zeros_like(out), problem)
 
 
-def launch_layers(d_ff: int, dropout: float) -> None:
-    """Each layer forward and backward, of width 64 in bfloat16."""
-    bf16, d, tokens = torch.bfloat16, 64, 256
-    x, o = torch.zeros(tokens, d), torch.zeros(tokens, d, dtype=bf16)
-    vector, square, thrice = torch.zeros(d), torch.zeros(d, d), torch.zeros(3 * d, d)
-    wide = torch.zeros(d_ff, d), torch.zeros(d_ff), torch.zeros(d, d_ff)
-    place = dropout, torch.zeros(tokens, dtype=torch.int32) if dropout else None, 5, bf16
-    layers.launch_feed_forward(x, vector, vector, *wide, vector, *place)
-    layers.launch_feed_forward_backward(x, x, vector, vector, *wide, *place)
-    layers.launch_project(x, vector, vector, thrice, torch.zeros(3 * d), bf16)
-    layers.launch_project_backward(o, o, o, x, vector, vector, thrice, bf16)
-    layers.launch_project_out(x, o, square, vector, *place)
-    layers.launch_project_out_backward(x, o, square, *place)
-
-
 def describe(kernel: Any) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -124,9 +108,8 @@ def main(cases: list[dict[str, Any]]) -> None:
     JITFunction.run = capture(JITFunction.run, kernels)
     for case in cases:
         kernels.clear()
-        choose(case["arch"], case.get("hopper", False))
-        options = {name: value for name, value in case.items() if name not in ("arch", "hopper")}
-        (launch_layers if "d_ff" in case else launch)(**options)
+        choose(case["arch"], case["hopper"])
+        launch(**{name: value for name, value in case.items() if name not in ("arch", "hopper")})
         print(json.dumps({**case, "kernels": [describe(kernel) for kernel in kernels]}), flush=True)
 
 

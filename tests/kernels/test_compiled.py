@@ -123,32 +123,6 @@ def check(cases: list[dict[str, Any]]) -> None:
                 assert bool(kernel["philox"]) == (result["dropout"] > 0), where
 
 
-LAYERS = [  # and whether there are products of tiles in it
-    ("feed_forward_kernel", True),
-    ("feed_forward_backward_kernel", True),
-    ("unfold_kernel", False),
-    ("add_kernel", False),
-    ("project_kernel", True),
-    ("project_backward_kernel", True),
-    ("unfold_kernel", False),
-    ("project_out_kernel", True),
-    ("project_out_backward_kernel", True),
-    ("add_kernel", False),
-]
-
-
-def test_layers_compile():
-    cases = [dict(arch=90, d_ff=d_ff, dropout=dropout) for d_ff in (64, 128) for dropout in (0.0, 0.1)]
-    for case in compiled(cases):
-        assert len(case["kernels"]) == len(LAYERS)
-        for kernel, (name, multiplies) in zip(case["kernels"], LAYERS, strict=True):
-            where = f"{kernel}, d_ff {case['d_ff']}, dropout {case['dropout']}"
-            assert kernel["name"] == name and not kernel["atomics"], where
-            # the tile that was measured to be the fastest puts registers aside
-            assert kernel["stack"] <= (1280 if name == "feed_forward_backward_kernel" else 64), where
-            assert kernel["shared"] <= 1024 * SHARED_LIMIT[90] and bool(kernel["wgmma"]) == multiplies, where
-
-
 def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One process compiles all: what each case's kernels use."""
     pytest.importorskip("triton")

@@ -7,8 +7,7 @@ import torch
 
 from lra.batch import Batch
 from lra.bench.cell import make_batch
-from lra.kernels.layers import drop, mix
-from lra.models.dropout import row_keys
+from lra.models.dropout import drop, mix, row_keys
 
 LENGTHS, FEATURES = (300, 0, 700, 24), 256
 
