@@ -103,6 +103,7 @@ class TrainerConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; under torchrun its number counts
+    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite ends the run, or just its update
 
     @property
     def stride(self) -> int:
@@ -121,6 +122,16 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class PositionsConfig:
+    """How positions come from `init=` to a task of another size."""
+
+    # learned: resized so; null: bilinear between images, and sequences of another length are refused
+    resize: Literal["gridwise", "bilinear", "bicubic"] | None = None
+    # sinusoidal and rotary: what keeps its coordinates, a pixel's distance (also null) or the image's extent
+    scale: Literal["pixel", "image"] | None = None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
 
@@ -132,19 +143,52 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0
+    pretrain: Literal["none", "masked"] = "none"  # masked: hidden tokens are to be found, no label is used
+    mask: float | None = None  # share of tokens that are hidden; null: the task's own
     engine: Literal["auto", "captured", "eager"] = "auto"  # auto: compiled and in CUDA graphs where that can be
     init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
+    head: Literal["kept", "fresh"] | None = None  # the classifier of init=; null: kept if its shapes agree, else fresh
+    positions: PositionsConfig = field(default_factory=PositionsConfig)
     name: str | None = None  # names the run's directory instead of its recipe and overrides
     resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
+        if self.pretrain == "none" and self.mask is not None:
+            raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
+        if self.mask is not None and not 0 < self.mask < 1:
+            raise UsageError(f"mask={self.mask} must be above 0 and below 1")
+        if self.pretrain != "none" and self.head is not None:
+            raise UsageError(f"head={self.head}: pretrain={self.pretrain} trains no classifier, leave it out")
+        if self.init is None:
+            for name, value in (("head", self.head), *(("positions." + k, v) for k, v in vars(self.positions).items())):
+                if value is not None:
+                    raise UsageError(f"{name}={value} says what is done with another run's weights: it needs init=")
+        learned = self.model.positions == "learned"
+        if learned and self.positions.scale is not None:
+            raise UsageError(
+                "positions.scale is for sinusoidal and rotary positions: learned ones have positions.resize="
+            )
+        if not learned and self.positions.resize is not None:
+            raise UsageError(
+                f"positions.resize: {self.model.positions} positions are computed anew, nothing is resized; "
+                "see positions.scale="
+            )
         if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
             raise UsageError(f"name={self.name} is not the name of a folder: leave out slashes")
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
     def saved(self) -> dict[str, Any]:
-        """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called."""
-        return {key: value for key, value in to_dict(self).items() if key != "resume"}
+        """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called.
+
+        `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; and
+        `pretrain` and `mask` of runs that pretrain.
+        """
+        kept = {key: value for key, value in to_dict(self).items() if key != "resume"}
+        if self.trainer.on_nan == "stop":
+            del kept["trainer"]["on_nan"]
+        if self.pretrain == "none":
+            del kept["pretrain"], kept["mask"]
+        return kept

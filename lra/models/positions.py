@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.errors import UsageError
@@ -49,19 +52,74 @@ class LearnedPositions(nn.Module):
 
     def forward(self, coordinates_TA: Tensor) -> Tensor:
         axes = zip(coordinates_TA.unbind(1), self.tables, strict=True)
-        return torch.stack([nn.functional.embedding(place, table) for place, table in axes]).sum(0)
+        return torch.stack([F.embedding(place, table) for place, table in axes]).sum(0)
 
 
-class SinusoidalPositions(nn.Module):
-    """Fixed sines and cosines of the coordinates."""
+class _ComputedPositions(nn.Module):
+    """Positions that are functions of the coordinates, multiplied by `scale`: one factor per axis, 1 until a transfer.
 
-    def __init__(self, d_model: int):
+    The factors are a buffer, so that whoever reads a checkpoint has them.
+    """
+
+    scale: Tensor
+
+    def __init__(self, dim: int, axes: int):
         super().__init__()
-        self.d_model = d_model
+        self.dim = dim
+        self.register_buffer("scale", torch.ones(axes))
+
+    def angles(self, coordinates_TA: Tensor) -> Tensor:
+        return angles(coordinates_TA * self.scale, self.dim)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(f"{prefix}scale", torch.ones_like(self.scale))  # older checkpoints have none
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class SinusoidalPositions(_ComputedPositions):
+    """Fixed sines and cosines of the coordinates, `[T, dim]`."""
 
     def forward(self, coordinates_TA: Tensor) -> Tensor:
-        angle_TP = angles(coordinates_TA, self.d_model)
+        angle_TP = self.angles(coordinates_TA)
         return torch.cat((angle_TP.sin(), angle_TP.cos()), 1)
+
+
+class RotaryPositions(_ComputedPositions):
+    """Cosines and sines for `rotate`, each `[T, dim // 2]`."""
+
+    def forward(self, coordinates_TA: Tensor) -> tuple[Tensor, Tensor]:
+        angle_TP = self.angles(coordinates_TA)
+        return angle_TP.cos(), angle_TP.sin()
+
+
+def resize(
+    table_ND: Tensor,
+    old: tuple[int, int],
+    new: tuple[int, int],
+    how: Literal["gridwise", "bilinear", "bicubic"] = "bilinear",
+) -> Tensor:
+    """A learned table of an `old` grid (height, width; a sequence has height 1) for a `new` one, row-major, fp32.
+
+    `gridwise` repeats rows and columns, as the positions of FlashAttention's Path-X and Path-256 (Dao et al. 2022,
+    appendix E.3), and takes the mean of each block where the grid shrinks; UsageError unless ratios are integers. The
+    others interpolate between the centres of pixels with PyTorch's antialiasing kernels: where the grid grows these
+    are the plain ones, of bicubic that which keeps a ramp (a = -1/2). Past the edge there is nothing: the weights of
+    what is inside are made to sum to 1.
+    """
+    x_DHW = table_ND.float().T.unflatten(1, old)
+    if how == "gridwise":
+        for axis, (before, after) in enumerate(zip(old, new, strict=True), 1):
+            if after % before == 0:
+                x_DHW = x_DHW.repeat_interleave(after // before, axis)
+            elif before % after == 0:
+                x_DHW = x_DHW.unflatten(axis, (after, -1)).mean(axis + 1)
+            else:
+                raise UsageError(
+                    f"positions.resize=gridwise needs integer ratios, not {before} to {after}: use bilinear or bicubic"
+                )
+    else:
+        x_DHW = F.interpolate(x_DHW[None], new, mode=how, antialias=True)[0]
+    return x_DHW.flatten(1).T.contiguous()
 
 
 def axis_sizes(axes: int, max_length: int, grid: tuple[int, int] | None) -> tuple[int, ...]:

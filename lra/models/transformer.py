@@ -18,7 +18,14 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import drop, row_keys
 from lra.models.embedding import Embedding
-from lra.models.positions import LearnedPositions, SinusoidalPositions, angles, axis_sizes, coordinates, rotate
+from lra.models.positions import (
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    axis_sizes,
+    coordinates,
+    rotate,
+)
 
 
 class Block(nn.Module):
@@ -64,40 +71,54 @@ class Encoder(nn.Module):
         vocabulary: number of token ids; with `cls` pooling the id after the last one is the CLS token.
         max_length: longest sequence, a CLS token not counted.
         grid: height and width where the tokens are pixels in row-major order.
+        masked: whether the last id of all is MASK, which stands for a hidden token.
     """
 
     def __init__(
-        self, config: ModelConfig, attn: Any, *, vocabulary: int, max_length: int, grid: tuple[int, int] | None = None
+        self,
+        config: ModelConfig,
+        attn: Any,
+        *,
+        vocabulary: int,
+        max_length: int,
+        grid: tuple[int, int] | None = None,
+        masked: bool = False,
     ):
         super().__init__()
         self.config, self.grid = config, grid
         self.prefix = vocabulary if config.pooling == "cls" else None
-        longest = max_length + (self.prefix is not None)
-        self.embedding = Embedding(vocabulary + (self.prefix is not None), config.d_model)
+        prefixed = int(self.prefix is not None)
+        self.mask = vocabulary + prefixed if masked else None
+        longest = max_length + prefixed
+        self.embedding = Embedding(vocabulary + prefixed + masked, config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.embedding_std)
         sizes = axis_sizes(config.axes, longest, grid)
-        self.positions: nn.Module | None = None
         if config.positions == "learned":
             self.positions = LearnedPositions(sizes, config.d_model, config.embedding_std)
         elif config.positions == "sinusoidal":
-            self.positions = SinusoidalPositions(config.d_model)
+            self.positions = SinusoidalPositions(config.d_model, config.axes)
+        else:
+            self.positions = RotaryPositions(config.head_dim, config.axes)
         self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, batch: Batch) -> Tensor:
+        return self.pool(self.rows(batch), batch)
+
+    def rows(self, batch: Batch) -> Tensor:
+        """A vector for each token, `[T, d_model]`; arbitrary past a length."""
         x_TD = self.embedding(batch.tokens)
         place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = None
-        if self.positions is not None:
-            x_TD = x_TD + self.positions(place_TA)
+        if self.config.positions == "rotary":
+            rotary = self.positions(place_TA)
         else:
-            angle_TP = angles(place_TA, self.config.head_dim)
-            rotary = angle_TP.cos(), angle_TP.sin()
+            x_TD = x_TD + self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
         x_TD = drop(x_TD, self.config.dropout, keys_T, 0)
         for block in self.blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
-        return self.pool(self.norm(x_TD), batch)
+        return self.norm(x_TD)
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""

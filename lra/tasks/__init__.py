@@ -13,6 +13,7 @@ class TaskFacts:
     classes: int
     length: int  # longest sequence of the full-size task
     paper: str
+    mask: float  # share of the tokens that self-pretraining hides (Amos et al. 2024, arXiv 2310.02980, appendix C)
 
 
 TASKS = Registry("task", "lra.tasks", TaskFacts)

@@ -96,7 +96,8 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for i in range(0, len(self.rows), self.size):
-            yield self.split.gather(self.rows[i : i + self.size], self.rank.device, **self.gather)
+            rows = self.rows[i : i + self.size]  # their own places: what a pretraining hides depends on nothing else
+            yield self.split.gather(rows, self.rank.device, index=rows, **self.gather)
 
 
 def _multiple(batch: Batch) -> int:
@@ -288,10 +289,7 @@ class TaskModule(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.run, self.step = run, step
-        encoder = Encoder(
-            run.model, run.attn, vocabulary=len(self.Data.vocabulary), max_length=run.task.max_length, grid=self.grid()
-        )
-        self.model = Transformer(encoder, self.head())
+        self.model: Any = self.network()
         self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
         splits = ("val", *self.Data.test_sets)
@@ -300,9 +298,19 @@ class TaskModule(pl.LightningModule):
         )
         self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in splits})
 
-    def grid(self) -> tuple[int, int] | None:
-        """Height and width where the tokens are pixels."""
+    @classmethod
+    def grid(cls, config: Any) -> tuple[int, int] | None:
+        """Height and width where the tokens are pixels, of the task's configuration."""
         return None
+
+    def network(self) -> nn.Module:
+        """With an `encoder`; checkpoints are of this."""
+        return Transformer(self.encoder(), self.head())
+
+    def encoder(self, masked: bool = False) -> Encoder:
+        run, vocabulary = self.run, len(self.Data.vocabulary)
+        lengths: dict[str, Any] = {"max_length": run.task.max_length, "grid": self.grid(run.task)}
+        return Encoder(run.model, run.attn, vocabulary=vocabulary, masked=masked, **lengths)
 
     def head(self) -> nn.Module:
         return classifier(self.run.model.d_model, self.run.model.d_ff, self.facts.classes)
@@ -345,6 +353,10 @@ class TaskModule(pl.LightningModule):
             loss.update(F.cross_entropy(scores, labels, reduction="none"))
         for name, metric in (("accuracy", accuracy), ("loss", loss)):
             self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
+
+    def reference(self, data: TaskData, split: str) -> tuple[int, dict[str, float]]:
+        """How many predictions a test set's accuracy is of, and what the baselines reach there."""
+        return len(data.parts[split]), data.baselines(split)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lra"] = self.identity()

@@ -34,7 +34,9 @@ class ImageData(TaskData):
         return example.reshape(self.config.resolution, self.config.resolution)
 
 
-@TASKS.register("image", version=1, classes=10, length=1024, paper="Krizhevsky 2009; Tay et al. 2020, arXiv 2011.04006")
+@TASKS.register(
+    "image", version=1, classes=10, length=1024, mask=0.5, paper="Krizhevsky 2009; Tay et al. 2020, arXiv 2011.04006"
+)
 class Image(TaskModule):
     """Image: the class of a CIFAR-10 picture from its 1,024 grey pixels."""
 
@@ -54,5 +56,6 @@ class Image(TaskModule):
 
     Data = ImageData
 
-    def grid(self) -> tuple[int, int]:
-        return self.run.task.resolution, self.run.task.resolution
+    @classmethod
+    def grid(cls, config: Any) -> tuple[int, int]:
+        return config.resolution, config.resolution

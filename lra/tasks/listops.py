@@ -56,6 +56,7 @@ def root_operator(split: Split) -> np.ndarray:
     version=1,
     classes=10,
     length=1999,
+    mask=0.1,
     paper="Nangia and Bowman 2018, arXiv 1804.06028; Tay et al. 2020, arXiv 2011.04006",
 )
 class ListOps(TaskModule):

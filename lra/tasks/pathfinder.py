@@ -83,8 +83,9 @@ class Pathfinder(TaskModule):
 
     Data = PathfinderData
 
-    def grid(self) -> tuple[int, int]:
-        return self.run.task.resolution, self.run.task.resolution
+    @classmethod
+    def grid(cls, config: Any) -> tuple[int, int]:
+        return config.resolution, config.resolution
 
 
 @TASKS.register(
@@ -92,6 +93,7 @@ class Pathfinder(TaskModule):
     version=1,
     classes=2,
     length=1024,
+    mask=0.5,
     paper="Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020, arXiv 2011.04006",
 )
 class Pathfinder32(Pathfinder):
@@ -103,7 +105,12 @@ class Pathfinder32(Pathfinder):
 
 
 @TASKS.register(
-    "path64", version=1, classes=2, length=4096, paper="Tay et al. 2020, arXiv 2011.04006; Dao et al. 2022, section 4.2"
+    "path64",
+    version=1,
+    classes=2,
+    length=4096,
+    mask=0.5,
+    paper="Tay et al. 2020, arXiv 2011.04006; Dao et al. 2022, section 4.2",
 )
 class Path64(Pathfinder):
     """Path-64: Pathfinder in 64 x 64 pixels."""
@@ -113,7 +120,7 @@ class Path64(Pathfinder):
         resolution: ClassVar[int] = 64
 
 
-@TASKS.register("pathx", version=1, classes=2, length=16384, paper="Tay et al. 2020, arXiv 2011.04006")
+@TASKS.register("pathx", version=1, classes=2, length=16384, mask=0.5, paper="Tay et al. 2020, arXiv 2011.04006")
 class PathX(Pathfinder):
     """Path-X: Pathfinder in 128 x 128 pixels."""
 
@@ -122,7 +129,9 @@ class PathX(Pathfinder):
         resolution: ClassVar[int] = 128
 
 
-@TASKS.register("path256", version=1, classes=2, length=65536, paper="Dao et al. 2022, arXiv 2205.14135, section 4.2")
+@TASKS.register(
+    "path256", version=1, classes=2, length=65536, mask=0.5, paper="Dao et al. 2022, arXiv 2205.14135, section 4.2"
+)
 class Path256(Pathfinder):
     """Path-256: Pathfinder in 256 x 256 pixels."""
 

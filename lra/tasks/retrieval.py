@@ -43,7 +43,12 @@ class RetrievalData(TaskData):
 
 
 @TASKS.register(
-    "retrieval", version=1, classes=2, length=4000, paper="Radev et al. 2013; Tay et al. 2020, arXiv 2011.04006"
+    "retrieval",
+    version=1,
+    classes=2,
+    length=4000,
+    mask=0.15,
+    paper="Radev et al. 2013; Tay et al. 2020, arXiv 2011.04006",
 )
 class Retrieval(TaskModule):
     """Retrieval: does one of two papers cite the other, encoded apart, byte by byte."""

@@ -38,7 +38,9 @@ class TextData(TaskData):
         return example[: self.config.max_length].tobytes().decode(errors="replace")
 
 
-@TASKS.register("text", version=1, classes=2, length=4096, paper="Maas et al. 2011; Tay et al. 2020, arXiv 2011.04006")
+@TASKS.register(
+    "text", version=1, classes=2, length=4096, mask=0.15, paper="Maas et al. 2011; Tay et al. 2020, arXiv 2011.04006"
+)
 class Text(TaskModule):
     """Text: the sentiment of an IMDB review read byte by byte."""
 

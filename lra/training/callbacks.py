@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import threading
 import time
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import pytorch_lightning as pl
 import torch
@@ -11,8 +18,11 @@ from pytorch_lightning.callbacks import RichProgressBar
 from rich.console import Console
 
 from lra.config.schema import RunConfig
+from lra.errors import UsageError
 from lra.tasks.base import TaskData, TaskModule
+from lra.training import faults
 from lra.training.curves import record
+from lra.training.step import Step
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
@@ -97,16 +107,187 @@ class Narrator(pl.Callback):
             pace = (ended - began) / (last - first)
             left = (self.run.trainer.steps - trainer.global_step) * pace
             expected = f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}"
-            self._say(trainer, f"{expected}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]
+            say(trainer, f"{expected}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
         record(trainer, {"val/loss": loss, "val/accuracy": accuracy})
         if trainer.is_global_zero:
             done = f"step {trainer.global_step}/{self.run.trainer.steps}"
-            self._say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
+            say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
 
-    def _say(self, trainer: pl.Trainer, text: str) -> None:
+
+class Faults(pl.Callback):
+    """Ends a run, or tells its user, when steps were not finite; keeps the step's counts in checkpoints.
+
+    Args:
+        directory: where `fault.pt` goes: what reproduces the fault.
+    """
+
+    def __init__(self, directory: Path):
+        self.file = directory / "fault.pt"
+        self.told = 0  # skipped updates
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step % (every := cast(TaskModule, pl_module).run.trainer.log_every) == 0:
+            self._check(trainer, cast(TaskModule, pl_module), every)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step = _step(pl_module)
+        if step.tally is not None:
+            step.counts = step.tally.read()  # of the steps after the last logged one
+            self._check(trainer, cast(TaskModule, pl_module), 0)
+
+    def _check(self, trainer: pl.Trainer, module: TaskModule, every: int) -> None:
+        """Of the counts that were read after a step; `every`: how many steps they cover, if all were logged."""
+        counts = _step(module).counts
+        assert counts is not None
+        if module.run.trainer.on_nan == "stop":
+            if counts.first >= 0:
+                self._stop(trainer, module, counts.first)
+        elif every and not counts.taken:
+            self._stop(trainer, module, trainer.global_step - every)
+        elif counts.skipped > self.told:
+            new, self.told = counts.skipped - self.told, counts.skipped
+            what = f"{new} update{'s' * (new > 1)} skipped, as the loss or a gradient was not finite"
+            say(trainer, f"step {trainer.global_step}: {what}; {counts.skipped} of this run, the first at step "
+                f"{counts.first + 1}")  # fmt: skip
+
+    def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:
+        """Raises a UsageError for a step, from 0, whose weights are still there."""
+        message = None
+        if trainer.is_global_zero:
+            ranks, seeds = range(trainer.world_size), _step(module).seeds
+            loader = cast(TaskData, trainer.datamodule).train_dataloader()  # type: ignore[attr-defined]
+            seed = torch.tensor(seeds(step, 0)[1], device=module.device)
+            fault: dict[str, Any] = {
+                "step": step + 1,
+                "lra": module.identity(),
+                "state_dict": {name: value.cpu() for name, value in module.state_dict().items()},
+                "generators": [seeds(step, rank)[0] for rank in ranks],
+                "batches": [],
+            }
+            for rank in ranks:
+                loader.rank = dataclasses.replace(loader.rank, rank=rank)
+                fault["batches"].append([faults.plain(batch.with_seed(seed)) for batch in loader.step(step)])
+            faults.save(self.file, fault)
+            try:
+                what = faults.culprit(module, fault)
+            except torch.cuda.OutOfMemoryError:
+                what = "the training loss or a gradient is not finite"
+            message = f"{what} at step {step + 1}: {faults.ADVICE}; {self.file} has the batch and the weights before it"
+        message = trainer.strategy.broadcast(message)
+        if not trainer.is_global_zero:
+            leave(trainer, 2)
+        raise UsageError(message)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        step = _step(pl_module)
+        counts = step.counts if step.tally is None else step.tally.read()
+        if counts is not None:
+            checkpoint["counts"] = counts._asdict()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if counts := checkpoint.get("counts"):
+            _step(pl_module).counts = faults.Counts(**counts)
+            self.told = counts["skipped"]
+
+
+class Preemption(pl.Callback):
+    """SIGTERM and SIGUSR1 end a run with 143 and 138 where nothing is lost: after its stride of steps, or validation.
+
+    Before and after training that is at once. On several devices all ranks stop at the same step.
+
+    Args:
+        last: the checkpoint to go on from. After validation others have written it: this callback is the last.
+        clock: is stopped before it is written.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
+
+    def __init__(self, run: RunConfig, last: Path, clock: Clock):
+        self.run, self.last, self.clock = run, last, clock
+        self.arrived, self.when = 0, 0.0
+        self.training = False
+
+    @contextmanager
+    def listening(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Takes the place of Lightning's own handlers, which talk to other ranks from inside a handler."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
+            yield
+            return
+
+        def handle(number: int, _: Any) -> None:
+            if self.arrived:
+                if time.monotonic() - self.when < self.TWICE_S:
+                    return
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            self.arrived, self.when = number, time.monotonic()
+            if not self.training:
+                self._end(trainer, number)
+
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        before = {number: signal.signal(number, handle) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_train_start(self, *_: Any) -> None:
+        self.training = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step % self.run.trainer.eval_every and step < self.run.trainer.steps:  # else validation or the end follows
+            self._heed(trainer, save=True)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._heed(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._heed(trainer)
+        self.training = False
+
+    def _heed(self, trainer: pl.Trainer, save: bool = False) -> None:
+        """Ends the run if a signal has come to any rank."""
+        number = self.arrived
+        if trainer.world_size > 1:  # Lightning waits here too, for its own signals
+            device = trainer.strategy.root_device
+            number = int(trainer.strategy.reduce(torch.tensor(number, device=device), reduce_op="max"))
+        if not number:
+            return
+        if save:
+            self.clock.stop(trainer)
+            trainer.save_checkpoint(self.last)
+        self._end(trainer, number)
+
+    def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
+        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: add resume=auto to go on")
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not self.training:  # ranks that wait for this one
+            launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
+        leave(trainer, 128 + number)
+
+
+def leave(trainer: pl.Trainer, code: int) -> NoReturn:
+    """Ends this rank with SystemExit.
+
+    Where Lightning launched the others, only the first says `code`: when another does, Lightning kills it.
+    """
+    launched = trainer.global_rank and "TORCHELASTIC_RUN_ID" not in os.environ
+    raise SystemExit(0 if launched else code)
+
+
+def say(trainer: pl.Trainer, text: str) -> None:
+    """Prints a line of rank 0, above the bar if there is one."""
+    if trainer.is_global_zero:
         bar = trainer.progress_bar_callback
         live = isinstance(bar, RichProgressBar) and bar.progress is not None
         (bar.progress.console if live else console).print(text, markup=False)  # type: ignore[union-attr]
@@ -116,6 +297,10 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _step(module: pl.LightningModule) -> Step:
+    return cast(Step, cast(TaskModule, module).step)
 
 
 def _memory(trainer: pl.Trainer) -> str:

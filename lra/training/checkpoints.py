@@ -1,9 +1,10 @@
-"""Weights in and out: checkpoints that load with `weights_only=True`, safetensors, and starting from another run."""
+"""Weights in and out: checkpoints that load with `weights_only=True`, safetensors, and what fits a model."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from safetensors.torch import save
 
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
+
+# fields without which weights mean something else, or have another shape
+SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
+TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -52,38 +57,53 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
 
 
-def check_vocabulary(path: str | Path, identity: dict[str, Any], module: TaskModule) -> None:
-    """Refuses weights whose token ids mean something else."""
-    here = module.identity()
+def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
+    """UsageError naming all in which a checkpoint is of another model: its vocabulary, and the fields in `SHAPE`."""
+    here, there, model = module.identity(), identity["config"]["model"], vars(module.run.model)
+    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE if there[name] != model[name]]
+    a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
+    # where a pretraining begins or ends the head is fresh, and CLS can be
+    if a_token_more and pretraining(identity) == module.run.pretrain:
+        wrong.append(f"model.pooling {there['pooling']} here {model['pooling']}")
     if identity["vocabulary"] != here["vocabulary"]:
-        raise UsageError(
-            f"{path} was trained on the vocabulary of {identity['task']}, not of {here['task']}: "
-            "choose a checkpoint of this task"
-        )
+        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {here['task']}"
+        also = f" (and it has {', '.join(wrong)})" if wrong else ""
+        raise UsageError(f"{other}: choose a checkpoint of this task{also}")
+    if wrong:
+        raise UsageError(f"{path} does not fit this model: {', '.join(wrong)}; use the model fields of its config.yaml")
 
 
-def initialise(module: TaskModule, path: str | Path) -> list[str]:
-    """Starts from another run's weights of the same shapes; returns the names transferred."""
-    weights, identity = read(path)
-    load(module, weights, identity, path)
-    return sorted(weights)
+def pretraining(identity: dict[str, Any]) -> str:
+    """`pretrain` of the run that a checkpoint is of."""
+    return identity["config"].get("pretrain", "none")  # said only where it is not
+
+
+def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], path: str | Path) -> None:
+    """UsageError naming every tensor that is missing, superfluous or of another shape."""
+    wrong = {layers_together(key): "missing" for key in own.keys() - weights.keys() - {SCALE}}
+    wrong |= {layers_together(key): "unknown here" for key in weights.keys() - own.keys()}
+    wrong |= {
+        layers_together(key): f"{list(weights[key].shape)} here {list(own[key].shape)}"
+        for key in own.keys() & weights.keys()
+        if own[key].shape != weights[key].shape
+    }
+    if wrong:
+        mend = "use the fields of its config.yaml"
+        if all(".attention." in name for name in wrong):
+            mend = f"{mend}, or another attn=, whose parameters are then fresh"
+        what = ", ".join(f"{name} {how}" for name, how in sorted(wrong.items()))
+        raise UsageError(f"{path} does not fit this model: {what}; {mend}")
+
+
+def layers_together(key: str) -> str:
+    """A tensor's name for people, the same in every layer."""
+    return re.sub(r"blocks\.\d+\.", "blocks.*.", key.removeprefix("encoder."))
 
 
 def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[str, Any], path: str | Path) -> None:
-    """Puts weights into a model of the same vocabulary and shapes; UsageError naming what does not fit."""
-    check_vocabulary(path, identity, module)
-    own = module.model.state_dict()
-    wrong = sorted(own.keys() ^ weights.keys()) + [
-        f"{key} {list(weights[key].shape)} here {list(own[key].shape)}"
-        for key in sorted(own.keys() & weights.keys())
-        if own[key].shape != weights[key].shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        mend = "use the model fields of its config.yaml"
-        if all(key.startswith("encoder.positions.") for key in wrong):
-            mend = "its positions are learned for another length; train it with model.positions=rotary or sinusoidal"
-        raise UsageError(f"{path} does not fit this model: {', '.join(wrong[:3])}{more}; {mend}")
+    """Puts weights into the model that they are of; UsageError naming what does not fit."""
+    check(module, identity, path)
+    check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lra.batch import Batch
+from lra.training.faults import Tally
 
 
 def mark_rows(batch: Batch) -> None:
@@ -48,13 +49,15 @@ class Graph:
 class CapturedStep:
     """Forward, backward and update of a model on static tensors.
 
-    Gradients of all micro-batches are summed in one flat buffer, which the ranks reduce before the update.
+    Gradients of all micro-batches are summed in one flat buffer, which the ranks reduce before the update. Its last
+    element is the step's loss.
 
     Args:
         loss: a micro-batch's share of the step's loss.
         parameters: those that are trained.
         optimizer: of these; its learning rate becomes a tensor.
         update: clips, and updates the parameters with the optimizer.
+        tally: judges each step before its update.
     """
 
     def __init__(
@@ -64,14 +67,16 @@ class CapturedStep:
         optimizer: torch.optim.Optimizer,
         update: Callable[[], None],
         device: torch.device,
+        tally: Tally,
     ):
         self.loss, self.parameters = loss, parameters
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
         self.rate = torch.zeros((), device=device)
-        self.total = torch.zeros((), device=device)
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), device=device)
-        parts = self.flat.split([p.numel() for p in parameters])
+        self.tally, self.total = tally, tally.total
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes) + 1, device=device)
+        *parts, self.summed = self.flat.split([*sizes, 1])
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         for group in optimizer.param_groups:
             group.update(lr=self.rate, capturable=device.type == "cuda")
@@ -108,10 +113,11 @@ class CapturedStep:
         loss = self.loss(dataclasses.replace(batch))  # a new one, without what it has computed before
         found = torch.autograd.grad(loss, self.parameters)
         torch._foreach_add_(self.sums, found)  # pyright: ignore[reportPrivateImportUsage]
-        self.total += loss.detach()
+        self.summed += loss.detach()
 
     def _update(self, update: Callable[[], None]) -> None:
         for parameter, part in zip(self.parameters, self.sums, strict=True):
             parameter.grad = part
+        self.tally.judge(self.flat)
         update()
         self.flat.zero_()

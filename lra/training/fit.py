@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
-from lra.training import checkpoints, result
-from lra.training.callbacks import Clock, Narrator, Progress, console
+from lra.tasks.masked import masked
+from lra.training import checkpoints, result, transfer
+from lra.training.callbacks import Clock, Faults, Narrator, Preemption, Progress, console
 from lra.training.curves import Curves
 from lra.training.run import RunDirectory
 from lra.training.seeding import derive
@@ -70,25 +72,32 @@ def fit(*args: str) -> dict[str, Any]:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     attention = _attention(module, trainer)
     engine = "captured" if module.step.captures(module, trainer.strategy.root_device) else "eager"
-    checkpoint = directory.checkpoint()
+    checkpoint, origin = directory.checkpoint(), transfer.Origin()
+    trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
-        checkpoints.initialise(module, checkpoint)  # Lightning loads it again, and says less well what does not fit
+        # Lightning loads it again, and says less well what does not fit
+        checkpoints.load(module, *checkpoints.read(checkpoint), checkpoint)
         done = 0 if directory.best.exists() else checkpoints.steps_done(checkpoint)
         if done >= run.trainer.steps:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
     elif run.init:
-        names = checkpoints.initialise(module, run.init)
-        _say(f"init: {len(names)} tensors of {run.init}, all of this model's")
+        moved = transfer.start(module, run.init)
+        origin.transfer = asdict(moved)
+        _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     started = time.perf_counter()
     if trainer.is_global_zero:
         directory.open()
 
     def facts() -> dict[str, Any]:
-        known = {"resumed": checkpoint is not None, "attention": attention, "engine": engine}
+        known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
+        counts = module.step.counts  # type: ignore[attr-defined]
+        known |= {"attention": attention, "engine": engine, "skipped_updates": counts.skipped if counts else 0}
         return result.facts(composed, module, trainer, clock) | known | result.spent(trainer, started)
 
-    with _recorded(directory, run, trainer, facts):
+    preemption = Preemption(run, directory.last, clock)
+    trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
+    with preemption.listening(trainer), _recorded(directory, run, trainer, facts):
         what = (
             f"attention {attention}",
             f"{result.count(module):,} parameters",
@@ -134,23 +143,26 @@ def _recorded(
 def test(*args: str) -> dict[str, Any]:
     """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
 
-    Returns accuracy and loss per test set, beside what the baselines reach. Writes nothing.
+    A task of another resolution, another attention, `positions.resize` and `positions.scale` are as in `fit`, before
+    any training. Returns accuracy and loss per test set, beside what the baselines reach. Writes nothing.
     """
     inits = [arg for arg in args if arg.startswith("init=")]
     if len(inits) != 1:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
     path = inits[0].removeprefix("init=")
     weights, identity = checkpoints.read(path)
-    run = restore(RunConfig, REGISTRIES, identity["config"], [arg for arg in args if arg not in inits])
+    run = restore(RunConfig, REGISTRIES, transfer.without_origin(identity["config"]), args)
     quiet()
     data, module = build(run)
-    checkpoints.load(module, weights, identity, path)
+    moved = transfer.apply(module, weights, identity, path, score=True)
+    if moved.task != module.identity()["task"] or moved.changed or moved.resized:
+        _say(moved.describe(path))
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
     _attention(module, trainer)
     data.prepare_data()
     trainer.test(module, datamodule=data, verbose=False)
-    return {"checkpoint": path} | result.scores(module, data, trainer)
+    return {"checkpoint": path, "transfer": asdict(moved)} | result.scores(module, data, trainer)
 
 
 def load(path: str | Path) -> TaskModule:
@@ -164,6 +176,7 @@ def load(path: str | Path) -> TaskModule:
 def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
     """The data module and the freshly initialised LightningModule of a run."""
     cls = TASKS.get(run.task.name)
+    cls = masked(cls) if run.pretrain == "masked" else cls
     torch.manual_seed(derive(run.seed, "weights"))
     return cls.Data(run), cls(run, Step(run))
 
@@ -190,6 +203,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         plugins=[checkpoints.WholeFiles()],
         callbacks=[
             clock,
+            Faults(directory.path),
             Narrator(run),
             *([Progress()] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),

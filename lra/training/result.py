@@ -45,13 +45,17 @@ def spent(trainer: pl.Trainer, started: float) -> dict[str, Any]:
 
 
 def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
-    """Per test set: accuracy, its 95% bound from sampling, loss, size, and what the baselines reach on it."""
-    scored: dict[str, Any] = {}
+    """Per test set: accuracy, its 95% bound from sampling, loss, size, and what the baselines reach on it.
+
+    Of a pretraining run these are of hidden tokens, the bound as if those of one sequence were independent.
+    """
+    pretrain = module.run.pretrain
+    scored: dict[str, Any] = {} if pretrain == "none" else {"pretrain": pretrain}
     for split in data.test_sets:
-        n = len(data.parts[split])
+        n, reached = module.reference(data, split)
         p, loss = (float(trainer.callback_metrics[f"{split}/{name}"]) for name in ("accuracy", "loss"))
         bound = round(1.96 * math.sqrt(p * (1 - p) / n), 4)
-        baselines = {name: round(value, 4) for name, value in data.baselines(split).items()}
+        baselines = {name: round(value, 4) for name, value in reached.items()}
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
     manifest = data.store.manifest
     return scored | {

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
 from lra.training.engine import CapturedStep, mark_rows
+from lra.training.faults import Counts, Tally
 from lra.training.seeding import derive, seed_generators
 
 
@@ -40,24 +42,26 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * (left if config.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
-class NotFinite(UsageError):
-    """The training loss is NaN or infinite."""
-
-
 class AdamW(torch.optim.AdamW):
-    """PyTorch's, whose step may be replayed: `captured` does it then."""
+    """PyTorch's, which leaves an update out if `left_out` is 1, and whose step may be replayed: by `captured`."""
 
     captured: Callable[[], None] | None = None
+    left_out: Tensor | None = None
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """What the fused update asks, on the device."""
+        return self.left_out if self.left_out is not None and self.left_out.is_cuda else None
 
     def step(self, closure: Any = None) -> Any:
-        if self.captured is None:
-            return super().step(closure)
         if closure is not None:  # Lightning's hooks
             closure()
-        self.captured()
+        (self.captured or self.update)()
 
     def update(self) -> None:
         """The step itself."""
+        if self.found_inf is None and self.left_out is not None and self.left_out:  # a CPU's, which nothing waits for
+            return
         super().step()
 
 
@@ -71,6 +75,8 @@ class Step:
     def __init__(self, run: RunConfig):
         self.run = run
         self.total: Tensor | None = None  # summed loss since the last logged one, on the device
+        self.tally: Tally | None = None
+        self.counts: Counts | None = None  # as they were read last, or restored
         self.logged: float | None = None  # mean loss of a step, as it was logged last
         self.engine: CapturedStep | None = None
 
@@ -94,9 +100,8 @@ class Step:
         run, trainer = self.run, module.trainer
         step, optimizer = trainer.global_step, module.optimizers()
         seed, rate = self.begin(step, trainer.global_rank)
-        if self.engine is None and self.captures(module, module.device):
-            self.engine = self.capture(module, cast(LightningOptimizer, optimizer).optimizer)
-            self.total = self.engine.total
+        if self.tally is None:
+            self._start(module, cast(LightningOptimizer, optimizer).optimizer, step)
         if self.engine is not None:
             self.engine.begin(seed, rate)
             for batch in batches:
@@ -109,18 +114,36 @@ class Step:
 
     def begin(self, step: int, rank: int = 0) -> tuple[int, float]:
         """Seeds PyTorch's generator for a step; returns the seed that batches carry, and the learning rate."""
-        seed_generators(derive(self.run.seed, "dropout", step, rank))
-        return derive(self.run.seed, "attention", step), learning_rate(self.run.optim, step, self.run.trainer.steps)
+        generator, seed = self.seeds(step, rank)
+        seed_generators(generator)
+        return seed, learning_rate(self.run.optim, step, self.run.trainer.steps)
+
+    def seeds(self, step: int, rank: int) -> tuple[int, int]:
+        """Of a step: the seed of PyTorch's generator, and the one that batches carry."""
+        return derive(self.run.seed, "dropout", step, rank), derive(self.run.seed, "attention", step)
+
+    def _start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int) -> None:
+        assert isinstance(optimizer, AdamW)
+        self.tally = Tally(module.device, step, self.run.trainer.on_nan == "skip", self.counts)
+        self.total, optimizer.left_out = self.tally.total, self.tally.left_out
+        if self.captures(module, module.device):
+            self.engine = self.capture(module, optimizer)
 
     def _run(self, module: TaskModule, batches: list[Batch], seed: Tensor, rate: float) -> None:
         run, optimizer = self.run, module.optimizers()
+        assert self.tally is not None
+        total = torch.zeros((), device=module.device)
         for group in optimizer.param_groups:  # type: ignore[union-attr]
             group["lr"] = rate
         for batch in batches:
             # DDP averages the ranks' gradients; the loss is the mean over the global batch
             loss = module.loss(batch.with_seed(seed)) / run.batch.size
             module.manual_backward(loss * module.trainer.world_size)
-            self.total = loss.detach() if self.total is None else self.total + loss.detach()
+            total += loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        gradients = [p.grad.flatten() for p in trained(module) if p.grad is not None]
+        self.tally.judge(torch.cat([*gradients, total.view(1)]))
         self._clip(module)
         optimizer.step()  # type: ignore[union-attr]
         optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
@@ -147,8 +170,10 @@ class Step:
             self._clip(module)
             optimizer.update()
 
-        engine = CapturedStep(loss, trained(module), optimizer, update, module.device)
-        optimizer.captured = engine.finish
+        tally = self.tally or Tally(module.device)
+        tally.judge = torch.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
+        engine = CapturedStep(loss, trained(module), optimizer, update, module.device, tally)
+        optimizer.captured, optimizer.left_out = engine.finish, tally.left_out
         return engine
 
     def _clip(self, module: nn.Module) -> None:
@@ -156,13 +181,12 @@ class Step:
             nn.utils.clip_grad_norm_(module.parameters(), self.run.optim.clip)
 
     def _log(self, module: TaskModule, rate: float, step: int) -> None:
-        assert self.total is not None
-        mean = module.trainer.strategy.reduce(self.total / self.run.trainer.log_every, reduce_op="sum").item()
-        self.total.zero_()
+        assert self.tally is not None
+        self.counts = counts = self.tally.read()
+        self.tally.clear()
+        mean = counts.total / counts.taken if counts.taken else math.nan
         self.logged = mean  # not by module.log: Lightning would fetch it from the device in every step
         record(module.trainer, {"train/loss": mean, "lr": rate})
-        if not math.isfinite(mean):
-            raise NotFinite(f"the training loss is {mean} at step {step}: lower optim.lr, or set optim.clip=1")
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

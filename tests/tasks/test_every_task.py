@@ -155,19 +155,15 @@ def test_show_shows_what_the_model_sees(tmp_path, monkeypatch):
     assert shown(*text) != shown(*text, "max_length=5") and shown(*path) != shown(*path, "tokens=lit")
 
 
-def test_learned_positions_do_not_fit_another_resolution(tmp_path, monkeypatch):
+def test_the_next_resolution_starts_from_the_last(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     monkeypatch.chdir(tmp_path)
     short = ("attn=flash", "recipe=demo", *FEW, *MODEL, "batch.size=2", "trainer.steps=2", "trainer.eval_every=2",
              "trainer.log_every=1", "trainer.accelerator=cpu")  # fmt: skip
-    first = lra.fit("task=pathfinder", *short)["directory"]
-    with pytest.raises(
-        UsageError, match=r"positions are learned for another length; train it with model.positions=rotary"
-    ):
-        lra.fit("task=path64", *short, f"init={first}")
-    rotary = (*short, "model.positions=rotary")
-    first = lra.fit("task=pathfinder", *rotary)["directory"]
-    assert lra.fit("task=path64", *rotary, f"init={first}")["status"] == "finished"
+    for positions in ("learned", "rotary"):
+        fields = (*short, f"model.positions={positions}")
+        first = lra.fit("task=pathfinder", *fields)["directory"]
+        assert lra.fit("task=path64", *fields, f"init={first}")["status"] == "finished"
 
 
 def test_retrieval_without_data_says_where_to_get_it(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from lra.training import step as step_module
 from lra.training.callbacks import Clock
 from lra.training.checkpoints import read
 from lra.training.engine import CapturedStep
+from lra.training.faults import Tally
 from lra.training.fit import build, configure
 from lra.training.step import Step, trained
 from tests.training.conftest import arguments
@@ -118,7 +119,7 @@ def test_every_attention_can_be_captured(name):
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             return module.loss(batch)
 
-    engine = CapturedStep(loss, trained(module), step.optimizer(module), lambda: None, CUDA)
+    engine = CapturedStep(loss, trained(module), step.optimizer(module), lambda: None, CUDA, Tally(CUDA))
     engine.begin(1, 0.0)
     for seed in range(4):  # as it is, captured, replayed twice
         batch = filled_batch(seed, CUDA)

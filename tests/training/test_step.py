@@ -8,10 +8,11 @@ import torch
 
 import lra
 from lra.config.schema import OptimConfig
+from lra.errors import UsageError
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
-from lra.training.step import NotFinite, learning_rate
+from lra.training.step import learning_rate
 
 
 def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
@@ -62,6 +63,6 @@ def test_clipping_bounds_the_update(small):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
-    with pytest.raises(NotFinite, match=r"training loss is (nan|inf) at step"):
+    with pytest.raises(UsageError, match=r"training loss is (nan|inf) at step"):
         small("optim.lr=1e30", "optim.clip=null", "optim.warmup=0", "name=nan")
     assert '"status": "failed"' in (tmp_path / "checkpoints/runs/listops/flash/nan-s0/result.json").read_text()

@@ -1,0 +1,215 @@
+"""From another run's weights to this model: another resolution, attention or classifier, or from a pretraining."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lra.config.schema import RunConfig
+from lra.errors import UsageError
+from lra.models.positions import resize
+from lra.tasks import TASKS
+from lra.tasks.base import TaskModule
+from lra.training import checkpoints
+from lra.training.checkpoints import SCALE, TABLES
+
+EMBEDDING = "encoder.embedding.weight"
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What became of a checkpoint's tensors; result.json has it as `transfer`."""
+
+    task: str  # that the weights were trained on
+    changed: dict[str, list[str]]  # fields with another value here that weights may go between: there, here
+    same: int  # tensors taken as they are
+    resized: str | None  # of learned positions: how, and from which size to which
+    scale: list[float] | None  # factors of computed positions' coordinates, of all transfers together
+    fresh: list[str]  # of this model, as initialised
+    left: list[str]  # of the checkpoint, without a place here
+
+    def describe(self, path: str | Path) -> str:
+        """One line for people."""
+        what = [f"init: {self.same} tensors of {path}"]
+        if self.resized:
+            what.append(f"positions resized, {self.resized}")
+        if self.scale and set(self.scale) != {1.0}:
+            what.append(f"coordinates times {' and '.join(f'{factor:g}' for factor in self.scale)}")
+        what += [f"trained with {field}={there}, here {here}" for field, (there, here) in self.changed.items()]
+        what += [f"fresh: {', '.join(self.fresh)}"] if self.fresh else []
+        what += [f"left behind: {', '.join(self.left)}"] if self.left else []
+        return "; ".join(what) if len(what) > 1 else f"{what[0]}, all of this model's"
+
+
+class Origin(pl.Callback):
+    """Takes what `init=` brought through a run's checkpoints, so that the result of a resumed run has it, too."""
+
+    transfer: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"transfer": self.transfer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.transfer = state["transfer"]
+
+
+def without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's saved configuration without where its own weights came from, and how."""
+    return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
+
+
+def start(module: TaskModule, path: str | Path) -> Transfer:
+    """Starts from another run's weights, as `head` and `positions` of the configuration say; UsageError if it can't."""
+    return apply(module, *checkpoints.read(path), path)
+
+
+def apply(
+    module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
+) -> Transfer:
+    """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
+    checkpoints.check(module, identity, path)
+    run, own, there = module.run, module.model.state_dict(), identity["config"]
+    changed = {
+        name: [before, here]
+        for name, before, here in (
+            ("attn", there["attn"]["name"], run.attn.name),
+            ("model.pooling", there["model"]["pooling"], run.model.pooling),
+            ("pretrain", checkpoints.pretraining(identity), run.pretrain),
+        )
+        if before != here
+    }
+    # under another attention a tensor of the same name would be something else
+    parts = [".attention."] if "attn" in changed else []
+    if run.head == "kept" and not _head(weights):
+        raise UsageError(f"{path} has no head to keep, it is of a pretraining: leave out head=kept")
+    if run.head == "fresh" or (run.head is None and _head(weights) != _head(own)):
+        parts.append(".head.")
+    if "pretrain" in changed:
+        parts.append(".decoder.")
+    fresh, left = ({key for key in keys if any(part in f".{key}" for part in parts)} for keys in (own, weights))
+    if score and (untrained := fresh & dict(module.model.named_parameters()).keys()):
+        names = ", ".join(_names(untrained))
+        raise UsageError(f"{path} has no {names} for this model, and untrained it is not scored: train it with lra fit")
+    weights = {key: value for key, value in weights.items() if key not in left}
+    tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
+    old, new = _size(_task(there["task"])), _size(run.task)
+    resized = _resize(run, weights, own, old, new)
+    if SCALE in own:
+        weights[SCALE] = weights.get(SCALE, torch.ones_like(own[SCALE])) * _ratio(run, old, new)
+    checkpoints.check_shapes(own, weights | {key: own[key] for key in fresh}, path)
+    module.model.load_state_dict(own | weights)
+    return Transfer(
+        task=identity["task"],
+        changed=changed,
+        same=sum(not (key in tokens.changed or (resized and key.startswith(TABLES))) for key in weights),
+        resized=resized,
+        scale=weights[SCALE].tolist() if SCALE in weights else None,
+        fresh=[*_names(fresh), *tokens.fresh],
+        left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What became of the tokens that are not of the vocabulary, and which tensors have other rows for it."""
+
+    fresh: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+def _tokens(
+    module: TaskModule, weights: dict[str, Tensor], own: dict[str, Tensor], identity: dict[str, Any]
+) -> _Tokens:
+    """Gives `weights` this model's CLS and MASK: theirs, or fresh ones where they have none.
+
+    Their embeddings follow those of the vocabulary in this order; on one axis learned positions begin with CLS's place.
+    """
+    run, size = module.run, len(module.Data.vocabulary)
+    there, here = (
+        [name for name, has in (("CLS", pooling == "cls"), ("MASK", pretrain != "none")) if has]
+        for pooling, pretrain in (
+            (identity["config"]["model"]["pooling"], checkpoints.pretraining(identity)),
+            (run.model.pooling, run.pretrain),
+        )
+    )
+    fresh, left = tuple(x for x in here if x not in there), tuple(x for x in there if x not in here)
+    theirs, ours = (
+        {name: table[size + place :][:1] for place, name in enumerate(names)}
+        for names, table in ((there, weights[EMBEDDING]), (here, own[EMBEDDING]))
+    )
+    weights[EMBEDDING] = torch.cat((weights[EMBEDDING][:size], *(theirs.get(name, ours[name]) for name in here)))
+    table = f"{TABLES}0"
+    if "CLS" not in (*fresh, *left) or run.model.axes == 2 or table not in own:
+        return _Tokens(fresh, left, (EMBEDDING,))
+    kept = weights[table][int("CLS" in left) :]
+    weights[table] = torch.cat((own[table][:1], kept)) if "CLS" in fresh else kept
+    return _Tokens(fresh, left, (EMBEDDING, table))
+
+
+def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: Grid, new: Grid) -> str | None:
+    """Brings the tables of learned positions in `weights` to this model's size; says what it did."""
+    tables, asked = sorted(key for key in own if key.startswith(TABLES)), run.positions.resize
+    if not tables or old == new:
+        if asked:
+            raise UsageError(f"positions.resize={asked}: nothing is resized, both have {_text(new)}; leave it out")
+        return None
+    if asked is None and 1 in (old[0], new[0]):
+        raise UsageError(
+            f"learned positions of {_text(old)} for {_text(new)}: positions.resize=bilinear stretches them along the "
+            "sequence, task.max_length= keeps the length, model.positions=rotary has none to learn"
+        )
+    how = asked or "bilinear"
+    first = int(run.model.axes == 1 and run.model.pooling == "cls")  # the place of the CLS token
+    for axis, key in enumerate(tables):
+        before, after = (size if run.model.axes == 1 else (1, size[axis]) for size in (old, new))
+        table = weights[key].float()
+        weights[key] = torch.cat((table[:first], resize(table[first:], before, after, how)))
+    return f"{how}, {_text(old)} to {_text(new)}"
+
+
+def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
+    """By what this transfer multiplies the coordinates of computed positions, per axis."""
+    if run.positions.scale != "image":
+        return torch.ones(run.model.axes)
+    if 1 in (old[0], new[0]):
+        raise UsageError("positions.scale=image is for images: leave it out")
+    if old == new:
+        raise UsageError(f"positions.scale=image changes nothing, both have {_text(new)}; leave it out")
+    ratio = torch.tensor(old) / torch.tensor(new)
+    return ratio if run.model.axes == 2 else ratio.prod(0, keepdim=True)
+
+
+def _task(saved: dict[str, Any]) -> Any:
+    """The configuration of a checkpoint's task."""
+    config = TASKS.get(saved["name"]).Config
+    return config(**{field.name: saved[field.name] for field in fields(config) if field.name in saved})
+
+
+def _size(task: Any) -> Grid:
+    """Height and width of a task's images; 1 and the longest length of its sequences."""
+    return TASKS.get(task.name).grid(task) or (1, task.max_length)
+
+
+def _text(size: Grid) -> str:
+    return f"{size[1]} tokens" if size[0] == 1 else f"{size[0]}x{size[1]} pixels"
+
+
+def _head(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in weights.items() if key.startswith("head.")}
+
+
+def _names(keys: set[str]) -> list[str]:
+    """Tensors for people: those of all layers together, the head and a pretraining's decoder each as a whole."""
+    return sorted(
+        {
+            part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layers_together(key)
+            for key in keys
+        }
+    )

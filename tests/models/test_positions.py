@@ -1,0 +1,108 @@
+"""Positions at another resolution: resized tables, and coordinates multiplied by a factor."""
+
+from typing import Literal, get_args
+
+import pytest
+import torch
+
+from lra.errors import UsageError
+from lra.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, resize
+
+How = Literal["gridwise", "bilinear", "bicubic"]
+INTERPOLATED: tuple[How, ...] = ("bilinear", "bicubic")
+
+
+def ramp(height: int, width: int) -> torch.Tensor:
+    """Row and column of each pixel's centre as shares of the image, `[H·W, 2]`."""
+    rows, columns = ((torch.arange(n) + 0.5) / n for n in (height, width))
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1).flatten(0, 1)
+
+
+def inside(table_ND: torch.Tensor, size: tuple[int, int], edge: int) -> torch.Tensor:
+    return table_ND.unflatten(0, size)[edge : size[0] - edge, edge : size[1] - edge]
+
+
+@pytest.mark.parametrize("how", INTERPOLATED)
+@pytest.mark.parametrize(("old", "new"), [((32, 32), (64, 64)), ((32, 32), (48, 80)), ((64, 64), (32, 32))])
+def test_a_ramp_stays_a_ramp_inside(how, old, new):
+    """Away from the edges, where the kernel (two places to each side) misses what would be past them."""
+    resized = resize(ramp(*old), old, new, how)
+    edge = 2 * max(new[0] // old[0], new[1] // old[1], 1) + 1
+    torch.testing.assert_close(inside(resized, new, edge), inside(ramp(*new), new, edge), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("how", get_args(How))
+def test_a_constant_stays_constant_to_the_edge(how):
+    table = torch.full((16, 3), 2.5)
+    for new in ((8, 8), (2, 2), (4, 4)):
+        torch.testing.assert_close(resize(table, (4, 4), new, how), torch.full((new[0] * new[1], 3), 2.5))
+
+
+def test_gridwise_repeats_rows_and_columns():
+    table = torch.randn(6, 5)
+    resized = resize(table, (2, 3), (4, 9), "gridwise").unflatten(0, (4, 9))
+    for row in range(4):
+        for column in range(9):
+            assert torch.equal(resized[row, column], table[row // 2 * 3 + column // 3])
+
+
+def test_gridwise_and_back_is_the_same_table():
+    table = torch.randn(32 * 32, 4)
+    assert torch.equal(resize(resize(table, (32, 32), (64, 64), "gridwise"), (64, 64), (32, 32), "gridwise"), table)
+
+
+@pytest.mark.parametrize("how", INTERPOLATED)
+def test_interpolated_and_back_is_close_where_the_table_is_smooth(how):
+    table = (2 * torch.pi * ramp(32, 32)).sin()
+    back = resize(resize(table, (32, 32), (64, 64), how), (64, 64), (32, 32), how)
+    error = (back - table).unflatten(0, (32, 32))
+    assert error[2:-2, 2:-2].abs().max() < 0.01 and error.abs().max() < 0.1
+
+
+def test_shrinking_is_antialiased():
+    stripes = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
+    for how in get_args(How):
+        assert resize(stripes, (1, 64), (1, 16), how)[2:-2].abs().max() < 0.1
+
+
+def test_a_sequence_is_a_grid_of_one_row():
+    table = torch.arange(8.0)[:, None]
+    torch.testing.assert_close(resize(table, (1, 8), (1, 16))[1:-1, 0].diff(), torch.full((13,), 0.5))
+
+
+def test_gridwise_needs_integer_ratios():
+    with pytest.raises(UsageError, match=r"gridwise needs integer ratios, not 32 to 48: use bilinear or bicubic"):
+        resize(torch.zeros(32 * 32, 1), (32, 32), (48, 48), "gridwise")
+
+
+def test_resizing_is_in_fp32():
+    assert resize(torch.randn(4, 2, dtype=torch.float64), (2, 2), (4, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_factor_moves_a_coordinate_to_where_it_was(axes):
+    """A pixel at twice the coordinate, at half the scale, has the position of before."""
+    place = torch.arange(12).reshape(-1, axes)
+    for computed in (SinusoidalPositions(16, axes), RotaryPositions(16, axes)):
+        before = computed(place)
+        assert torch.equal(computed.scale, torch.ones(axes))
+        computed.scale.fill_(0.5)
+        torch.testing.assert_close(computed(2 * place), before, atol=0, rtol=0)
+
+
+def test_axes_have_factors_of_their_own():
+    rotary = RotaryPositions(16, 2)
+    rotary.scale.copy_(torch.tensor([0.5, 1.0]))
+    cosines, plain = rotary(torch.tensor([[4, 4]]))[0], RotaryPositions(16, 2)
+    assert torch.equal(cosines, plain(torch.tensor([[2, 4]]))[0])
+
+
+def test_weights_without_a_factor_are_of_factor_one():
+    for computed in (SinusoidalPositions(16, 2), RotaryPositions(16, 2)):
+        computed.scale.fill_(0.5)
+        computed.load_state_dict({})
+        assert torch.equal(computed.scale, torch.ones(2))
+
+
+def test_learned_positions_have_no_factor():
+    assert set(LearnedPositions((4, 4), 8, 0.02).state_dict()) == {"tables.0", "tables.1"}

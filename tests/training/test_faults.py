@@ -1,0 +1,235 @@
+"""Steps that are not finite: nothing of them reaches the weights, and what is left says which and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lra
+from lra.errors import UsageError
+from lra.tasks.base import TaskModule
+from lra.training.callbacks import Clock
+from lra.training.faults import Counts, Tally
+from lra.training.fit import configure
+from lra.training.step import AdamW, Step
+from tests.training.conftest import arguments
+from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
+
+RUN = Path("checkpoints/runs/listops/flash")
+CPU = torch.device("cpu")
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose gradient is infinite where `bad` is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (bad,) = ctx.saved_tensors
+        return grad + torch.where(bad, torch.inf, 0.0), None
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, what: str, *steps: int) -> None:
+    """Makes the loss NaN, or one gradient infinite, of the steps with these numbers, from 1, whoever does them."""
+    seeds = torch.tensor([Step(configure(arguments()).config).seeds(s - 1, 0)[1] for s in steps])
+    original = TaskModule.loss
+
+    def loss(self: TaskModule, batch: Any) -> torch.Tensor:
+        bad = (batch.seed == seeds.to(batch.seed.device)).any()
+        if what == "loss":
+            return original(self, batch) + torch.where(bad, torch.nan, 0.0)
+        weight = next(self.model.encoder.parameters())
+        return original(self, batch) + 0 * Broken.apply(weight.flatten()[0], bad)
+
+    monkeypatch.setattr(TaskModule, "loss", loss)
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a checkpoint."""
+    checkpoint = torch.load(path, weights_only=True)
+    moments = checkpoint["optimizer_states"][0]["state"]
+    weights = {f"weight {name}": value for name, value in checkpoint["state_dict"].items()}
+    return weights | {f"{i} {name}": value for i, each in moments.items() for name, value in each.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kept_before(step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Is filled with weights, as they are before the step with this number, from 1."""
+    kept: dict[str, torch.Tensor] = {}
+    original = Step.__call__
+
+    def call(self: Step, module: TaskModule, batches: Any) -> None:
+        if module.trainer.global_step == step - 1:
+            kept.update({name: value.clone() for name, value in module.state_dict().items()})
+        original(self, module, batches)
+
+    monkeypatch.setattr(Step, "__call__", call)
+    return kept
+
+
+def kept_at_the_end(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Is filled with the weights of a run that ends with an error."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def ending(self: TaskModule, *_: Any) -> None:
+        kept.update({name: value.clone() for name, value in self.state_dict().items()})
+
+    monkeypatch.setattr(Clock, "on_exception", lambda self, trainer, module, error: ending(module), raising=False)
+    return kept
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize(("what", "step"), [("loss", 1), ("gradient", 7), ("loss", 12)])
+def test_the_run_stops_with_the_weights_before_the_fault(small, monkeypatch, request, engine, what, step):
+    if engine == "static":
+        request.getfixturevalue("without_graphs")
+    before, ended = kept_before(step, monkeypatch), kept_at_the_end(monkeypatch)
+    inject(monkeypatch, what, step)
+    said = {"loss": "the training loss is nan", "gradient": "the gradient of encoder.* is not finite"}[what]
+    with pytest.raises(UsageError, match=rf"{said} at step {step}: lower optim.lr, .*; .*bad-s0/fault.pt has") as error:
+        small("name=bad", "trainer.log_every=4")
+    result = json.loads((RUN / "bad-s0/result.json").read_text())
+    assert result["status"] == "failed" and str(error.value) in result["error"]
+    fault = torch.load(RUN / "bad-s0/fault.pt", weights_only=True)
+    assert fault["step"] == step and same(fault["state_dict"], before) and same(ended, before)
+    assert not list((RUN / "bad-s0").glob(".fault*"))
+
+
+def test_a_fault_is_reproduced_in_another_process(small, monkeypatch):
+    """By its weights and batch alone."""
+    original = Step.__call__
+
+    def call(self: Step, module: TaskModule, batches: Any) -> None:
+        if module.trainer.global_step == 6:
+            with torch.no_grad():
+                list(module.model.parameters())[-1][3] = torch.inf
+        original(self, module, batches)
+
+    monkeypatch.setattr(Step, "__call__", call)
+    with pytest.raises(UsageError) as error:
+        small("name=bad", "batch.micro=3")
+    code = (
+        "import sys, lra, torch; from lra.training.faults import culprit; path = sys.argv[1]; "
+        "print(culprit(lra.load(path), torch.load(path, weights_only=True)))"
+    )
+    line = [sys.executable, "-c", code, str(RUN / "bad-s0/fault.pt")]
+    environment = os.environ | {"PYTHONPATH": str(Path(lra.__file__).parents[1])}
+    run = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert str(error.value).startswith(f"{run.stdout.strip()} at step 7")
+
+
+@pytest.mark.parametrize("engine", ["eager", "static"])
+@pytest.mark.parametrize(("what", "steps"), [("loss", (1, 6)), ("gradient", (5, 12))])
+def test_a_skipped_update_is_as_one_left_out(small, monkeypatch, request, capsys, engine, what, steps):
+    if engine == "static":
+        request.getfixturevalue("without_graphs")
+    genuine, done = AdamW.update, [0]
+
+    def update(self: AdamW) -> None:
+        done[0] += 1
+        if done[0] not in steps:
+            genuine(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamW, "update", update)
+        wanted = small("name=wanted")
+    assert wanted["skipped_updates"] == 0
+    inject(monkeypatch, what, *steps)
+    result = small("name=skipping", "trainer.on_nan=skip")
+    assert same(*(state(Path(each["directory"], "last.ckpt")) for each in (wanted, result)))
+    assert result["skipped_updates"] == 2 and result["status"] == "finished"
+    said = capsys.readouterr().out
+    assert (
+        f"1 update skipped, as the loss or a gradient was not finite; 2 of this run, the first at step {steps[0]}"
+        in said
+    )
+
+
+def test_nothing_but_faults_ends_a_run_that_skips(small, monkeypatch):
+    inject(monkeypatch, "loss", *range(5, 9))
+    with pytest.raises(UsageError, match="the training loss is nan at step 5"):
+        small("name=bad", "trainer.on_nan=skip", "trainer.log_every=4")
+
+
+def test_a_fault_after_the_last_logged_step_is_found(small, monkeypatch):
+    inject(monkeypatch, "loss", 12)
+    with pytest.raises(UsageError, match="the training loss is nan at step 12"):
+        small("name=bad", "trainer.log_every=5", "trainer.eval_every=10")
+
+
+def test_a_tally_counts_on_from_where_it_was():
+    bad, good = torch.tensor([1.0, torch.inf, 2.0]), torch.tensor([1.0, 1.0, 2.0])
+    for skip, counts in ((False, Counts(2.0, 1, 1, 2)), (True, Counts(4.0, 2, 1, 1))):
+        tally = Tally(CPU, 0, skip)
+        for flat in (good, bad):
+            tally.judge(flat)
+        again = Tally(CPU, 2, skip, tally.read())
+        again.judge(good)
+        assert again.read() == counts
+
+
+# the loss of the step with the seed FAULTY is NaN where sequence 6 is: that is rank 1's
+SECOND = """
+import os, sys, torch
+from lra.cli import main
+from lra.tasks.base import TaskModule
+genuine, seed = TaskModule.loss, int(os.environ["FAULTY"])
+
+def loss(self, batch):
+    bad = (batch.index == 6).any() & (batch.seed == seed)
+    return genuine(self, batch) + torch.where(bad, torch.nan, 0.0)
+
+TaskModule.loss = loss
+main()
+"""
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_ranks_agree_on_a_fault_of_one(tmp_path, monkeypatch, on_nan):
+    monkeypatch.chdir(tmp_path)
+    seed = Step(configure(arguments()).config).seeds(6, 0)[1]
+    Path("second.py").write_text(SECOND)
+    environment = os.environ | {"PYTHONPATH": str(Path(lra.__file__).parents[1]), "FAULTY": str(seed)}
+    line = [sys.executable, "second.py", "fit", *arguments("name=two", "trainer.devices=2", f"trainer.on_nan={on_nan}")]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment)
+    result = json.loads((RUN / "two-s0/result.json").read_text())
+    if on_nan == "skip":
+        assert run.returncode == 0 and result["skipped_updates"] == 1, run.stderr
+        return
+    assert run.returncode == 2 and run.stderr.count("the training loss is nan at step 7") == 1, run.stderr
+    fault = torch.load(RUN / "two-s0/fault.pt", weights_only=True)
+    assert [[batch["index"].tolist() for batch in rank] for rank in fault["batches"]] == [
+        [[0, 1, 2, 3]],
+        [[4, 5, 6, 7]],
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["captured", "eager"])
+def test_a_gpu_stops_and_skips_alike(small, monkeypatch, engine):
+    gpu = ("trainer.accelerator=gpu", f"engine={engine}", "trainer.steps=40", "trainer.eval_every=20")
+    inject(monkeypatch, "loss", 33)
+    with pytest.raises(UsageError, match="the training loss is nan at step 33"):
+        small("name=bad", *gpu)
+    fault = torch.load(RUN / "bad-s0/fault.pt", weights_only=True)
+    assert all(value.isfinite().all() for value in fault["state_dict"].values())
+    result = small("name=skipping", "trainer.on_nan=skip", *gpu)
+    assert result["skipped_updates"] == 1 and result["engine"] == engine
+    moments = state(Path(result["directory"], "last.ckpt"))
+    assert all(value.isfinite().all() for value in moments.values())
+    assert {float(value) for name, value in moments.items() if name.endswith(" step")} == {39.0}

@@ -1,0 +1,193 @@
+"""SIGTERM and SIGUSR1: a run that they end goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lra
+from lra.experiments.launch import Local
+from tests.experiments import runs
+from tests.training.conftest import arguments
+from tests.training.test_faults import same, state
+
+RUN = Path("checkpoints/runs/listops/flash")
+RARE = ("trainer.steps=36", "trainer.eval_every=22", "trainer.log_every=11")  # a stride of one step
+
+# python -c <this> <moment> <count> <signal> <fields of lra fit>: the signal comes at that call of the moment's function
+DRIVER = """
+import os, sys
+import lra
+from lra.tasks.base import TaskData, TaskModule
+from lra.training.checkpoints import WholeFiles
+from lra.training.step import Step
+moment, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+of, name = {
+    "step": (Step, "__call__"), "validation": (TaskModule, "validation_step"), "test": (TaskModule, "test_step"),
+    "setup": (TaskData, "setup"), "checkpoint": (WholeFiles, "save_checkpoint"),
+}[moment]
+genuine, calls = getattr(of, name), 0
+
+def call(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == count and os.environ.get("LOCAL_RANK", "0") == "0":
+        os.kill(os.getpid(), number)
+    return genuine(*args, **kwargs)
+
+setattr(of, name, call)
+lra.fit(*sys.argv[4:])  # Lightning starts other ranks with sys.argv as it is
+"""
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
+
+
+def signalled(moment: str, count: int, number: signal.Signals, *args: str) -> subprocess.CompletedProcess[str]:
+    """A run in which a signal comes at a call of something."""
+    script = Path("driver.py")
+    script.write_text(DRIVER)
+    line = [sys.executable, str(script), moment, str(count), str(int(number)), *arguments(*args)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`whole(*options)`: the directory of the unbroken run, in a process as the broken one is, made once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*options: str) -> Path:
+        if options not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            line = [sys.executable, "-m", "lra", "fit", *arguments("name=run", *options)]
+            subprocess.run(line, cwd=folder, check=True, capture_output=True, timeout=240, env=environment())
+            made[options] = folder / RUN / "run-s0"
+        return made[options]
+
+    return make
+
+
+def goes_on(whole: Path, *options: str, step: int = 0) -> None:
+    """Resumes the run of this folder, and compares all that it leaves with the unbroken one."""
+    assert not (RUN / "run-s0/result.json").exists()
+    line = [sys.executable, "-m", "lra", "fit", *arguments("name=run", *options), "resume=auto"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert (whole / "metrics.csv").read_text() == (RUN / "run-s0/metrics.csv").read_text()
+    assert same(state(whole / "best.ckpt"), state(RUN / "run-s0/best.ckpt"))
+    if 22 < step < 36:  # after the last validation, whose last.ckpt this run's has replaced
+        return
+    assert same(state(whole / "last.ckpt"), state(RUN / "run-s0/last.ckpt"))
+    loops, wanted = (torch.load(path / "last.ckpt", weights_only=True)["loops"] for path in (RUN / "run-s0", whole))
+    counts = [each["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] for each in (loops, wanted)]
+    assert counts[0] == counts[1]
+
+
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("moment", "count", "number", "step", "options"),
+    [
+        ("setup", 1, TERM, 0, ()),
+        ("step", 1, USR1, 2, ()),
+        ("step", 6, TERM, 6, ()),
+        pytest.param("step", 4, TERM, 4, (), marks=pytest.mark.slow),  # validation is next
+        ("validation", 1, USR1, 4, ()),
+        pytest.param("checkpoint", 1, TERM, 4, (), marks=pytest.mark.slow),
+        ("checkpoint", 2, TERM, 4, ()),
+        ("step", 12, TERM, 12, ()),
+        ("test", 1, TERM, 12, ()),
+        ("step", 5, TERM, 5, RARE),
+        ("step", 24, USR1, 24, RARE),
+        pytest.param("step", 36, TERM, 36, RARE, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_ended_by_a_signal_goes_on_bitwise(tmp_path, monkeypatch, whole, moment, count, number, step, options):
+    monkeypatch.chdir(tmp_path)
+    ended = signalled(moment, count, number, "name=run", *options)
+    assert ended.returncode == 128 + number, ended.stderr
+    assert f"{number.name} after step {step}: add resume=auto to go on" in ended.stdout
+    goes_on(whole(*options), *options, step=step)
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_time_loses_nothing(tmp_path, monkeypatch, whole):
+    monkeypatch.chdir(tmp_path)
+    line = [sys.executable, "-m", "lra", "fit", *arguments("name=run"), "resume=auto"]
+    draw = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+        assert process.stdout is not None
+        while "engine eager" not in (heard := process.stdout.readline()):  # what the run is: imports are over
+            assert heard
+        time.sleep(draw.random())
+        process.terminate()
+        said = process.communicate(timeout=60)[0]
+        if (RUN / "run-s0/result.json").exists():  # it came too late
+            (RUN / "run-s0/result.json").unlink()
+            break
+        assert process.returncode == 143, said
+    goes_on(whole())
+
+
+def test_a_second_signal_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = DRIVER.replace("    return genuine", "    time.sleep(60 * (calls >= count))\n    return genuine")
+    Path("driver.py").write_text(script.replace("import os, sys", "import os, sys, time"))
+    line = [sys.executable, "driver.py", "step", "3", str(int(TERM)), *arguments("name=run")]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment())
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(6)
+    assert process.poll() is None  # it has had one, and is in the step
+    process.terminate()
+    assert process.wait(20) == -TERM
+    assert not (RUN / "run-s0/last.ckpt").exists()
+
+
+@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch, whole, launcher):
+    monkeypatch.chdir(tmp_path)
+    Path("driver.py").write_text(DRIVER)
+    fields = arguments("name=run", *(["trainer.devices=2"] if launcher == "lightning" else []))
+    start = [sys.executable, *(["-m", "torch.distributed.run", "--nproc-per-node=2"] * (launcher == "torchrun"))]
+    line = [*start, "driver.py", "step", "5", str(int(TERM)), *fields]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment())
+    assert ended.returncode == (143 if launcher == "lightning" else 1), ended.stderr  # torchrun has codes of its own
+    assert ended.stdout.count("SIGTERM after step 6: add resume=auto to go on") == 1
+    assert torch.load(RUN / "run-s0/last.ckpt", weights_only=True)["global_step"] == 6
+    assert not (RUN / "run-s0/result.json").exists()
+    program = ["-m", "lra", "fit", *fields, "resume=auto"]
+    done = subprocess.run([*start, *program], capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert (RUN / "run-s0/result.json").exists()
+
+
+def test_a_stopped_grid_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(lra.__file__).parents[1]))
+    todo = runs.GRID.cells(("listops",), ("flash",), 1, fields=runs.TINY)
+    path = todo[0].directory.path
+    Path("driver.py").write_text(DRIVER.replace("os.kill(os.getpid(), number)", "time.sleep(2)").replace(
+        "import os, sys", "import os, sys, time").replace("calls == count and", "open('reached', 'w').close() or"
+    ))  # fmt: skip
+    slow = runs.command(todo, [sys.executable, "driver.py", "step", "0", "0"])
+    runs.until(lambda: Path("reached").exists(), 60)
+    os.kill(slow.pid, TERM)
+    slow.join(60)
+    assert slow.exitcode == 143 and not (path / "result.json").exists()
+    assert torch.load(path / "last.ckpt", weights_only=True)["global_step"] == 1
+    states = Local(todo, [None]).work()
+    assert states[todo[0]].status == "done"

@@ -1,0 +1,398 @@
+"""`init=` across resolutions, attentions and classifiers: what moves, what is refused, and that it lasts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lra
+from lra.errors import UsageError
+from lra.models.positions import resize
+from lra.training import checkpoints, fit, transfer
+from lra.training.step import Step
+
+MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "trainer.accelerator=cpu")
+FEW = ("task.train=16", "task.val=4", "task.test=4", "batch.size=4", "batch.eval=4")
+STEPS = ("trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1")
+
+
+def build(task: str, *args: str):
+    """An untrained module; later arguments replace earlier ones."""
+    shared = (f"task={task}", "attn=flash", *MODEL)
+    given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
+    return fit.build(fit.configure(list(given.values())).config)[1]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """`saved("pathfinder", …)` is the file of an untrained model whose weights are those of seed 1."""
+
+    def save(task: str, *args: str) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
+        checkpoints.save_weights(build(task, "seed=1", *args), path)
+        return path
+
+    return save
+
+
+def moved(task: str, path: Path, *args: str):
+    """A module that started from `path`, and what was moved."""
+    module = build(task, f"init={path}", *args)
+    return module, transfer.start(module, path)
+
+
+def refused(message: str, task: str, path: Path, *args: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
+        moved(task, path, *args)
+    assert "\n" not in str(error.value)
+
+
+def tables(module) -> list[torch.Tensor]:
+    return list(module.model.encoder.positions.tables)
+
+
+HOW = ("gridwise", "bilinear", "bicubic")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_table_of_pixels_is_resized_as_an_image(saved, how, pooling):
+    path = saved("pathfinder", f"model.pooling={pooling}")
+    module, said = moved("path64", path, f"model.pooling={pooling}", f"positions.resize={how}")
+    weights, first = checkpoints.read(path)[0], int(pooling == "cls")
+    before, (after,) = weights["encoder.positions.tables.0"], tables(module)
+    assert torch.equal(after[:first], before[:first])
+    assert torch.equal(after[first:], resize(before[first:], (32, 32), (64, 64), how))
+    rest = module.model.state_dict()
+    assert all(torch.equal(rest[key], value) for key, value in weights.items() if "tables" not in key)
+    assert said.same == len(weights) - 1 and said.resized == f"{how}, 32x32 pixels to 64x64 pixels"
+    assert said.describe("there") == f"init: {said.same} tensors of there; positions resized, {said.resized}"
+
+
+def test_bilinear_is_the_default_of_images(saved):
+    path = saved("pathfinder")
+    (by_default,), (asked,) = (tables(moved("path64", path, *args)[0]) for args in ((), ("positions.resize=bilinear",)))
+    assert torch.equal(by_default, asked)
+
+
+def test_two_axes_are_resized_each(saved):
+    path = saved("pathfinder", "model.axes=2")
+    module, _ = moved("path64", path, "model.axes=2", "positions.resize=gridwise")
+    for axis, table in enumerate(tables(module)):
+        before = checkpoints.read(path)[0][f"encoder.positions.tables.{axis}"]
+        assert torch.equal(table, before.repeat_interleave(2, 0))
+
+
+def test_there_and_back_is_the_same_model(saved, tmp_path):
+    path, large = saved("pathfinder"), tmp_path / "large.safetensors"
+    checkpoints.save_weights(moved("path64", path, "positions.resize=gridwise")[0], large)
+    module, said = moved("pathfinder", large, "positions.resize=gridwise")
+    weights = checkpoints.read(path)[0]
+    assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
+    assert said.task == "path64@1" and said.resized == "gridwise, 64x64 pixels to 32x32 pixels"
+
+
+def test_a_sequence_is_stretched_only_where_asked(saved):
+    path = saved("listops", "task.max_length=32")
+    refused("learned positions of 32 tokens for 64 tokens: positions.resize=bilinear", "listops", path)
+    module, said = moved("listops", path, "positions.resize=gridwise")
+    before = checkpoints.read(path)[0]["encoder.positions.tables.0"]
+    assert torch.equal(tables(module)[0], before.repeat_interleave(2, 0))
+    assert said.resized == "gridwise, 32 tokens to 64 tokens"
+
+
+def test_options_without_effect_are_refused(saved):
+    learned, rotary = saved("pathfinder"), saved("pathfinder", "model.positions=rotary")
+    refused("positions.resize=bicubic: nothing is resized, both have 32x32", "pathfinder", learned,
+            "positions.resize=bicubic")  # fmt: skip
+    refused("positions.scale is for sinusoidal and rotary", "path64", learned, "positions.scale=pixel")
+    refused("rotary positions are computed anew", "path64", rotary, "model.positions=rotary",
+            "positions.resize=bilinear")  # fmt: skip
+    refused("positions.scale=image changes nothing, both have 32x32", "pathfinder", rotary,
+            "model.positions=rotary", "positions.scale=image")  # fmt: skip
+    text = saved("listops", "model.positions=rotary")
+    refused("positions.scale=image is for images", "listops", text, "model.positions=rotary",
+            "task.max_length=32", "positions.scale=image")  # fmt: skip
+    for field in ("positions.scale=pixel", "positions.resize=gridwise", "head=fresh"):
+        with pytest.raises(UsageError, match=rf"{field} says what is done .* it needs init="):
+            build("path64", field)
+
+
+def test_all_that_does_not_fit_is_in_one_line(saved):
+    path = saved("pathfinder")
+    fields = ("model.d_model=48", "model.heads=3", "model.layers=1", "model.d_ff=64", "model.axes=2")
+    refused(
+        "does not fit this model: model.d_model 32 here 48, model.layers 2 here 1, model.heads 2 here 3, "
+        "model.d_ff 32 here 64, model.axes 1 here 2; use the model fields of its config.yaml",
+        "path64", path, *fields,
+    )  # fmt: skip
+    refused("model.positions learned here rotary", "path64", path, "model.positions=rotary")
+    refused("model.pooling mean here cls", "path64", path, "model.pooling=cls")
+    refused(
+        r"vocabulary of pathfinder@1, not of listops@1: choose .* \(and it has model.heads 2 here 1\)",
+        "listops", path, "model.heads=1",
+    )  # fmt: skip
+
+
+def test_heads_count_although_no_shape_shows_them(saved):
+    refused("model.heads 2 here 4", "pathfinder", saved("pathfinder"), "model.heads=4", "attn=standard")
+
+
+def test_gridwise_refuses_what_is_no_multiple(saved):
+    path = saved("listops", "task.max_length=40")
+    refused("gridwise needs integer ratios, not 40 to 64", "listops", path, "positions.resize=gridwise")
+
+
+def test_another_attention_is_said_and_its_own_parameters_are_fresh(saved):
+    path = saved("pathfinder")
+    module, said = moved("path64", path, "attn=butterfly")
+    assert said.changed == {"attn": ["flash", "butterfly"]} and not said.fresh and not said.left
+    assert "trained with attn=flash, here butterfly" in said.describe(path)
+    module, said = moved("path64", path, "attn=linformer", "attn.k=8")
+    assert said.fresh == ["blocks.*.attention.projections.0", "blocks.*.attention.projections.1"]
+    fresh, weights = build("path64", "attn=linformer", "attn.k=8").model.state_dict(), checkpoints.read(path)[0]
+    for key, value in module.model.state_dict().items():
+        if "tables" not in key:  # the fresh ones are those of the seed, so of every rank
+            assert torch.equal(value, fresh[key] if ".attention." in key else weights[key])
+
+
+def test_parameters_that_only_the_other_attention_had_are_left_behind(saved):
+    path = saved("pathfinder", "attn=linformer", "attn.k=8")
+    _, said = moved("path64", path)
+    assert said.left == ["blocks.*.attention.projections.0", "blocks.*.attention.projections.1"] and not said.fresh
+    # of the same name, and something else
+    module, said = moved("path64", saved("pathfinder", "attn=lsformer", "model.attn_dropout=0"), "attn=performer")
+    own = build("path64", "attn=performer").model.state_dict()
+    key = "encoder.blocks.0.attention.projection"
+    assert torch.equal(module.model.state_dict()[key], own[key]) and "blocks.*.attention.projection" in said.fresh
+
+
+def test_the_same_attention_of_another_size_is_refused(saved):
+    path = saved("pathfinder", "attn=linformer", "attn.k=8")
+    refused(
+        r"does not fit this model: blocks\.\*\.attention\.projections\.0 \[1024, 8\] here \[4096, 8\], "
+        r"blocks\.\*\.attention\.projections\.1 .* or another attn=, whose parameters are then fresh",
+        "path64", path, "attn=linformer", "attn.k=8",
+    )  # fmt: skip
+    refused(r"blocks\.\*\.qkv\.weight \[96, 32\] here \[64, 32\]", "path64", saved("pathfinder"), "attn=reformer")
+
+
+def test_the_head_is_kept_or_fresh(saved):
+    path = saved("pathfinder")
+    weights, own = checkpoints.read(path)[0], build("path64").model.state_dict()
+    for choice, source, names in (("kept", weights, []), ("fresh", own, ["head"])):
+        module, said = moved("path64", path, f"head={choice}")
+        state = module.model.state_dict()
+        assert all(torch.equal(state[key], source[key]) for key in own if key.startswith("head."))
+        assert said.fresh == names and said.same == len(weights) - 1 - 4 * len(names)
+
+
+def test_a_head_of_other_classes_is_fresh_and_can_not_be_kept(saved):
+    path = saved("image")
+    _, said = moved("pathfinder", path)
+    assert said.fresh == ["head"] and said.describe(path).endswith("; fresh: head") and said.resized is None
+    refused(r"head\.2\.bias \[10\] here \[2\]", "pathfinder", path, "head=kept")
+
+
+@pytest.mark.parametrize(("axes", "once", "twice"), [(1, [1 / 4], [1 / 16]), (2, [1 / 2] * 2, [1 / 4] * 2)])
+@pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
+def test_factors_multiply_over_transfers(saved, tmp_path, positions, axes, once, twice):
+    model = (f"model.positions={positions}", f"model.axes={axes}")
+    paths = [saved("pathfinder", *model), tmp_path / "64.safetensors", tmp_path / "128.safetensors"]
+    module, said = moved("path64", paths[0], *model, "positions.scale=image")
+    assert said.scale == once and "coordinates times" in said.describe("there")
+    checkpoints.save_weights(module, paths[1])
+    assert moved("pathx", paths[1], *model)[1].scale == once  # a pixel keeps its distance
+    assert moved("pathx", paths[1], *model, "positions.scale=pixel")[1].scale == once
+    module, said = moved("pathx", paths[1], *model, "positions.scale=image")
+    assert said.scale == twice
+    checkpoints.save_weights(module, paths[2])
+    assert lra.load(paths[2]).model.encoder.positions.state_dict()["scale"].tolist() == twice
+    assert moved("pathfinder", paths[2], *model, "positions.scale=image")[1].scale == [1.0] * axes
+
+
+def test_pixel_changes_nothing(saved):
+    path = saved("pathfinder", "model.positions=rotary")
+    module, said = moved("path64", path, "model.positions=rotary")
+    assert said.scale == [1.0] and said.describe("there") == f"init: {said.same} tensors of there, all of this model's"
+    weights = checkpoints.read(path)[0]
+    assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
+
+
+def test_an_older_checkpoint_has_no_factor(saved, monkeypatch, tmp_path):
+    path, model = saved("pathfinder", "model.positions=rotary"), ("model.positions=rotary", "positions.scale=image")
+    weights, identity = checkpoints.read(path)
+    del weights["encoder.positions.scale"]
+    for field in ("head", "positions"):
+        del identity["config"][field]
+    old = tmp_path / "old.ckpt"
+    torch.save({"state_dict": {f"model.{k}": v for k, v in weights.items()}, "lra": identity}, old)
+    assert moved("path64", old, *model)[1].scale == [1 / 4]
+    assert lra.load(old).model.encoder.positions.state_dict()["scale"].tolist() == [1.0]
+
+
+EMBEDDING, TABLE, SIZE = "encoder.embedding.weight", "encoder.positions.tables.0", 256  # ids of a pixel
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize(("before", "after"), [("mean", "mean"), ("mean", "cls"), ("cls", "mean"), ("cls", "cls")])
+def test_from_a_pretraining(saved, before, after, positions):
+    args = f"model.positions={positions}", f"model.pooling={after}"
+    path = saved("pathfinder", args[0], f"model.pooling={before}", "pretrain=masked")
+    weights, own = checkpoints.read(path)[0], build("pathfinder", *args).model.state_dict()
+    own = {key: value.clone() for key, value in own.items()}
+    module, said = moved("pathfinder", path, *args)
+    state = module.model.state_dict()
+    one, other = int(before == "cls"), int(after == "cls")
+    fresh, left = ["CLS"] * (other > one), ["CLS"] * (one > other)
+    assert said.fresh == ["head", *fresh] and said.left == ["decoder", *left, "MASK"]
+    assert said.changed["pretrain"] == ["masked", "none"] and ("model.pooling" in said.changed) == (before != after)
+    assert f"trained with pretrain=masked, here none; fresh: {', '.join(said.fresh)}; left" in said.describe(path)
+
+    assert len(weights[EMBEDDING]) == SIZE + one + 1 and len(state[EMBEDDING]) == SIZE + other
+    assert torch.equal(state[EMBEDDING][:SIZE], weights[EMBEDDING][:SIZE])
+    source = weights if one else own
+    assert torch.equal(state[EMBEDDING][SIZE:], source[EMBEDDING][SIZE : SIZE + other])
+    changed = {EMBEDDING}
+    if positions == "learned":
+        assert torch.equal(state[TABLE][other:], weights[TABLE][one:])
+        assert torch.equal(state[TABLE][:other], source[TABLE][:other])
+        changed |= {TABLE} if one != other else set()
+    for key, value in state.items():
+        if key not in changed:
+            assert torch.equal(value, own[key] if key.startswith("head.") else weights[key])
+    kept = {key for key in weights if not key.startswith("decoder.")}
+    assert said.same == len(kept - changed)
+
+
+def test_a_pretraining_of_another_resolution(saved):
+    path = saved("pathfinder", "model.pooling=mean", "pretrain=masked", "mask=0.3")
+    weights = checkpoints.read(path)[0]
+    module, said = moved("path64", path, "model.pooling=cls", "positions.resize=gridwise")
+    (table,) = tables(module)
+    assert torch.equal(table[1:], resize(weights[TABLE], (32, 32), (64, 64), "gridwise"))
+    assert torch.equal(table[:1], tables(build("path64", "model.pooling=cls"))[0][:1])
+    assert said.resized and said.fresh == ["head", "CLS"]
+    module, said = moved("path64", path, "pretrain=masked", "positions.resize=gridwise")  # it goes on
+    assert not said.changed and not said.fresh and not said.left and said.same == len(weights) - 1
+    assert torch.equal(module.model.state_dict()[EMBEDDING], weights[EMBEDDING])
+
+
+def test_a_pretraining_from_a_run(saved):
+    path = saved("pathfinder", "model.pooling=cls")
+    weights = checkpoints.read(path)[0]
+    module, said = moved("path64", path, "pretrain=masked", "model.pooling=cls")
+    assert said.changed == {"pretrain": ["none", "masked"]} and said.resized
+    assert said.fresh == ["decoder", "MASK"] and said.left == ["head"]
+    own = build("path64", "pretrain=masked", "model.pooling=cls").model.state_dict()[EMBEDDING]
+    assert torch.equal(module.model.state_dict()[EMBEDDING], torch.cat((weights[EMBEDDING], own[-1:])))
+
+
+def test_what_a_pretraining_does_not_have_is_refused(saved):
+    path = saved("pathfinder", "pretrain=masked")
+    refused("has no head to keep, it is of a pretraining: leave out head=kept", "pathfinder", path, "head=kept")
+    refused("model.pooling mean here cls", "pathfinder", path, "pretrain=masked", "model.pooling=cls")
+    refused("model.heads 2 here 1", "pathfinder", path, "model.heads=1")
+    linformer = saved("pathfinder", "attn=linformer", "attn.k=8", "pretrain=masked")
+    refused(
+        r"blocks\.\*\.attention\.projections\.0 \[1024, 8\] here \[1025, 8\]",
+        "pathfinder", linformer, "attn=linformer", "attn.k=8", "model.pooling=cls",
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="has no decoder for this model"):
+        lra.test(f"init={saved('pathfinder')}", "pretrain=masked")
+    assert lra.load(path).run.pretrain == "masked"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The directories of finished tiny runs on Pathfinder-32, by their positions."""
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run = ("task=pathfinder", "attn=flash", *MODEL, *FEW, *STEPS)
+        return {
+            positions: folder / lra.fit(*run, f"model.positions={positions}", f"name={positions}")["directory"]
+            for positions in ("learned", "rotary")
+        }
+
+
+PATH64 = ("task=path64", "task.level=easy", "task.tokens=lit", *FEW[:3])
+
+
+def test_from_one_resolution_to_the_next(small, tmp_path, monkeypatch, capsys):
+    """Scored right after each way of resizing, then trained from there, then scored once more larger."""
+    monkeypatch.chdir(tmp_path)
+    scored = {how: lra.test(f"init={small['learned']}", *PATH64, f"positions.resize={how}") for how in HOW}
+    losses = [result["test"]["loss"] for result in scored.values()]
+    assert len(set(losses)) == 3 and all(0 < loss < 2 for loss in losses) and not list(tmp_path.iterdir())
+    assert lra.test(f"init={small['learned']}", *PATH64)["test"] == scored["bilinear"]["test"]
+    assert "positions resized, gridwise, 32x32 pixels to 64x64 pixels" in capsys.readouterr().out
+
+    still = ("optim.lr=1e-12", "optim.weight_decay=0")
+    model = (*MODEL, *FEW, *STEPS, "task=path64", "attn=butterfly", f"init={small['learned']}", "name=large")
+    result = lra.fit(*model, *still, "positions.resize=gridwise")
+    assert result["transfer"] == json.loads(Path(result["directory"], "result.json").read_text())["transfer"]
+    assert result["transfer"]["resized"] == "gridwise, 32x32 pixels to 64x64 pixels"
+    assert result["transfer"]["changed"] == {"attn": ["flash", "butterfly"]}
+    # at no learning rate it stays where the transfer put it
+    large = lra.test(f"init={result['directory']}", "attn=flash")["test"]["loss"]
+    assert large == pytest.approx(scored["gridwise"]["test"]["loss"], abs=1e-5)
+    larger = ("task=pathx", *PATH64[1:], "batch.eval=2", "positions.resize=gridwise")
+    assert 0 < lra.test(f"init={result['directory']}", *larger)["test"]["loss"] < 2
+
+
+def test_what_is_not_trained_is_not_scored(small):
+    with pytest.raises(UsageError, match=r"has no blocks.*projections.0.* for this model, .*: train it with lra fit"):
+        lra.test(f"init={small['learned']}", "attn=linformer")
+    with pytest.raises(UsageError, match=r"has no head for this model"):
+        lra.test(f"init={small['learned']}", "head=fresh")
+    with pytest.raises(UsageError, match=r"positions.resize=gridwise: nothing is resized, both have 32x32"):
+        lra.test(f"init={small['learned']}", "positions.resize=gridwise")
+
+
+def interrupted(monkeypatch, *args: str) -> None:
+    """A run that dies between two checkpoints."""
+    original = Step.__call__
+
+    def call(self, module, batches):
+        if module.trainer.global_step == 3:
+            raise RuntimeError("power cut")
+        original(self, module, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "__call__", call)
+        with pytest.raises(RuntimeError, match="power cut"):
+            lra.fit(*args)
+
+
+@pytest.mark.parametrize(
+    ("positions", "how"), [("learned", "positions.resize=bicubic"), ("rotary", "positions.scale=image")]
+)
+def test_resuming_after_a_transfer_changes_nothing(small, tmp_path, monkeypatch, positions, how):
+    monkeypatch.chdir(tmp_path)
+    args = (*MODEL, *FEW, *STEPS, "task=path64", "attn=flash", f"model.positions={positions}",
+            f"init={small[positions]}", how, "model.dropout=0.1")  # fmt: skip
+    unbroken = lra.fit(*args, "name=unbroken")
+    interrupted(monkeypatch, *args, "name=broken")
+    resumed = lra.fit(*args, "name=broken", "resume=auto")
+    a, b = (checkpoints.read(Path(result["directory"], "last.ckpt"))[0] for result in (unbroken, resumed))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert resumed["resumed"] and unbroken["transfer"] == resumed["transfer"] is not None
+    assert unbroken["test"] == resumed["test"]
+    again = lra.test(f"init={resumed['directory']}")
+    assert again["test"]["loss"] == pytest.approx(resumed["test"]["loss"], rel=1e-5)
+    assert again["transfer"]["scale"] == resumed["transfer"]["scale"]
+
+
+def test_an_older_run_is_resumed(tmp_path, monkeypatch):
+    """Its last.ckpt has no factor and says nothing of a transfer."""
+    monkeypatch.chdir(tmp_path)
+    args = (*MODEL, *FEW, *STEPS, "task=pathfinder", "attn=flash", "model.positions=rotary", "name=old")
+    interrupted(monkeypatch, *args)
+    last = Path("checkpoints/runs/pathfinder/flash/old-s0/last.ckpt")
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["state_dict"]["model.encoder.positions.scale"], checkpoint["callbacks"]["Origin"]
+    torch.save(checkpoint, last)
+    result = lra.fit(*args, "resume=auto")
+    assert result["steps"] == 4 and result["resumed"] and result["transfer"] is None
