@@ -199,7 +199,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+@pytest.mark.parametrize("on_nan", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
 def test_ranks_agree_on_a_fault_of_one(tmp_path, monkeypatch, on_nan):
     monkeypatch.chdir(tmp_path)
     seed = Step(configure(arguments()).config).seeds(6, 0)[1]

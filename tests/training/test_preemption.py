@@ -99,17 +99,17 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 @pytest.mark.parametrize(
     ("moment", "count", "number", "step", "options"),
     [
-        ("setup", 1, TERM, 0, ()),
-        ("step", 1, USR1, 2, ()),
+        pytest.param("setup", 1, TERM, 0, (), marks=pytest.mark.slow),
+        pytest.param("step", 1, USR1, 2, (), marks=pytest.mark.slow),
         ("step", 6, TERM, 6, ()),
         pytest.param("step", 4, TERM, 4, (), marks=pytest.mark.slow),  # validation is next
         ("validation", 1, USR1, 4, ()),
         pytest.param("checkpoint", 1, TERM, 4, (), marks=pytest.mark.slow),
-        ("checkpoint", 2, TERM, 4, ()),
-        ("step", 12, TERM, 12, ()),
-        ("test", 1, TERM, 12, ()),
-        ("step", 5, TERM, 5, RARE),
-        ("step", 24, USR1, 24, RARE),
+        pytest.param("checkpoint", 2, TERM, 4, (), marks=pytest.mark.slow),
+        pytest.param("step", 12, TERM, 12, (), marks=pytest.mark.slow),
+        pytest.param("test", 1, TERM, 12, (), marks=pytest.mark.slow),
+        pytest.param("step", 5, TERM, 5, RARE, marks=pytest.mark.slow),
+        pytest.param("step", 24, USR1, 24, RARE, marks=pytest.mark.slow),
         pytest.param("step", 36, TERM, 36, RARE, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -175,6 +175,7 @@ def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch, whole, launcher)
     assert (RUN / "run-s0/result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_grid_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(lra.__file__).parents[1]))
