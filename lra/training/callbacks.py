@@ -65,6 +65,13 @@ class Clock(pl.Callback):
         self.seconds, self.steps = state["seconds"], state["steps"]
 
 
+class Onward(pl.Callback):
+    """Lets a run of more steps go on from a finished one, whose checkpoint says that there is no further batch."""
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+
+
 class Progress(RichProgressBar):
     """Lightning's bar, in steps, with the training loss, without the only epoch's number and the logger's version."""
 

@@ -30,7 +30,7 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
-from lra.training.callbacks import Clock, Faults, Narrator, Preemption, Progress, console
+from lra.training.callbacks import Clock, Faults, Narrator, Onward, Preemption, Progress, console
 from lra.training.curves import Curves
 from lra.training.run import RunDirectory
 from lra.training.seeding import derive
@@ -203,6 +203,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         plugins=[checkpoints.WholeFiles()],
         callbacks=[
             clock,
+            Onward(),
             Faults(directory.path),
             Narrator(run),
             *([Progress()] if console.is_terminal else []),

@@ -13,7 +13,7 @@ import yaml
 
 import lra
 from lra.errors import UsageError
-from lra.training import checkpoints
+from lra.training import checkpoints, curves
 from lra.training.step import Step
 from tests.training.conftest import arguments
 
@@ -94,9 +94,16 @@ def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn):
         assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
         moments = [list(c["optimizer_states"][0]["state"].values()) for c in (a, b)]
         assert all(torch.equal(x[key], y[key]) for x, y in zip(*moments, strict=True) for key in x)
-    curves = [Path(result["directory"], "metrics.csv").read_text() for result in (unbroken, resumed)]
-    assert curves[0] == curves[1]
+    texts = [Path(result["directory"], "metrics.csv").read_text() for result in (unbroken, resumed)]
+    assert texts[0] == texts[1]
     assert all(unbroken[split] == resumed[split] for split in ("val", "test", "fresh"))
+
+
+def test_a_finished_run_goes_on_with_more_steps(small):
+    first = small()["directory"]
+    longer = small("trainer.steps=20", f"resume={first}/last.ckpt")
+    rows = curves.read(Path(longer["directory"], "metrics.csv"))
+    assert longer["steps"] == 20 and [int(row["step"]) for row in rows if row["val/accuracy"]] == [16, 20]
 
 
 def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
