@@ -29,6 +29,7 @@ from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule, TrainBatches
 from lra.training.callbacks import Narrator
+from lra.training.faults import Tally
 from lra.training.fit import build, make_trainer
 from lra.training.run import RunDirectory
 from lra.training.step import Step
@@ -162,14 +163,13 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     for _ in loop:
         if watch.tick():
             break
-    assert step.total is not None
-    return Loop(module, *work, float(step.total) / watch.done, loop)
+    assert step.tally is not None
+    return Loop(module, *work, float(step.tally.total) / watch.done, loop)
 
 
 def _captured(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
     optimizer = step.optimizer(module)
     step.engine = engine = step.capture(module, optimizer)
-    step.total = engine.total
     for number, batches in enumerate(steps):
         engine.begin(*step.begin(number))
         for batch in batches:
@@ -180,7 +180,7 @@ def _captured(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> I
 
 def _eager(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
     run, optimizer = step.run, step.optimizer(module)
-    step.total = torch.zeros((), device=module.device)
+    step.tally = Tally(module.device)
     for number, batches in enumerate(steps):
         seed, rate = step.begin(number)
         for group in optimizer.param_groups:
@@ -189,7 +189,7 @@ def _eager(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iter
             for batch in batches:
                 loss = module.loss(batch.with_seed(torch.tensor(seed, device=module.device))) / run.batch.size
                 loss.backward()
-                step.total += loss.detach()
+                step.tally.total += loss.detach()
             if run.optim.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
             optimizer.step()

@@ -22,8 +22,7 @@ from lra.config.compose import Composed
 from lra.config.registry import unknown
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.attention.base import Attention
-from lra.training.fit import build, configure, hardware, quiet
+from lra.training.fit import build, configure, hardware, quiet, resolve_attention
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -88,9 +87,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     device = torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
     quiet()
     data, module = build(run)
-    for part in module.modules():
-        if isinstance(part, Attention):
-            part.resolve(device, run.trainer.precision)
+    resolve_attention(module, device)
     data.prepare_data()
     result: dict[str, Any] = {
         "environment": environment.describe(), "options": shown(options), "run": run.saved(),

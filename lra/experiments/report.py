@@ -9,8 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from lra.experiments import grid, html, ledger, speed
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.html import Table
 from lra.experiments.ledger import Entry, Row, hardware, mean, values
-from lra.experiments.speed import STANDARD
-from lra.training.run import RUNS
+from lra.experiments.speed import STANDARD, mean_ratio
+from lra.training.run import RUNS, write
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _speed(rows: list[Row], attn: str, column: str) -> str:
 
 def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
     ratios = [times for column in columns if (times := ratio(rows, attn, column)) is not None]
-    return f"{math.exp(statistics.fmean(map(math.log, ratios))):.2f} ({len(ratios)})" if ratios else ""
+    return mean_ratio(ratios)
 
 
 def _peak(rows: list[Row], attn: str, column: str) -> str:
@@ -242,9 +240,7 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(text, encoding="utf-8", newline="")
-            os.replace(aside, path)
+            write(path, text)
     except OSError as error:
         raise UsageError(f"out={folder} can't be written to ({error.strerror}): name another folder") from None
     return list(texts)

@@ -24,12 +24,10 @@ from lra.bench import step
 from lra.bench.options import parse
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
-from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.fig3 import NOT_COMPARED, Records, Report, Rows
 from lra.experiments.grid import Cell, Grid
-from lra.models.attention.base import Attention
-from lra.training.fit import build, hardware, quiet
+from lra.training.fit import build, hardware, quiet, resolve_attention
 from lra.training.run import RUNS, write
 
 STANDARD = "standard"  # what the paper's speed is compared with
@@ -176,7 +174,7 @@ def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: S
         f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)",
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
-            [a, *(_mean(speeds.ratios(averaged, a, way)) for way in WAYS), _figure(table.paper.get(a, {}))]
+            [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), _figure(table.paper.get(a, {}))]
             for a in attns
         ],
     )  # fmt: skip
@@ -232,7 +230,9 @@ def _measure(
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
     quiet()
     for composed in {one.cell: one.composed for one in lacking}.values():
-        _prepare(composed.config, device)
+        data, module = build(composed.config)
+        resolve_attention(module, device)  # refused before the data is prepared
+        data.prepare_data()
     commits = [result["environment"]["commit"], environment.commit()]
     result["environment"]["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
     _keep(path, result)  # what can't be written is refused before it is measured
@@ -242,15 +242,6 @@ def _measure(
         result["cells"].append(record)
         _keep(path, result)
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
-
-
-def _prepare(run: RunConfig, device: torch.device) -> None:
-    """Refuses an attention that the device does not have, and prepares the data."""
-    data, module = build(run)
-    for part in module.modules():
-        if isinstance(part, Attention):
-            part.resolve(device, run.trainer.precision)
-    data.prepare_data()
 
 
 def _measured(one: Measurement, device: torch.device) -> dict[str, Any]:
@@ -325,7 +316,8 @@ def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
     return f"{number:g}" + ("" if times is None else f" ({times:.2f}×)")
 
 
-def _mean(ratios: Sequence[float]) -> str:
+def mean_ratio(ratios: Sequence[float]) -> str:
+    """Their geometric mean, and how many they are."""
     return f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else ""
 
 

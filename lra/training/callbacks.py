@@ -21,6 +21,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import faults
+from lra.training.checkpoints import WholeFiles
 from lra.training.curves import record
 from lra.training.step import Step
 
@@ -177,7 +178,7 @@ class Faults(pl.Callback):
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
                 fault["batches"].append([faults.plain(batch.with_seed(seed)) for batch in loader.step(step)])
-            faults.save(self.file, fault)
+            WholeFiles().save_checkpoint(fault, self.file)
             try:
                 what = faults.culprit(module, fault)
             except torch.cuda.OutOfMemoryError:

@@ -73,7 +73,7 @@ class CapturedStep:
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
         self.rate = torch.zeros((), device=device)
-        self.tally, self.total = tally, tally.total
+        self.tally = tally
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + 1, device=device)
         *parts, self.summed = self.flat.split([*sizes, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -64,13 +63,6 @@ class Tally:
         """The next steps' losses are summed anew."""
         self.total.zero_()
         self.taken.zero_()
-
-
-def save(path: Path, content: dict[str, Any]) -> None:
-    """Writes plain values and tensors, whole or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
-    torch.save(content, aside)
-    aside.replace(path)
 
 
 def plain(batch: Batch) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def fit(*args: str) -> dict[str, Any]:
     trainer, clock = make_trainer(run, directory)
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
-    attention = _attention(module, trainer)
+    attention = resolve_attention(module, trainer.strategy.root_device)
     engine = "captured" if module.step.captures(module, trainer.strategy.root_device) else "eager"
     checkpoint, origin = directory.checkpoint(), transfer.Origin()
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test(*args: str) -> dict[str, Any]:
         _say(moved.describe(path))
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
-    _attention(module, trainer)
+    resolve_attention(module, trainer.strategy.root_device)
     data.prepare_data()
     trainer.test(module, datamodule=data, verbose=False)
     return {"checkpoint": path, "transfer": asdict(moved)} | result.scores(module, data, trainer)
@@ -230,9 +230,8 @@ def hardware(run: RunConfig) -> dict[str, Any]:
     return {"accelerator": accelerator, "devices": local, "num_nodes": world // local, "precision": precision}
 
 
-def _attention(module: TaskModule, trainer: pl.Trainer) -> str:
-    """What computes attention on the trainer's device; UsageError if it can't."""
-    device = trainer.strategy.root_device
+def resolve_attention(module: TaskModule, device: torch.device) -> str:
+    """What computes attention on the device; UsageError if it can't."""
     precision = module.run.trainer.precision
     used = {part.resolve(device, precision) for part in module.modules() if isinstance(part, Attention)}
     return ", ".join(sorted(used))

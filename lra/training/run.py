@@ -89,7 +89,7 @@ class RunDirectory:
 def write(path: Path, text: str) -> None:
     """Replaces a file in one step: a reader sees the old one or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
+    aside.write_text(text, encoding="utf-8", newline="")
     os.replace(aside, path)
 
 

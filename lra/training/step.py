@@ -74,7 +74,6 @@ class Step:
 
     def __init__(self, run: RunConfig):
         self.run = run
-        self.total: Tensor | None = None  # summed loss since the last logged one, on the device
         self.tally: Tally | None = None
         self.counts: Counts | None = None  # as they were read last, or restored
         self.logged: float | None = None  # mean loss of a step, as it was logged last
@@ -125,7 +124,7 @@ class Step:
     def _start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int) -> None:
         assert isinstance(optimizer, AdamW)
         self.tally = Tally(module.device, step, self.run.trainer.on_nan == "skip", self.counts)
-        self.total, optimizer.left_out = self.tally.total, self.tally.left_out
+        optimizer.left_out = self.tally.left_out
         if self.captures(module, module.device):
             self.engine = self.capture(module, optimizer)
 
@@ -170,7 +169,7 @@ class Step:
             self._clip(module)
             optimizer.update()
 
-        tally = self.tally or Tally(module.device)
+        tally = self.tally = self.tally or Tally(module.device)
         tally.judge = torch.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
         engine = CapturedStep(loss, trained(module), optimizer, update, module.device, tally)
         optimizer.captured, optimizer.left_out = engine.finish, tally.left_out
