@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -203,85 +199,6 @@ class Faults(pl.Callback):
         if counts := checkpoint.get("counts"):
             _step(pl_module).counts = faults.Counts(**counts)
             self.told = counts["skipped"]
-
-
-class Preemption(pl.Callback):
-    """SIGTERM and SIGUSR1 end a run with 143 and 138 where nothing is lost: after its stride of steps, or validation.
-
-    Before and after training that is at once. On several devices all ranks stop at the same step.
-
-    Args:
-        last: the checkpoint to go on from. After validation others have written it: this callback is the last.
-        clock: is stopped before it is written.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-    TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
-
-    def __init__(self, run: RunConfig, last: Path, clock: Clock):
-        self.run, self.last, self.clock = run, last, clock
-        self.arrived, self.when = 0, 0.0
-        self.training = False
-
-    @contextmanager
-    def listening(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Takes the place of Lightning's own handlers, which talk to other ranks from inside a handler."""
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
-            yield
-            return
-
-        def handle(number: int, _: Any) -> None:
-            if self.arrived:
-                if time.monotonic() - self.when < self.TWICE_S:
-                    return
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            self.arrived, self.when = number, time.monotonic()
-            if not self.training:
-                self._end(trainer, number)
-
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-        before = {number: signal.signal(number, handle) for number in self.SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def on_train_start(self, *_: Any) -> None:
-        self.training = True
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        step = trainer.global_step
-        if step % self.run.trainer.eval_every and step < self.run.trainer.steps:  # else validation or the end follows
-            self._heed(trainer, save=True)
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._heed(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._heed(trainer)
-        self.training = False
-
-    def _heed(self, trainer: pl.Trainer, save: bool = False) -> None:
-        """Ends the run if a signal has come to any rank."""
-        number = self.arrived
-        if trainer.world_size > 1:  # Lightning waits here too, for its own signals
-            device = trainer.strategy.root_device
-            number = int(trainer.strategy.reduce(torch.tensor(number, device=device), reduce_op="max"))
-        if not number:
-            return
-        if save:
-            self.clock.stop(trainer)
-            trainer.save_checkpoint(self.last)
-        self._end(trainer, number)
-
-    def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
-        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: add resume=auto to go on")
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not self.training:  # ranks that wait for this one
-            launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
-        leave(trainer, 128 + number)
 
 
 def leave(trainer: pl.Trainer, code: int) -> NoReturn:

@@ -30,8 +30,9 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
-from lra.training.callbacks import Clock, Faults, Narrator, Onward, Preemption, Progress, console
+from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
 from lra.training.curves import Curves
+from lra.training.preemption import Preemption
 from lra.training.run import RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step

@@ -107,7 +107,7 @@ class Step:
                 self.engine.add(batch)
             optimizer.step()  # type: ignore[union-attr]
         else:
-            self._run(module, batches, torch.tensor(seed, device=module.device), rate)
+            self._run(module, batches, torch.full((), seed, device=module.device), rate)  # a copy would wait
         if (step + 1) % run.trainer.log_every == 0:
             self._log(module, rate, step + 1)
 

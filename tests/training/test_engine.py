@@ -158,7 +158,10 @@ def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
 
     monkeypatch.setattr(fit_module, "Clock", Strict)
     gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60")
-    assert small(f"engine={engine}", *gpu)["engine"] == engine
+    try:
+        assert small(f"engine={engine}", *gpu)["engine"] == engine
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

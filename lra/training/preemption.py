@@ -1,0 +1,120 @@
+"""A run that is to make room: SIGTERM and SIGUSR1, as schedulers send them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytorch_lightning as pl
+import torch
+
+from lra.config.schema import RunConfig
+from lra.training.callbacks import Clock, leave, say
+
+
+class Ranks:
+    """The highest of the numbers that all ranks gave when last asked: no host waits for the present answer."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.answered = device, torch.cuda.Event() if device.type == "cuda" else None
+        self.answer = torch.zeros((), dtype=torch.int32, pin_memory=self.answered is not None)
+
+    def ask(self, number: int) -> int:
+        if self.answered is not None:
+            self.answered.synchronize()
+        last = int(self.answer)
+        highest = torch.full((), number, dtype=torch.int32, device=self.device)
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+        self.answer.copy_(highest, non_blocking=True)
+        if self.answered is not None:
+            self.answered.record()
+        return last
+
+
+class Preemption(pl.Callback):
+    """SIGTERM and SIGUSR1 end a run with 143 and 138 where nothing is lost: after its stride of steps, or validation.
+
+    Before and after training that is at once. Several devices stop at the same step, one stride later.
+
+    Args:
+        last: the checkpoint to go on from. After validation others have written it: this callback is the last.
+        clock: is stopped before it is written.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
+
+    def __init__(self, run: RunConfig, last: Path, clock: Clock):
+        self.run, self.last, self.clock = run, last, clock
+        self.arrived, self.when = 0, 0.0
+        self.training = False
+        self.ranks: Ranks | None = None
+
+    @contextmanager
+    def listening(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Takes the place of Lightning's own handlers, which talk to other ranks from inside a handler."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
+            yield
+            return
+
+        def handle(number: int, _: Any) -> None:
+            if self.arrived:
+                if time.monotonic() - self.when < self.TWICE_S:
+                    return
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            self.arrived, self.when = number, time.monotonic()
+            if not self.training:
+                self._end(trainer, number)
+
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        # asks all ranks before each stride whether those handlers were called, and waits for the GPU
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        before = {number: signal.signal(number, handle) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.training = True
+        if trainer.world_size > 1:
+            self.ranks = Ranks(trainer.strategy.root_device)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step % self.run.trainer.eval_every == 0 or step >= self.run.trainer.steps:
+            return  # validation or the end follows
+        if number := self.ranks.ask(self.arrived) if self.ranks else self.arrived:
+            self.clock.stop(trainer)
+            trainer.save_checkpoint(self.last)
+            self._end(trainer, number)
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._heed(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._heed(trainer)
+        self.training = False
+
+    def _heed(self, trainer: pl.Trainer) -> None:
+        """Ends the run if a signal has come to any rank; waits for all of them."""
+        number = self.arrived
+        if self.ranks:
+            self.ranks.ask(number)
+            number = self.ranks.ask(number)
+        if number:
+            self._end(trainer, number)
+
+    def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
+        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: add resume=auto to go on")
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not self.training:  # ranks that wait for this one
+            launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
+        leave(trainer, 128 + number)
