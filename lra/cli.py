@@ -111,7 +111,7 @@ def reproduce(
             table.add_row(name, what)
         console.print(table)
         return
-    run = find(fields[0]).run
+    run = find(fields[0])
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))

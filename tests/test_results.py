@@ -80,7 +80,7 @@ def test_commands_of_the_readme_parse(command):
     from lra.bench import attention as bench
     from lra.bench.options import parse
     from lra.cli import app
-    from lra.experiments import archive, grid, report
+    from lra.experiments import accuracy, archive, fig3, grid, report
     from lra.experiments.slurm import resources
     from lra.training.fit import configure
 
@@ -92,7 +92,7 @@ def test_commands_of_the_readme_parse(command):
         verb = verb.commands[path[-1]]
     fields = verb.make_context(path[-1], arguments).params.get("fields") or []
     if path == ["reproduce"]:
-        options = experiments.find(fields[0]).Options
+        options = fig3.Options if fields[0] == "fig3" else accuracy.Options
         names = {field.name for field in dataclasses.fields(options)}
         parse(options, [field for field in fields[1:] if field.partition("=")[0] in names])
         if fields[0] != "fig3":

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,20 @@ class Composed:
     config: Any  # a frozen instance of the schema
     origin: dict[str, str]  # dotted field -> layer that set it last
     overrides: tuple[str, ...]  # `field=value` of the command line, complete names, sorted
+    start: tuple[str, ...] | None = None  # arguments of the run that this one starts from, if its recipe says so
 
 
-def compose(schema: type, registries: Mapping[str, Registry], args: Sequence[str]) -> Composed:
+def compose(
+    schema: type,
+    registries: Mapping[str, Registry],
+    args: Sequence[str],
+    locate: Callable[[tuple[str, ...]], str] | None = None,
+) -> Composed:
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
+
+    Args:
+        locate: the value of `init=` for the arguments of the run that a recipe starts this one from; without it
+            recipes start nothing.
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
@@ -69,7 +79,12 @@ def compose(schema: type, registries: Mapping[str, Registry], args: Sequence[str
     for section in ("all", task):
         tree.merge(f"{label} {attn}.{section}", (attns.get(attn) or {}).get(section) or {})
     given = tree.override(overrides)
-    return Composed(tree.build(), tree.origin, given)
+    start = None
+    if locate and tree.origin["init"] == "default":
+        start = _start(recipe_yaml.get("start") or (), tree, selected | {"recipe": recipe}, given)
+        if start:
+            tree.set(f"{label} start", "init", locate(start))
+    return Composed(tree.build(), tree.origin, given, start)
 
 
 def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Sequence[str] = ()) -> Any:
@@ -122,11 +137,11 @@ def recipes() -> list[str]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """A recipe's YAML: `about`, `source`, `defaults`, `tasks` and `attns`."""
+    """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
     if name not in recipes():
         raise UsageError(unknown("recipe", name, recipes()))
     recipe = _read("recipe", name)
-    extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns"}
+    extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
         raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(extra))}")
     return recipe
@@ -135,6 +150,24 @@ def read_recipe(name: str) -> dict[str, Any]:
 def _read(folder: str, name: str) -> dict[str, Any]:
     # OmegaConf's loader reads 1e-4 as a number, PyYAML's does not
     return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONFIGS / folder / f"{name}.yaml")))
+
+
+# fields of the command line that are a run's own: where it starts from is given other ones
+OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
+
+
+def _start(
+    rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str], given: Sequence[str]
+) -> tuple[str, ...] | None:
+    """Arguments of the run before this one, by the first rule whose `when` holds: this one's, with `from` on top."""
+    found = dict(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree.node)))) | dict(selected)
+    for rule in rules:
+        if all(found.get(field) == value for field, value in flatten(rule["when"])):
+            changed = {text.partition("=")[0]: text for text in rule["from"]}
+            kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
+            chosen = {name: f"{name}={value}" for name, value in selected.items()}
+            return tuple((chosen | kept | changed).values())
+    return None
 
 
 def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:

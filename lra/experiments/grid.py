@@ -7,8 +7,9 @@ any time, continued on another machine, or filled by hand with `lra fit`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -45,6 +46,15 @@ class Cell:
     def directory(self) -> RunDirectory:
         return RunDirectory(self.composed)
 
+    @functools.cached_property
+    def stages(self) -> tuple[Cell, ...]:
+        """The runs that come before this one, as its recipe says, the first of all first."""
+        if self.composed.start is None:
+            return ()
+        before = Cell(self.column, self.attn, self.seed, self.composed.start)
+        chain = (*before.stages, before)
+        return tuple(replace(cell, column=f"{self.column} stage {i}") for i, cell in enumerate(chain, 1))
+
     def __str__(self) -> str:
         return f"{self.column} {self.attn} seed {self.seed}"
 
@@ -61,6 +71,11 @@ class Grid:
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
+
+    @property
+    def averages(self) -> bool:
+        """Whether the paper has an average over the columns."""
+        return any("average" in row for row in self.paper.values())
 
     def cells(
         self,
@@ -88,6 +103,17 @@ class Grid:
             for column in columns
             for attn in attns or self.attns
         ]  # fmt: skip
+
+
+def with_stages(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells, each after its stages; what is a cell itself, or several cells' stage, is there once."""
+    cells = list(cells)
+    asked = {cell.directory.path: cell for cell in cells}
+    found: dict[Path, Cell] = {}
+    for cell in cells:
+        for each in (*cell.stages, cell):
+            found.setdefault(path := each.directory.path, asked.get(path, each))
+    return list(found.values())
 
 
 def read(name: str) -> Grid:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -74,6 +75,7 @@ class Local:
     ):
         self.states: dict[Cell, State] = {cell: cells.look(cell) for cell in todo}
         self.free, self.slots, self.watch, self.say, self.command = list(slots), len(slots), watch, say, command
+        self.starts = {cell.directory.path: cell for cell in todo}
         self.children: dict[Cell, Child] = {}
         self.deaths: Counter[Cell] = Counter()
         self.looked = time.monotonic()
@@ -95,12 +97,25 @@ class Local:
         return self.states
 
     def _left(self) -> list[Cell]:
-        """Cells that are not this process's, not final and not given up."""
+        """Cells that are not this process's, not final and not given up, nor start from one that can't be had."""
         return [
             cell
             for cell, state in self.states.items()
             if not state.final and cell not in self.children and self.deaths[cell] < DEATHS
+            if not (before := self._before(cell)) or self._reachable(before)
         ]
+
+    def _before(self, cell: Cell) -> Cell | None:
+        """The cell from which the recipe starts this one, if it is among those to be done."""
+        start = cell.composed.start and cell.composed.config.init
+        return self.starts.get(Path(start)) if start else None
+
+    def _reachable(self, cell: Cell) -> bool:
+        """Whether a cell is done or may yet be."""
+        state, before = self.states[cell], self._before(cell)
+        if state.final or self.deaths[cell] >= DEATHS:
+            return state.status == "done"
+        return before is None or self._reachable(before)
 
     def _fill(self) -> None:
         """Gives each free slot a cell that nobody works on."""
@@ -111,7 +126,9 @@ class Local:
         for cell in self._left():
             if not self.free:
                 break
-            if self.states[cell].status != "running elsewhere":
+            before = self._before(cell)
+            ready = before is None or self.states[before].status == "done"
+            if ready and self.states[cell].status != "running elsewhere":
                 self._start(cell)
 
     def _start(self, cell: Cell) -> None:

@@ -211,7 +211,10 @@ def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str,
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
         version = f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
-        wanted[_key(version, identity(run.saved() | {"seed": cell.seed}, default))] = cell
+        saved = run.saved() | {"seed": cell.seed}
+        if run.init:  # the recipe's start, of the same seed
+            saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
+        wanted[_key(version, identity(saved, default))] = cell
     return wanted, defaults
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of lea
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system."""
+    """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system.
+
+    Loads none that is damaged, and lets a run's folder be moved.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         path = Path(path)
@@ -32,6 +36,40 @@ class WholeFiles(TorchCheckpointIO):
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        verify(Path(path))
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        here = os.path.realpath(Path(path).parent)
+        for state in checkpoint.get("callbacks", {}).values():
+            if there := state.get("dirpath"):  # Lightning forgets which checkpoint is the best if that is elsewhere
+                state.update({key: value.replace(there, here) for key, value in state.items() if isinstance(value, str)})
+                state["best_k_models"] = {file.replace(there, here): at for file, at in state["best_k_models"].items()}
+        return checkpoint
+
+
+def verify(path: Path) -> None:
+    """UsageError if a `.ckpt` is not as it was written, naming the other one of its run if that is whole."""
+    if fault := _fault(path):
+        mend, other = "", path.with_name({"last.ckpt": "best.ckpt", "best.ckpt": "last.ckpt"}.get(path.name, path.name))
+        if other != path and not _fault(other):
+            mend = f"; {other}, of step {steps_done(other)}, is whole: resume={other} goes on, init={other} starts there"
+        elif path.name == "last.ckpt":
+            mend = "; without it, resume=auto begins anew"
+        raise UsageError(f"{_unreadable(path, fault)}{mend}")
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a `.ckpt`, by its checksums: torch.load takes flipped bits for weights without a word."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return "checksum" if archive.testzip() else None
+    except Exception as error:  # of many kinds, depending on where the damage is
+        return type(error).__name__
+
+
+def _unreadable(path: Path, fault: str) -> str:
+    return f"{path} can't be read as a checkpoint of lra ({fault}): it is damaged or of another program"
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -46,13 +84,14 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             with safe_open(path, "pt") as file:
                 weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
                 return weights, json.loads(file.metadata()["lra"])
+        verify(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
         return weights, checkpoint["lra"]
+    except UsageError:
+        raise
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, EOFError, OSError) as error:
-        raise UsageError(
-            f"{path} can't be read as a checkpoint of lra ({type(error).__name__}): it is damaged or of another program"
-        ) from error
+        raise UsageError(_unreadable(path, type(error).__name__)) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
+
+from lra.training.run import write
 
 COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
@@ -33,10 +36,11 @@ class Curves(Logger):
 
     def _start(self, step: int) -> None:
         kept = [row for row in read(self.path) if int(row["step"]) < step] if self.path.exists() else []
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(kept)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        writer.writerows(kept)
+        write(self.path, text.getvalue())
         self.started = True
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -59,5 +63,7 @@ def record(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
+    """The whole rows: a process that is killed can leave half of one."""
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        whole, _, _ = file.read().rpartition("\n")
+    return list(csv.DictReader(whole.splitlines()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import os
@@ -41,12 +42,17 @@ REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 
 
 def configure(args: Sequence[str]) -> Composed:
-    """The configuration of `task=… attn=… [recipe=…] [field=value …]`."""
-    return compose(RunConfig, REGISTRIES, args)
+    """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
+
+    Where the recipe starts a run from another one, `init` is that one's directory.
+    """
+    return compose(RunConfig, REGISTRIES, args, lambda start: str(RunDirectory(configure(start)).path))
 
 
 def fit(*args: str) -> dict[str, Any]:
     """Trains, scores test once with the best checkpoint of validation, and returns the result.
+
+    Where the recipe starts a run from another one, that one is trained first, or finished, if it isn't yet.
 
     Args:
         args: what `lra fit` takes: `"task=listops", "attn=flash", "trainer.steps=100"`.
@@ -67,6 +73,8 @@ def fit(*args: str) -> dict[str, Any]:
         return directory.result() or {}
     quiet()
     atexit.register(_leave_process_group)
+    if composed.start and directory.checkpoint() is None:
+        _before(composed.start)
     data, module = build(run)
     trainer, clock = make_trainer(run, directory)
     if run.batch.size % trainer.world_size:
@@ -117,6 +125,16 @@ def fit(*args: str) -> dict[str, Any]:
         checkpoints.save_weights(module, directory.weights)
         scores = result.scores(module, data, trainer)
         return directory.finish("finished", trained | scores | result.spent(trainer, started))
+
+
+def _before(args: Sequence[str]) -> None:
+    """Makes sure that the run is finished from which another one starts."""
+    fit(*args, "resume=auto")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # rank 0 has just written its result
+    torch.compiler.reset()  # what was compiled for its model is of no use, and counts against Dynamo's limits
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager

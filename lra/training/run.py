@@ -89,7 +89,10 @@ class RunDirectory:
 def write(path: Path, text: str) -> None:
     """Replaces a file in one step: a reader sees the old one or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8", newline="")
+    with aside.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave the name without the content
     os.replace(aside, path)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lra.errors import UsageError
-from lra.experiments import launch, slurm, table3
+from lra.experiments import accuracy, launch, slurm
 from lra.experiments.cells import claim, claimed, look
 from lra.experiments.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
@@ -135,7 +135,7 @@ def test_it_watches_until_the_runs_have_ended_and_while_the_controller_is_down(h
 def test_the_command_plans_and_submits(here):
     args = ["tasks=listops", "attns=flash", "seeds=2", "recipe=demo", "launcher=slurm", "devices=1", "slurm.gres=null"]
     before = sorted(here.rglob("*"))
-    report = table3.run(args, dry_run=True)
+    report = accuracy.run("table3", args, dry_run=True)
     assert report.lines[1] == "2 remain to be run; slots: 1"
     assert report.lines[-1] == (
         "would be submitted: an array of 2 tasks, at most 1 at once, each with slurm.partition=null "
@@ -144,7 +144,7 @@ def test_the_command_plans_and_submits(here):
     assert sorted(here.rglob("*")) == before
     (here / "bin/squeue").write_text("#!/bin/sh\n")  # all tasks have left the queue
     said: list[str] = []
-    report = table3.run(args, said.append)
+    report = accuracy.run("table3", args, said.append)
     assert "submitted: array 1, 2 tasks, at most 1 at once" in said and "--gres" not in Path("script").read_text()
     assert [record["status"] for record in report.records] == ["WRONG", "WRONG"]
 
@@ -162,7 +162,7 @@ def test_the_command_plans_and_submits(here):
 )
 def test_bad_input_is_refused_before_anything_is_submitted(here, args, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        table3.run(["seeds=1", *args])
+        accuracy.run("table3", ["seeds=1", *args])
     assert not Path("submissions").exists()
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from lra import environment
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import grid, report, speed, table3
+from lra.experiments import accuracy, grid, report, speed
 from lra.experiments.grid import Column
 from lra.experiments.speed import Speeds
 from lra.training import step as step_module
@@ -90,7 +90,7 @@ def real(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(grid, "read", lambda name: SMALL)
-        return folder, table3.run(TWO, lines.append), lines
+        return folder, accuracy.run("table3", TWO, lines.append), lines
 
 
 def test_each_cell_is_measured_in_both_ways(real):
@@ -127,7 +127,7 @@ def test_each_cell_is_measured_in_both_ways(real):
 def test_what_can_be_captured_is(monkeypatch):
     monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
     monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
-    made = table3.run([*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
+    made = accuracy.run("table3", [*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
     assert [(r["loop"], r["engine"], r["reason"]) for r in read()["cells"]] == [
         ("captured", "captured", ""), ("fit", "captured", ""),
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def test_what_can_be_captured_is(monkeypatch):
 
 
 def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
-    table3.run(TWO)
+    accuracy.run("table3", TWO)
     whole = list(fake)
     assert whole[:2] == ["listops standard captured padded", "listops standard fit packed"] and len(whole) == 8
     first = read()["cells"]
@@ -151,14 +151,14 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(speed.step, "measured", stopped)
         with pytest.raises(KeyboardInterrupt):
-            table3.run(TWO)
+            accuracy.run("table3", TWO)
     assert read()["cells"] == first[:2]
     fake.clear()
-    plan = table3.run(TWO, dry_run=True)
+    plan = accuracy.run("table3", TWO, dry_run=True)
     assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.records and not fake
-    table3.run(TWO)
+    accuracy.run("table3", TWO)
     assert fake == whole[2:] and read()["cells"] == first
-    made = table3.run(TWO)
+    made = accuracy.run("table3", TWO)
     assert len(fake) == 6 and shown(made, "speedup")["flash"] == ["4.00 (2)", "4.00 (2)", "2.4"]
     assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
 
@@ -184,7 +184,7 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     }  # fmt: skip
     assert records["flash", "attention"]["reason"] == "RuntimeError: a compiler"
     assert records["flash", "attention"]["steps_per_second"] is None
-    made = table3.run(ONE)  # nothing is left
+    made = accuracy.run("table3", ONE)  # nothing is left
     assert shown(made, "attention, ")["flash"] == ["failed"] and shown(made, "product, ")["standard"] == ["OOM"]
     assert shown(made, "speedup")["flash"] == ["", "", "2.4"]
     assert "measurements: 1 ok, 2 OOM, 1 failed" in made.lines
@@ -200,10 +200,10 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     ],
 )
 def test_other_options_are_refused(fake, change, message):
-    table3.run(ONE)
+    accuracy.run("table3", ONE)
     with pytest.raises(UsageError, match=message):
-        table3.run([arg.replace(*change) for arg in ONE])
-    table3.run([arg.replace("standard,flash", "flash,standard") for arg in ONE])  # the same
+        accuracy.run("table3", [arg.replace(*change) for arg in ONE])
+    accuracy.run("table3", [arg.replace("standard,flash", "flash,standard") for arg in ONE])  # the same
     assert len(fake) == 4
 
 
@@ -212,25 +212,25 @@ def test_other_options_are_refused(fake, change, message):
     [({"gpu": "another"}, "gpu: another -> None"), ({"versions": {"torch": "1"}}, r"versions.torch: 1 -> \d")],
 )
 def test_another_environment_is_refused_where_something_is_lacking(fake, change, message):
-    table3.run(ONE)
+    accuracy.run("table3", ONE)
     found = read()
     found["environment"] |= change
     FILE.write_text(json.dumps(found))
-    table3.run(ONE)
+    accuracy.run("table3", ONE)
     found["cells"].pop()
     FILE.write_text(json.dumps(found))
     with pytest.raises(UsageError, match=f"measured in another environment .*{message}"):
-        table3.run(ONE)
+        accuracy.run("table3", ONE)
     assert len(fake) == 4
 
 
 def test_every_commit_that_measured_is_stated(fake):
-    table3.run(ONE)
+    accuracy.run("table3", ONE)
     found = read()
     found["environment"] |= {"commit": "0", "date": "yesterday", "command": "lra", "gpus": 9}
     found["cells"].pop()
     FILE.write_text(json.dumps(found))
-    table3.run(ONE)
+    accuracy.run("table3", ONE)
     commits = [commit for commit in ("0", environment.commit()) if commit]
     assert len(fake) == 5 and len(read()["cells"]) == 4 and read()["environment"]["commit"] == ", ".join(commits)
 
@@ -258,7 +258,7 @@ def test_bad_input_is_refused_before_anything_is_measured(fake, more, message):
     Path("file").write_text('{"cells": []}')
     args = [arg for arg in TINY if not (arg.startswith("out=") and any(one.startswith("out=") for one in more))]
     with pytest.raises(UsageError, match=re.escape(message)):
-        table3.run([*args, *more])
+        accuracy.run("table3", [*args, *more])
     assert not fake and [path.name for path in Path().iterdir()] == ["file"]
 
 

@@ -1,7 +1,8 @@
-"""`lra reproduce table3`: FlashAttention's Table 3 (arXiv 2205.14135), accuracy on the Long Range Arena.
+"""`lra reproduce table3` and `table6`: FlashAttention's tables of accuracies (arXiv 2205.14135).
 
 A cell is one `lra fit` in its own run directory. The same command again goes on where it was stopped, and several
-commands on one folder, of other machines too, share the cells.
+commands on one folder, of other machines too, share the cells. Runs from which the recipe starts a cell are stages,
+cells themselves.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ class Options:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
 
 
-def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False) -> Report:
+def run(
+    name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
+) -> Report:
     """Runs what is left of the grid, then reports on all of it.
 
     Args:
+        name: of the table.
         args: `field=value` of Options and of `lra fit`, and `slurm.field=value` of Resources.
         progress: is given a line for each change of a cell's state, unless a terminal shows the table.
         dry_run: only report what there is and what is left: nothing is started or written.
@@ -61,7 +65,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
             another configuration.
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
-    table = grid.read("table3")
+    table = grid.read(name)
     names = [field.name for field in dataclasses.fields(Options)]
     options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
     if options.speed:
@@ -70,8 +74,9 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     slurm = options.launcher == "slurm"
     available = [] if slurm else slots(options.devices)
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
+    todo = chosen if slurm else grid.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
-        states = {cell: cells.look(cell) for cell in chosen}
+        states = {cell: cells.look(cell) for cell in todo}
         if not slurm:
             return plan(states, len(available))
         submission = Slurm(chosen, asked, options.devices).plan()
@@ -81,7 +86,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         launcher = (
             Slurm(chosen, asked, options.devices, watch, watch.say)
             if slurm
-            else Local(chosen, available, watch, watch.say)
+            else Local(todo, available, watch, watch.say)
         )
         states = launcher.work()
     return report(table, states)
@@ -171,7 +176,7 @@ def report(table: Grid, states: States) -> Report:
 def accuracies(table: Grid, states: States) -> Rows:
     """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
-    averaged = [name for name, column in table.columns.items() if not column.apart]
+    averaged = [name for name, column in table.columns.items() if not column.apart] if table.averages else []
     rows = []
     for attn in attns:
         row = [attn]
@@ -183,10 +188,11 @@ def accuracies(table: Grid, states: States) -> Rows:
                 means[column] = statistics.mean(found)
             named = others(own, ("OOM", "failed", "interrupted"))
             row += [", ".join(filter(None, (scores(own.values()), named))), _figure(paper.get(column))]
-        whole = all(column in means for column in averaged)
-        average = statistics.mean(means[column] for column in averaged) if whole else None
-        rows.append([*row, "" if average is None else f"{average:.2f}", _figure(paper.get("average"))])
-    header = ["attention", *(text for name in (*columns, "average") for text in (name, "paper"))]
+        whole = averaged and all(column in means for column in averaged)
+        average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""
+        rows.append([*row, *([average, _figure(paper.get("average"))] if averaged else [])])
+    shown = (*columns, "average") if averaged else columns
+    header = ["attention", *(text for name in shown for text in (name, "paper"))]
     return f"{table.name}: test accuracy, %", header, rows
 
 

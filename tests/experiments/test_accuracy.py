@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import grid, launch, table3, watch
+from lra.experiments import accuracy, grid, launch, watch
 from lra.experiments.cells import State, claim
 from lra.experiments.launch import Local
 from lra.experiments.watch import Pace, Watch
@@ -42,9 +42,9 @@ def stubbed(monkeypatch):
     """Makes the command work with a process that stands for `lra fit`; gives the cells of its arguments."""
 
     def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
-        options = table3.parse(table3.Options, args)
-        todo = table3.choose(grid.read("table3"), options, ())
-        monkeypatch.setattr(table3, "Local", functools.partial(Local, command=stub(todo, *does)))
+        options = accuracy.parse(accuracy.Options, args)
+        todo = accuracy.choose(grid.read("table3"), options, ())
+        monkeypatch.setattr(accuracy, "Local", functools.partial(Local, command=stub(todo, *does)))
         return todo, args
 
     return use
@@ -70,7 +70,7 @@ def stubbed(monkeypatch):
 def test_bad_input_is_refused_before_anything_runs(here, args, message):
     args = [*args, *(arg for arg in ("seeds=1", "recipe=xiong2021") if arg[:5] not in {given[:5] for given in args})]
     with pytest.raises(UsageError, match=re.escape(message)):
-        table3.run(args)
+        accuracy.run("table3", args)
     assert not list(here.iterdir())
 
 
@@ -79,14 +79,14 @@ def test_another_configuration_in_a_directory_stops_all_before_the_first(stubbed
     path = made(todo[3])
     (path / "config.yaml").write_text((path / "config.yaml").read_text().replace("lr: 0.002", "lr: 0.5"))
     with pytest.raises(UsageError, match=rf"{path} holds a run with another configuration \(optim.lr: 0.5 -> 0.002\)"):
-        table3.run(args)
+        accuracy.run("table3", args)
     assert not Path("runs.txt").exists()
 
 
 def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     args = ("tasks=listops,text", "attns=flash,standard", "seeds=3", "recipe=demo")
-    options = table3.parse(table3.Options, args)
-    todo = {str(cell): cell for cell in table3.choose(grid.read("table3"), options, ())}
+    options = accuracy.parse(accuracy.Options, args)
+    todo = {str(cell): cell for cell in accuracy.choose(grid.read("table3"), options, ())}
     made(todo["listops flash seed 0"], "finished", steps_per_second=10.0)
     path = made(todo["listops flash seed 1"])
     (path / "last.ckpt").touch()
@@ -95,7 +95,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     made(todo["listops standard seed 1"], "failed", steps_per_second=3.0)
     held = claim(made(todo["text flash seed 0"]))
     before = sorted(here.rglob("*"))
-    report = table3.run(args, dry_run=True)
+    report = accuracy.run("table3", args, dry_run=True)
     os.close(held or 0)
     assert sorted(here.rglob("*")) == before
     rows = {" ".join([column, attn, "seed", seed]): rest for column, attn, seed, *rest in report.tables[0][2]}
@@ -118,9 +118,9 @@ def test_the_pace_is_of_the_same_configuration_but_for_how_long_it_goes_on():
     (cell,) = cells(1)
     other = GRID.cells(["listops"], ["flash"], 2, fields=["trainer.steps=800"])[1]
     made(other, "finished", steps_per_second=7.0)
-    assert table3.pace(cell) == 7.0
+    assert accuracy.pace(cell) == 7.0
     larger = GRID.cells(["listops"], ["flash"], 1, fields=["batch.size=8"])[0]
-    assert table3.pace(larger) is None
+    assert accuracy.pace(larger) is None
 
 
 def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
@@ -131,7 +131,7 @@ def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
         path = made(todo[3], status)
         (path / "failed.json").touch()
     said: list[str] = []
-    report = table3.run(args, said.append)
+    report = accuracy.run("table3", args, said.append)
     title, header, rows = report.tables[0]
     assert title == "table3: test accuracy, %" and header == ["attention", "listops", "paper", "average", "paper"]
     assert rows == [
@@ -151,11 +151,11 @@ def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
 def test_an_average_is_there_when_all_columns_are():
     todo = GRID.cells(["listops", "text", "cut"], None, 1)
     states = {cell: State("done", {"test": {"accuracy": 0.1 * i}}, True) for i, cell in enumerate(todo)}
-    _, header, rows = table3.accuracies(GRID, states)
+    _, header, rows = accuracy.accuracies(GRID, states)
     assert header == ["attention", "listops", "paper", "text", "paper", "cut", "paper", "average", "paper"]
     assert rows[0] == ["flash", "0.00", "37.6", "20.00", "", "40.00", "", "10.00", "59.8"]
     states[todo[2]] = State("OOM", {}, True)
-    assert table3.accuracies(GRID, states)[2][0] == ["flash", "0.00", "37.6", "OOM s0", "", "40.00", "", "", "59.8"]
+    assert accuracy.accuracies(GRID, states)[2][0] == ["flash", "0.00", "37.6", "OOM s0", "", "40.00", "", "", "59.8"]
 
 
 @pytest.mark.parametrize(("does", "state", "left"), [("fail", "failed", 0), ("die", "interrupted", 4)])
@@ -175,7 +175,7 @@ def test_a_dry_run_needs_a_name_and_is_not_ignored():
 def test_the_text_file_has_the_grid_as_it_is(stubbed):
     todo, args = stubbed("finish")
     made(todo[1], "oom")
-    table3.run(args)
+    accuracy.run("table3", args)
     text = Path("checkpoints/table3.txt").read_text()
     assert "accuracy of nine attentions on five tasks" in text and "cells: 4, 3 done, 1 OOM; 20" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -237,13 +237,11 @@ def test_a_real_cell_is_run_and_not_again(here):
     out, _ = first.communicate(timeout=100)
     assert first.returncode == 0, out
     (file,) = here.glob("checkpoints/runs/listops/flash/demo+*-s0/result.json")
-    accuracy = json.loads(file.read_text())["test"]["accuracy"]
-    assert (
-        f"listops flash seed 0: done, test accuracy {100 * accuracy:.2f}%" in out and f"│ {100 * accuracy:.2f}" in out
-    )
+    scored = f"{100 * json.loads(file.read_text())['test']['accuracy']:.2f}"
+    assert f"listops flash seed 0: done, test accuracy {scored}%" in out and f"│ {scored}" in out
     before = file.stat().st_mtime
-    again = table3.run(ONE)
-    assert again.tables[0][2][0][1] == f"{100 * accuracy:.2f}" and file.stat().st_mtime == before
+    again = accuracy.run("table3", ONE)
+    assert again.tables[0][2][0][1] == scored and file.stat().st_mtime == before
 
 
 @pytest.mark.slow  # likewise, several times
@@ -255,7 +253,7 @@ def test_a_real_cell_is_interrupted_and_goes_on(here):
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 143 and "seed 0: interrupted, goes on from last.ckpt" in out, out
-    plan = table3.run(args, dry_run=True)
+    plan = accuracy.run("table3", args, dry_run=True)
     assert plan.tables[0][2][0][3] == "interrupted, goes on from last.ckpt"
     second = lra(here, *args)
     out, _ = second.communicate(timeout=200)

@@ -1,0 +1,129 @@
+"""Recipes that start a run from another one: what that one is given, and that it is trained first, once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lra
+from lra.config import compose
+from lra.experiments import cells
+from lra.experiments.grid import read, with_stages
+from lra.experiments.launch import Local
+from lra.tasks import TASKS
+
+TINY = (
+    "recipe=curriculum", "attn=flash", "trainer.accelerator=cpu", "trainer.precision=fp32", "trainer.steps=4",
+    "trainer.eval_every=2", "trainer.log_every=1", "batch.size=4", "batch.eval=4", "model.d_model=64",
+    "model.layers=1", "task.train=16", "task.val=4", "task.test=4", "task.tokens=lit",
+)  # fmt: skip
+RUNS = Path("checkpoints/runs/pathfinder/flash")
+
+
+def starts(*args: str) -> list[tuple[str, ...]]:
+    """The arguments of the runs before one, the last of them first."""
+    found, composed = [], lra.configure(args)
+    while composed.start:
+        found.append(composed.start)
+        assert composed.config.init and composed.origin["init"].startswith("recipe/")
+        composed = lra.configure(composed.start)
+    assert composed.config.init is None
+    return found
+
+
+def levels(*args: str) -> list[str]:
+    return [lra.configure(start).config.task.level for start in starts(*args)]
+
+
+def test_a_recipe_says_where_a_run_starts():
+    assert levels("task=pathfinder", *TINY) == ["intermediate", "easy"]
+    assert levels("task=pathfinder", *TINY, "task.level=intermediate") == ["easy"]
+    dense = [arg for arg in TINY if arg != "task.tokens=lit"]
+    chain = [lra.configure(start).config.task for start in starts("task=pathx", *dense)]
+    named = [(task.name, task.tokens, task.level) for task in chain]
+    assert named == [
+        ("pathx", "lit", "hard"), ("path64", "lit", "hard"), ("pathfinder", "lit", "hard"),
+        ("pathfinder", "lit", "intermediate"), ("pathfinder", "lit", "easy"),
+    ]  # fmt: skip
+
+
+def test_arguments_are_handed_on_but_for_a_runs_own():
+    given = ("task=pathfinder", *TINY, "seed=3", "name=mine", "head=fresh")
+    before = lra.configure(lra.configure(given).start or ())
+    assert (before.config.seed, before.config.name, before.config.head) == (3, None, None)
+    assert before.config.trainer.steps == 4 and before.config.model.d_model == 64
+    short = lra.configure(lra.configure(["task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900"]).start)
+    assert short.config.trainer.steps == 6000, "a rule's own arguments come last"
+
+
+def test_init_given_or_none_ends_the_chain():
+    assert lra.configure(["task=pathfinder", *TINY, "init=null"]).start is None
+    composed = lra.configure(["task=pathfinder", *TINY, "init=other"])
+    assert composed.start is None and composed.config.init == "other"
+
+
+@pytest.mark.parametrize("recipe", compose.recipes())
+def test_every_rule_can_apply(recipe):
+    found = compose.read_recipe(recipe)
+    for rule in found.get("start") or ():
+        assert set(rule) == {"when", "from"}
+        task = rule["when"]["task"]
+        fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
+        when = {"task.tokens": "lit"} if "tokens" in fields else {}  # as rules for all tokens come first
+        given = [f"{name}={value}" for name, value in (when | rule["when"]).items() if name != "task"]
+        composed = lra.configure([f"task={task}", "attn=flash", f"recipe={recipe}", *given])
+        assert composed.start and set(rule["from"]) <= set(composed.start)
+        assert all(name.removeprefix("task.") in fields for name in rule["when"] if name.startswith("task."))
+
+
+def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = lra.fit("task=pathfinder", *TINY)
+    runs = sorted(RUNS.iterdir())
+    assert len(runs) == 3 and Path(result["directory"]) in runs
+    before = lra.configure(("task=pathfinder", *TINY)).config.init
+    assert result["config"]["init"] == before and Path(before) in runs
+    assert result["transfer"]["task"] == "pathfinder@1"
+    stamps = {run: (run / "result.json").stat().st_mtime_ns for run in runs}
+    again = lra.fit("task=pathfinder", *TINY)
+    assert again == json.loads((Path(result["directory"]) / "result.json").read_text())
+    other = lra.fit("task=pathfinder", *TINY, "optim.lr=1e-3", "name=other", "init=" + str(runs[0]))
+    assert other["status"] == "finished"
+    assert stamps == {run: (run / "result.json").stat().st_mtime_ns for run in runs}
+
+
+def test_a_grid_runs_stages_first_and_none_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fields = [arg for arg in TINY if not arg.startswith(("recipe=", "attn=", "task.tokens="))]
+    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum", fields)
+    todo = with_stages(asked)
+    assert [cell.column for cell in todo] == ["pathfinder-lit stage 1", "pathfinder-lit stage 2", "pathfinder-lit"]
+    assert with_stages(todo) == todo, "a stage that is asked for is no other cell"
+    order: list[str] = []
+
+    def watch(states):
+        order.extend(
+            cell.column for cell, state in states.items() if state.status == "done" and cell.column not in order
+        )
+
+    states = Local(todo, [None, None], watch).work()
+    assert {state.status for state in states.values()} == {"done"}
+    assert order == [cell.column for cell in todo]
+
+
+def test_a_stage_that_fails_leaves_the_rest_undone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    todo = with_stages(read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
+    states = Local(todo, [None], command=[sys.executable, "-c", "raise SystemExit(1)"]).work()
+    assert [cells.look(cell).status for cell in todo] == ["interrupted", "open", "open"] and not states[todo[2]].final
+
+
+@pytest.mark.slow
+def test_two_devices_go_through_the_stages_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = [sys.executable, "-m", "lra", "fit", "task=pathfinder", *TINY, "trainer.devices=2"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert len(list(RUNS.glob("*/result.json"))) == 3
