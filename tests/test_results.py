@@ -76,7 +76,6 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme_parse(command):
-    from lra import experiments
     from lra.bench import attention as bench
     from lra.bench.options import parse
     from lra.cli import app
