@@ -335,11 +335,19 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
+def _visible(text: str) -> str:
+    """One line, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def main() -> None:
     try:
+        for argument in sys.argv[1:]:
+            if not argument.isprintable():
+                raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
         app()
     except UsageError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(str(error))}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(_visible(str(error)))}")
         sys.exit(2)
 
 

@@ -131,7 +131,7 @@ def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFi
     """The archive's members with their normal paths, up to its very end, so that a damaged one cannot pass."""
     try:
         with _decompressed(source) as stream:
-            with tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
+            with tarfile.open(fileobj=_Ending(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # it would keep millions
                     path = PurePosixPath(member.name)
@@ -153,6 +153,20 @@ def _decompressed(source: Path) -> BinaryIO:
         raise UsageError(f"cannot read {source} ({error.strerror}): make it readable") from error
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), io.open)
     return cast(BinaryIO, opener(source, "rb"))
+
+
+class _Ending(io.RawIOBase):
+    """A stream that is not read on and on past its end, as tarfile does to skip a member that states more bytes."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream, self.empty = stream, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        self.empty += not data
+        if self.empty > 2:
+            raise EOFError("cut short")
+        return data
 
 
 class _Member(tarfile.TarInfo):

@@ -122,19 +122,22 @@ class Store:
             raise UsageError(f"{task} is not prepared: no {path}; run: {command}")
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
-            version, files = manifest["format"], manifest["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            version, source = manifest["format"], Path(manifest.get("source", ""))
+            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(command)}") from error
-        if Path(manifest.get("source", "")).is_absolute() and "source=" not in command:
-            command += " " + shlex.quote(f"task.source={manifest['source']}")  # nothing else can give it again
+        if source.is_absolute() and "source=" not in command:
+            command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again
         if version != FORMAT:
             raise UsageError(
                 f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(command)}"
             )
-        for name, file in files.items():
+        if missing := [name for name in ("splits", "vocabulary_hash", "baselines", "notes") if name not in manifest]:
+            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(command)}")
+        for name, stated in sizes.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
-            if size != file["bytes"]:
-                raise UsageError(f"{path}/{name} has {size} bytes instead of {file['bytes']}; {_again(command)}")
+            if size != stated:
+                raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(command)}")
         return cls(path, manifest, command)
 
     @property

@@ -43,7 +43,7 @@ class WholeFiles(TorchCheckpointIO):
         here = os.path.realpath(Path(path).parent)
         for state in checkpoint.get("callbacks", {}).values():
             if there := state.get("dirpath"):  # Lightning forgets which checkpoint is the best if that is elsewhere
-                state.update({key: value.replace(there, here) for key, value in state.items() if isinstance(value, str)})
+                state |= {key: text.replace(there, here) for key, text in state.items() if isinstance(text, str)}
                 state["best_k_models"] = {file.replace(there, here): at for file, at in state["best_k_models"].items()}
         return checkpoint
 
@@ -51,25 +51,27 @@ class WholeFiles(TorchCheckpointIO):
 def verify(path: Path) -> None:
     """UsageError if a `.ckpt` is not as it was written, naming the other one of its run if that is whole."""
     if fault := _fault(path):
-        mend, other = "", path.with_name({"last.ckpt": "best.ckpt", "best.ckpt": "last.ckpt"}.get(path.name, path.name))
-        if other != path and not _fault(other):
-            mend = f"; {other}, of step {steps_done(other)}, is whole: resume={other} goes on, init={other} starts there"
-        elif path.name == "last.ckpt":
-            mend = "; without it, resume=auto begins anew"
-        raise UsageError(f"{_unreadable(path, fault)}{mend}")
+        raise _unreadable(path, fault)
 
 
 def _fault(path: Path) -> str | None:
     """What is wrong with a `.ckpt`, by its checksums: torch.load takes flipped bits for weights without a word."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return "checksum" if archive.testzip() else None
+            # PyTorch writes neither compressed files nor folders, reads both, and zipfile's test passes over them
+            plain = all(each.file_size == each.compress_size and not each.external_attr for each in archive.infolist())
+            return None if plain and archive.testzip() is None else "checksum"
     except Exception as error:  # of many kinds, depending on where the damage is
         return type(error).__name__
 
 
-def _unreadable(path: Path, fault: str) -> str:
-    return f"{path} can't be read as a checkpoint of lra ({fault}): it is damaged or of another program"
+def _unreadable(path: Path, fault: str) -> UsageError:
+    other = path.with_name({"last.ckpt": "best.ckpt", "best.ckpt": "last.ckpt"}.get(path.name, path.name))
+    mend = "; without it, resume=auto begins anew" if path.name == "last.ckpt" else ""
+    if other != path and not _fault(other):
+        mend = f"; {other} is whole: resume={other} goes on there, init={other} takes its weights"
+    what = f"{path} can't be read as a checkpoint of lra ({fault})"
+    return UsageError(f"{what}: it is damaged or of another program{mend}")
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -91,7 +93,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     except UsageError:
         raise
     except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, EOFError, OSError) as error:
-        raise UsageError(_unreadable(path, type(error).__name__)) from error
+        raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
 

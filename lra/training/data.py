@@ -29,14 +29,17 @@ def task_data(args: Sequence[str]) -> TaskData:
 
 def _options(args: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
     """The arguments that are a verb's own, `name=value`, and the rest."""
-    own, rest = dict(defaults), []
+    own: dict[str, str] = {}
+    rest = []
     for arg in args:
         name, equals, value = arg.partition("=")
         if name in defaults and equals:
+            if name in own:
+                raise UsageError(f"{name}= is given twice")
             own[name] = value
         else:
             rest.append(arg)
-    return own, rest
+    return defaults | own, rest
 
 
 def prepare(args: Sequence[str]) -> str:
