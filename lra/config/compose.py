@@ -196,7 +196,16 @@ class _Tree:
         )
 
     def merge(self, label: str, values: Mapping[str, Any]) -> None:
-        for field, value in flatten(values):
+        """Sets a layer's fields: together, as each merge copies the tree, and one by one if one of them is wrong."""
+        layer = dict(flatten(values))
+        try:
+            if layer.keys() <= self.origin.keys():
+                self.node = OmegaConf.merge(self.node, typing.cast(dict[str, Any], values))
+                self.origin |= dict.fromkeys(layer, label)
+                return
+        except OmegaConfBaseException:
+            pass
+        for field, value in layer.items():
             self.set(label, field, value)
 
     def set(self, label: str, field: str, value: Any) -> None:
@@ -234,12 +243,16 @@ class _Tree:
     def parse(self, field: str, text: str) -> Any:
         """The value of `field=text`: text stays text where the field is one (YAML would read `on` as true)."""
         hint = self._hint(field)
+        if text == "???" or "${" in text:  # to OmegaConf a missing value, and another field's or a variable's
+            raise UsageError(f"command line: {field}={text} can't be read as a value: write the value itself")
         options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
         if text == "null" and type(None) in options:
             return None
         literals = [value for option in options for value in typing.get_args(option)]
         if str in options or any(isinstance(value, str) for value in literals):
             return text
+        if "#" in text:
+            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what # begins")
         try:
             return typing.cast(Any, OmegaConf.create(f"value: {text}")).value
         except (OmegaConfBaseException, yaml.YAMLError):
@@ -258,7 +271,7 @@ class _Tree:
         return key in {f"{node}.name" for node in self.nodes}
 
     def _unknown(self, field: str) -> str:
-        leaf = field.rpartition(".")[2]
+        leaf = field.lower().rpartition(".")[2]
         same_leaf = [known for known in self.origin if known.rpartition(".")[2] == leaf]
-        near = same_leaf or difflib.get_close_matches(field, self.origin, n=1, cutoff=0.5)
+        near = same_leaf or difflib.get_close_matches(field.lower(), self.origin, n=1, cutoff=0.5)
         return f"unknown field '{field}'" + (f": did you mean '{near[0]}'?" if near else ": lra config show lists all")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lra.config.compose import to_dict
 from lra.errors import UsageError
+
+
+def at_most(limit: int, section: str, config: Any, *names: str) -> None:
+    """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
+
+    A number with some digits too many would end in a traceback, or with all memory taken.
+    """
+    for name in names:
+        if (value := getattr(config, name)) > limit:
+            raise UsageError(f"{section}.{name}={value} is too large: use at most {limit}")
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if min(self.d_model, self.heads, self.layers, self.d_ff) < 1:
             raise UsageError("model.d_model, model.heads, model.layers and model.d_ff must be at least 1")
+        at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
+        at_most(1 << 16, "model", self, "d_ff")
+        at_most(1 << 10, "model", self, "layers")
         if self.d_model % self.heads:
             raise UsageError(f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}")
         if self.positions == "rotary" and self.head_dim % (2 * self.axes):
@@ -43,6 +57,8 @@ class ModelConfig:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
         if round(256 * self.attn_dropout) == 256:
             raise UsageError(f"model.attn_dropout={self.attn_dropout} is 1 in steps of 1/256: use at most 0.998")
+        if not 0 <= self.embedding_std < math.inf:
+            raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 
     @property
     def head_dim(self) -> int:
@@ -62,6 +78,9 @@ class OptimConfig:
     warmup: int = 0  # steps of linear increase
 
     def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "clip"):
+            if not math.isfinite(value := getattr(self, name) or 0):
+                raise UsageError(f"optim.{name}={value} must be a finite number")
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup < 0:
             raise UsageError(
                 "optim.lr and optim.eps must be positive, optim.weight_decay and optim.warmup not negative"
@@ -70,6 +89,7 @@ class OptimConfig:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
+        at_most(10**9, "optim", self, "warmup")
 
 
 @dataclass(frozen=True)
@@ -87,8 +107,9 @@ class BatchConfig:
         return share, min(self.micro or share, share)
 
     def __post_init__(self) -> None:
-        if min(self.size, self.eval, self.micro or 1) < 1:
+        if min(self.size, self.eval, 1 if self.micro is None else self.micro) < 1:
             raise UsageError("batch.size, batch.micro and batch.eval must be at least 1")
+        at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
         if self.micro is not None and self.micro > self.size:
             raise UsageError(f"batch.micro={self.micro} is larger than batch.size={self.size}")
 
@@ -113,6 +134,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         if min(self.steps, self.eval_every, self.log_every, self.devices) < 1:
             raise UsageError("trainer.steps, eval_every, log_every and devices must be at least 1")
+        at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
+        at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
         if self.eval_every % self.log_every:
             raise UsageError(f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}")
         if self.eval_every > self.steps:
@@ -155,6 +178,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
+        if self.seed >= 1 << 64:
+            raise UsageError(f"seed={self.seed} is too large: use at most {(1 << 64) - 1}")
         if self.pretrain == "none" and self.mask is not None:
             raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
         if self.mask is not None and not 0 < self.mask < 1:

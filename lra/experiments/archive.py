@@ -15,18 +15,17 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
-
-import yaml
 
 from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.experiments.ledger import STATUSES
 from lra.training import curves
-from lra.training.run import RUNS
+from lra.training.run import RUNS, read_config
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
@@ -67,7 +66,10 @@ class Run:
         return "/".join(self.path.parts[-3:])
 
     def config(self) -> dict[str, Any]:
-        return _config(self.path / "config.yaml")
+        config = read_config(self.path / "config.yaml")
+        if config is None:
+            raise UsageError(f"{self.name}/config.yaml is no configuration of a run")
+        return config
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
@@ -143,13 +145,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     if not file.is_file():
         raise UsageError(f"{file} is no file: name an archive of lra results pack")
-    created = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".merge-", dir=folder))  # on the disk of the runs, to be renamed
-    except OSError as error:
-        raise UsageError(f"runs={folder} can't be written to ({error.strerror}): name another folder") from None
-    try:
+    with _staging(folder) as staging:
         _unpack(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         decided = [(run, *_decide(run, Run(folder / run.name))) for run in arrived]
@@ -158,16 +154,26 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
         for run, action, _ in decided:
             if action != "kept":
                 _place(run, folder / run.name, staging / "old" / run.name)
-    except OSError as error:
-        what = "no space left" if disk_full(error) else f"it can't be written to, {error.strerror or error}"
-        raise UsageError(f"runs={folder}: {what}") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if created and not any(folder.iterdir()):
-            folder.rmdir()
     lines = [f"{run.name}: {action}{', ' + why if why else ''}" for run, action, why in decided]
     counts = {action: [entry[1] for entry in decided].count(action) for action in ("added", "replaced", "kept")}
     return [*lines, ", ".join(f"{count} {action}" for action, count in counts.items())]
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder on the disk of the runs, to rename from; of the folders made for it, those left empty go with it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".merge-", dir=folder, ignore_cleanup_errors=True) as staging:
+            yield Path(staging)
+    except OSError as error:
+        what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
+        raise UsageError(f"runs={folder}: {what}, name another folder") from error
+    finally:
+        with suppress(OSError):  # not empty
+            for each in made:
+                each.rmdir()
 
 
 def _runs(folder: Path) -> Iterator[Run]:
@@ -312,16 +318,3 @@ def _place(run: Run, target: Path, old: Path) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-
-
-def _config(file: Path) -> dict[str, Any]:
-    """A run's configuration. Aliases are refused: a few lines of them make a tree of any size."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            config = yaml.safe_load(text)
-            if isinstance(config, dict):
-                return config
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        pass
-    raise UsageError(f"{Path(*file.parts[-4:])} is no configuration of a run")

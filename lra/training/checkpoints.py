@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from safetensors.torch import save
 
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
+from lra.training.run import replacing
 
 # fields without which weights mean something else, or have another shape
 SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
@@ -29,13 +31,8 @@ class WholeFiles(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        path = Path(path)
-        aside = path.with_name(f".{path.name}.partial")
-        with aside.open("wb") as file:
+        with replacing(Path(path)) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         verify(Path(path))
@@ -75,27 +72,48 @@ def _unreadable(path: Path, fault: str) -> UsageError:
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Model weights and identity of a run's directory, a `.ckpt` or a `.safetensors` file."""
+    """Model weights and identity of a run's directory, a `.ckpt` or a `.safetensors` file.
+
+    UsageError if it is damaged or of another program, or has weights that are not finite.
+    """
     path = Path(path)
     if path.is_dir():
         path = path / "model.safetensors"
     if not path.is_file():
         raise UsageError(f"no checkpoint at {path}: give a finished run's directory, a .ckpt or a .safetensors file")
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-                return weights, json.loads(file.metadata()["lra"])
-        verify(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items() if k.startswith("model.")}
-        return weights, checkpoint["lra"]
+        weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
+        config = identity["config"]
+        names = (identity["task"], identity["vocabulary"], config["task"]["name"], config["attn"]["name"])
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(names)
     except UsageError:
         raise
-    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError, EOFError, OSError) as error:
+    except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, EOFError, OSError) as error:
         raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
+    if wrong := {layers_together(key) for key, value in weights.items() if not value.isfinite().all()}:
+        names = ", ".join(sorted(wrong))
+        raise UsageError(f"{path} has weights that are NaN or infinite ({names}): choose another checkpoint")
+    return weights, identity
+
+
+def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    with safe_open(path, "pt") as file:
+        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        identity = dict(json.loads(file.metadata()["lra"]))
+    if identity.pop("sha256", None) not in (None, _digest(weights, identity)):  # None: of an earlier lra
+        raise _unreadable(path, "checksum")
+    return weights, identity
+
+
+def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    verify(path)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    state = checkpoint["state_dict"]
+    weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    return weights, checkpoint["lra"]
 
 
 def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
@@ -156,7 +174,16 @@ def steps_done(path: str | Path) -> int:
 def save_weights(module: TaskModule, path: Path) -> None:
     """The model alone, as safetensors that carry their identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
-    aside = path.with_name(f".{path.name}")
-    # save_file would make a file that only its owner can read
-    aside.write_bytes(save(weights, metadata={"lra": json.dumps(module.identity())}))
-    aside.replace(path)
+    identity = module.identity()
+    identity["sha256"] = _digest(weights, identity)  # safetensors has no checksum of its own
+    with replacing(path) as file:  # save_file would make one that only its owner can read
+        file.write(save(weights, metadata={"lra": json.dumps(identity)}))
+
+
+def _digest(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> str:
+    """Checksum of what a weights file holds, 64 hex digits."""
+    digest = hashlib.sha256(json.dumps(identity).encode())
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

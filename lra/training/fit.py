@@ -166,7 +166,7 @@ def test(*args: str) -> dict[str, Any]:
     any training. Returns accuracy and loss per test set, beside what the baselines reach. Writes nothing.
     """
     inits = [arg for arg in args if arg.startswith("init=")]
-    if len(inits) != 1:
+    if len(inits) != 1 or inits == ["init="]:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
     path = inits[0].removeprefix("init=")
     weights, identity = checkpoints.read(path)

@@ -23,7 +23,8 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "task": identity["task"],
         "attn": run.attn.name,
         "recipe": run.recipe,
-        "overrides": list(composed.overrides),
+        # how a run was called last is nothing that it computes
+        "overrides": [text for text in composed.overrides if not text.startswith("resume=")],
         "seed": run.seed,
         "parameters": count(module),
         "steps": trainer.global_step,

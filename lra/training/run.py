@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import yaml
 
@@ -33,9 +35,17 @@ class RunDirectory:
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:
-        """The result of a run that ended by itself."""
+        """The result of a run that ended by itself; UsageError if it can't be read."""
         file = self.path / "result.json"
-        return json.loads(file.read_text()) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(result["status"], str):
+                return result
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise UsageError(f"{file} is no whole result: remove it, then resume=auto makes it anew")
 
     @property
     def finished(self) -> bool:
@@ -49,7 +59,12 @@ class RunDirectory:
             raise UsageError(f"resume={self.resume}: no such checkpoint; resume is false, true, auto or a .ckpt file")
         file = self.path / "config.yaml"
         if file.exists():
-            changed = differences(yaml.safe_load(file.read_text()), self.config)
+            saved = read_config(file)
+            if saved is None:
+                raise UsageError(
+                    f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
+                )
+            changed = differences(saved, self.config)
             if changed:
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): choose another name="
@@ -73,6 +88,8 @@ class RunDirectory:
         """Creates the directory with its configuration and environment."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
+                aside.unlink()
             (self.path / "result.json").unlink(missing_ok=True)
             write(self.path / "env.json", json.dumps(environment.describe(), indent=2) + "\n")
             write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
@@ -86,14 +103,48 @@ class RunDirectory:
         return result
 
 
+def read_config(file: Path) -> dict[str, Any] | None:
+    """A run's configuration as `config.yaml` has it; None if that is damaged or something else."""
+    try:
+        config = yaml.load(file.read_text(encoding="utf-8"), _Plain)
+    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+class _Plain(yaml.SafeLoader):
+    """YAML as lra writes it: no key twice, and no aliases, a few lines of which make a tree of any size."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise yaml.YAMLError("a key twice")
+        return mapping
+
+
 def write(path: Path, text: str) -> None:
-    """Replaces a file in one step: a reader sees the old one or the new one."""
+    """Replaces a file of text, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` in one step when all is written: a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave the name without the content
-    os.replace(aside, path)
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the name without the content
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)  # on a full disk it would take what room there is
 
 
 def _short(overrides: str) -> str:

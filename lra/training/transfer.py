@@ -93,12 +93,16 @@ def apply(
     if "pretrain" in changed:
         parts.append(".decoder.")
     fresh, left = ({key for key in keys if any(part in f".{key}" for part in parts)} for keys in (own, weights))
+    old, new = _size(_task(there["task"])), _size(run.task)
+    if old != new:  # Linformer's projections and Reformer's rotations have the size of the longest sequence
+        both = {key for key in own.keys() & weights.keys() if ".attention." in key}
+        other = {key for key in both if weights[key].shape != own[key].shape}
+        fresh, left = fresh | other, left | other
     if score and (untrained := fresh & dict(module.model.named_parameters()).keys()):
         names = ", ".join(_names(untrained))
         raise UsageError(f"{path} has no {names} for this model, and untrained it is not scored: train it with lra fit")
     weights = {key: value for key, value in weights.items() if key not in left}
     tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
-    old, new = _size(_task(there["task"])), _size(run.task)
     resized = _resize(run, weights, own, old, new)
     if SCALE in own:
         weights[SCALE] = weights.get(SCALE, torch.ones_like(own[SCALE])) * _ratio(run, old, new)

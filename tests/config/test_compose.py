@@ -11,6 +11,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
+from lra.training.fit import configure
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 BASE = ("task=listops", "attn=flash")
@@ -123,7 +124,7 @@ def test_every_recipe_composes_for_every_task_it_covers():
     for recipe in module.recipes():
         for task in module.read_recipe(recipe)["tasks"]:
             for attn in (entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing):
-                assert make(f"task={task}", f"attn={attn}", f"recipe={recipe}").config.recipe == recipe
+                assert configure([f"task={task}", f"attn={attn}", f"recipe={recipe}"]).config.recipe == recipe
 
 
 def test_every_task_has_a_default_recipe():

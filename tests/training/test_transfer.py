@@ -168,14 +168,27 @@ def test_parameters_that_only_the_other_attention_had_are_left_behind(saved):
     assert torch.equal(module.model.state_dict()[key], own[key]) and "blocks.*.attention.projection" in said.fresh
 
 
-def test_the_same_attention_of_another_size_is_refused(saved):
+def test_the_same_attention_with_other_options_is_refused(saved):
     path = saved("pathfinder", "attn=linformer", "attn.k=8")
     refused(
-        r"does not fit this model: blocks\.\*\.attention\.projections\.0 \[1024, 8\] here \[4096, 8\], "
+        r"does not fit this model: blocks\.\*\.attention\.projections\.0 \[1024, 8\] here \[1024, 16\], "
         r"blocks\.\*\.attention\.projections\.1 .* or another attn=, whose parameters are then fresh",
-        "path64", path, "attn=linformer", "attn.k=8",
+        "pathfinder", path, "attn=linformer", "attn.k=16",
     )  # fmt: skip
     refused(r"blocks\.\*\.qkv\.weight \[96, 32\] here \[64, 32\]", "path64", saved("pathfinder"), "attn=reformer")
+
+
+@pytest.mark.parametrize(("attn", "part"), [("linformer", "projections.0"), ("reformer", "rotations")])
+def test_what_has_the_size_of_the_longest_sequence_is_fresh_for_another(saved, attn, part):
+    path = saved("pathfinder", f"attn={attn}")
+    module, said = moved("path64", path, f"attn={attn}")
+    assert f"blocks.*.attention.{part}" in said.fresh and not said.left
+    assert f"fresh: blocks.*.attention.{part}" in said.describe(path)
+    own, weights = build("path64", f"attn={attn}").model.state_dict(), checkpoints.read(path)[0]
+    for key, value in module.model.state_dict().items():
+        if "tables" not in key:
+            assert torch.equal(value, own[key] if part.partition(".")[0] in key else weights[key])
+    assert not moved("pathfinder", path, f"attn={attn}")[1].fresh
 
 
 def test_the_head_is_kept_or_fresh(saved):

@@ -1,0 +1,275 @@
+"""Releases a run's weights in checkpoints/, each with a model card that is made of its result.json.
+
+    python -m benchmarks.release <run directory> <name>
+    python -m benchmarks.release [--check]
+
+The first copies a finished run to checkpoints/<name>; both make every card and checkpoints/README.md anew: make docs.
+A card names the runs before its own, so their result.json must lie in benchmarks/results or be released, too. With
+--check nothing is written, and the exit code is 1 if something is not what would be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import pages
+from benchmarks.pages import table
+from lra.config.compose import differences
+from lra.errors import UsageError
+from lra.experiments.archive import Run
+from lra.training import checkpoints
+from lra.training.run import RUNS
+
+RELEASES = pages.ROOT / "checkpoints"
+FILES = ("config.yaml", "model.safetensors", "result.json")
+LARGER = {"pathfinder": "path64", "path64": "pathx", "pathx": "path256"}  # what a card starts from its weights
+MADE = "<!-- made by benchmarks/release.py of result.json: make docs -->"
+HEAD = """# Checkpoints
+
+<!-- made by benchmarks/release.py: make docs -->
+
+Released weights live here, one folder each: a run's `config.yaml`, `model.safetensors` and `result.json`, and a card \
+that says what it is, how it was trained and how to use it."""
+TAIL = """`python -m benchmarks.release <run directory> <name>` adds one.
+
+`runs/` is where `lra fit` writes, below the folder it is started in: \
+`runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/`. Git ignores it.
+Score a run, or start another from its weights, with `init=<folder>`: \
+`lra test init=checkpoints/runs/listops/flash/demo-s0`."""
+
+Result = dict[str, Any]
+
+
+def release(run: Path, name: str, releases: Path = RELEASES, results: Path = pages.RESULTS) -> Path:
+    """Copies a finished run's files to a folder of this name, which appears whole; returns it.
+
+    UsageError, and nothing is written, if the run is not finished or its files are not of one run, if one of the runs
+    that it starts from is not known, or if there is such a folder.
+    """
+    target = releases / name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS.name:
+        raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
+    if target.exists():
+        raise UsageError(f"{target} is there already: remove it first, or choose another name")
+    finished = Run(run)
+    result = finished.finished()
+    if result is None:
+        raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
+    weights = checkpoints.read(run)[1]["config"]
+    for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
+        if changed := differences(config, result["config"]):
+            raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")
+    text = card(name, result, known(releases, results))
+    aside = releases / f".{name}.{os.getpid()}"
+    aside.mkdir(parents=True)
+    try:
+        for file in FILES:
+            shutil.copyfile(run / file, aside / file)
+        (aside / "README.md").write_text(text, encoding="utf-8")
+        os.replace(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def released(releases: Path = RELEASES) -> dict[str, Result]:
+    """The result of every release by its name."""
+    files = sorted(releases.glob("[!.]*/result.json"))
+    return {file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def known(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[str, list[tuple[Path, Result]]]:
+    """Results of runs, with their files, by what `init=` calls the run: its directory, and that of its release."""
+    found: dict[str, list[tuple[Path, Result]]] = {}
+    for file in sorted(results.rglob("[!.]*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if "directory" in result:
+            found.setdefault(result["directory"], []).append((file, result))
+    for name, result in released(releases).items():
+        for directory in (result["directory"], f"{RELEASES.name}/{name}"):
+            found.setdefault(directory, []).append((releases / name / "result.json", result))
+    return found
+
+
+def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[Result]:
+    """The runs from the first, which started from nothing, to this one, each from the weights of the one before."""
+    chain = [result]
+    while init := chain[0]["config"].get("init"):
+        directory = Path(init).parent if Path(init).suffix in (".ckpt", ".safetensors") else Path(init)
+        found = runs.get(directory.as_posix(), [])
+        if not found:
+            raise UsageError(
+                f"{chain[0]['directory']} starts from {directory}, whose result is not known: release that run first, "
+                "or copy its result.json to benchmarks/results/curriculum"
+            )
+        if any(before != found[0][1] for _, before in found):
+            files = " and ".join(str(file) for file, _ in found)
+            raise UsageError(f"{files} are different results of {directory}: keep the one of the weights")
+        chain.insert(0, found[0][1])
+    return chain
+
+
+def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> str:
+    """The whole text of a release's README.md."""
+    chain, folder = stages(result, runs), f"{RELEASES.name}/{name}"
+    return "\n\n".join([
+        f"# {name}",
+        MADE,
+        table(("", ""), _facts(result)),
+        "## Accuracy",
+        table(*_scores(result)),
+        "± is the 95% bound from sampling the test set; the run is one of one seed.",
+        "## Use",
+        "In the checkout, or with the folder's path after `init=`:",
+        _shell(
+            f"lra test init={folder}   # scores it on the test set",
+            f"{further(name, result)}   # starts from it",
+        ),
+        f'In Python `lra.load("{folder}")` is the module in evaluation mode. `config.yaml` names the run from which '
+        "this one started; the weights need nothing of it.",
+        "## Training",
+        _shell(*(command(stage) for stage in chain)),
+        *([_ALONE] if len(chain) > 1 and not any(_says_init(stage) for stage in chain) else []),
+        table(
+            ("run", "protocol", "steps", "batch", "test accuracy, %", "training", "GPU", "date"),
+            (_stage(number, stage) for number, stage in enumerate(chain, 1)),
+        ),
+    ]) + "\n"  # fmt: skip
+
+
+_ALONE = "Each run starts from the weights of the one before. The last command alone trains those before it, too."
+
+
+def command(result: Result) -> str:
+    """What trains a run."""
+    overrides = (text for text in result["overrides"] if not text.startswith("resume="))
+    return shlex.join(["lra", "fit", *_selectors(result, _task(result)), *overrides])
+
+
+def further(name: str, result: Result) -> str:
+    """What trains another run from a release, on larger images where there are any."""
+    task = LARGER.get(_task(result), _task(result))
+    kept = (text for text in result["overrides"] if text.startswith(("model.", "task.tokens=")))
+    begin = ["lra", "fit", *_selectors(result, task), *kept, f"init={RELEASES.name}/{name}"]
+    return shlex.join(begin if task != _task(result) else [*begin, f"seed={result['seed'] + 1}"])
+
+
+def _selectors(result: Result, task: str) -> tuple[str, str, str]:
+    return f"task={task}", f"attn={result['attn']}", f"recipe={result['recipe']}"
+
+
+def _task(result: Result) -> str:
+    return result["task"].partition("@")[0]
+
+
+def _says_init(result: Result) -> bool:
+    return any(text.startswith("init=") for text in result["overrides"])
+
+
+def _facts(result: Result) -> Iterator[tuple[str, str]]:
+    config, made_with = result["config"], result["environment"]
+    model, versions = config["model"], made_with["versions"]
+    yield "task", f"`{result['task']}`"
+    if result.get("protocol"):
+        yield "protocol", result["protocol"]
+    yield "attention", f"`{result['attn']}`, computed as {result['attention']}"
+    yield (
+        "model",
+        f"{result['parameters']:,} parameters: {model['layers']} layers of {model['d_model']}, {model['heads']} heads, "
+        f"feed-forward {model['d_ff']}, {model['positions']} positions on {model['axes']} axes, {model['pooling']} "
+        "pooling",
+    )
+    yield "recipe", f"`{result['recipe']}`, seed {result['seed']}, {config['trainer']['precision']}"
+    fields = " ".join(f"`{key}={value}`" for key, value in config["task"].items() if key not in ("name", "source"))
+    seed = config["task"].get("data_seed")
+    yield "data", f"{result['data']['source']}{'' if seed is None else f', seed {seed}'}; {fields}"
+    yield "store", f"`{result['data']['store']}`"
+    yield "trained with", f"{_gpus(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
+    named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
+    yield "versions", f"commit {made_with['commit']}; {named}"
+    yield "date", made_with["date"][:10]
+    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    yield "license", f"{project['license']}, the project's: [LICENSE](../../LICENSE)"
+
+
+def _scores(result: Result) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the accuracy on each test set beside its baselines."""
+    scored = {
+        name: score for name, score in result.items() if isinstance(score, dict) and "plus_minus" in score
+    }  # fmt: skip
+    baselines = list(dict.fromkeys(rule for score in scored.values() for rule in score["baselines"]))
+    rows = [
+        [name, accuracy(score), *(_percent(score["baselines"].get(rule)) for rule in baselines)]
+        for name, score in scored.items()
+    ]
+    return ["test set", "accuracy, %", *(f"{rule}, %" for rule in baselines)], rows
+
+
+def accuracy(score: dict[str, Any]) -> str:
+    """For people: percent, its 95% bound, and of how many."""
+    return f"{_percent(score['accuracy'])} ± {_percent(score['plus_minus'])} of {score['n']:,}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"
+
+
+def _stage(number: int, result: Result) -> list[str]:
+    seconds = "" if result["resumed"] else f"{result['train_seconds']:,.0f} s"  # else of the last session only
+    return [
+        str(number), result.get("protocol") or result["task"], f"{result['steps']:,}",
+        str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _gpus(result),
+        result["environment"]["date"][:10],
+    ]  # fmt: skip
+
+
+def _gpus(result: Result) -> str:
+    gpu, count = result["environment"]["gpu"], result["world_size"]
+    return "CPU" if gpu is None else gpu if count == 1 else f"{count} × {gpu}"
+
+
+def _shell(*lines: str) -> str:
+    return "\n".join(["```sh", *lines, "```"])
+
+
+def make(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[Path, str]:
+    """The text of each file."""
+    runs, found = known(releases, results), released(releases)
+    cards = {releases / name / "README.md": card(name, result, runs) for name, result in found.items()}
+    rows = [
+        (
+            f"[{name}]({name}/README.md)", f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
+            accuracy(result["test"]), f"{result['parameters']:,}",
+        )
+        for name, result in found.items()
+    ]  # fmt: skip
+    header = ("weights", "task", "protocol", "attention", "test accuracy, %", "parameters")
+    return {releases / "README.md": "\n\n".join([HEAD, *([table(header, rows)] if rows else []), TAIL]) + "\n"} | cards
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = [argument for argument in arguments if not argument.startswith("-")]
+    try:
+        if given:
+            if len(given) != 2 or len(arguments) != 2:
+                raise UsageError("give <run directory> <name> to release a run, or nothing to make the cards anew")
+            release(Path(given[0]), given[1])
+            arguments = []
+        return pages.main(make, arguments)
+    except UsageError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

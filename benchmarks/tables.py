@@ -1,0 +1,72 @@
+"""Makes docs/table3.md and docs/table6.md of the runs in benchmarks/results: make docs.
+
+    python -m benchmarks.tables [--check]
+
+Each recipe with a finished run in the table has a section: what `lra report` shows of it. With --check nothing is
+written, and the exit code is 1 if a page is not what would be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import pages
+from lra.config.compose import read_recipe, recipes
+from lra.experiments import grid, ledger, report
+from lra.experiments.grid import Grid
+
+HEAD = (
+    "# {title}\n\n<!-- made by benchmarks/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
+    "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
+    "Differences are to the paper's figure, in parentheses. Averages need every column."
+)
+OTHERS = "of no cell of this table"  # the note on files that other pages show
+
+
+def page(table: Grid) -> str | None:
+    """A table's page; None without a finished run of its."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in pages.RESULTS.glob("*-s[0-9].json")]
+    sections = [
+        part
+        for recipe in recipes()
+        if (seeds := [run["seed"] for run in runs if run["recipe"] == recipe])
+        for part in _section(table, recipe, 1 + max(seeds))
+    ]
+    if not sections:
+        return None
+    title, about = table.name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
+    return "\n\n".join([HEAD.format(title=title, about=about, source=table.source, name=table.name), *sections]) + "\n"
+
+
+def _section(table: Grid, recipe: str, seeds: int) -> Iterator[str]:
+    covered = read_recipe(recipe)["tasks"]
+    columns = [name for name, column in table.columns.items() if column.fields[0].removeprefix("task=") in covered]
+    if not columns:
+        return
+    found = {
+        cell.column for cell in ledger.match(table.cells(columns, seeds=seeds, recipe=recipe), pages.RESULTS).entries
+    }
+    if not found:
+        return
+    shown = ",".join(name for name in columns if name in found or not table.columns[name].apart)
+    folder = pages.RESULTS.relative_to(pages.ROOT)
+    made = report.run(table.name, [f"results={folder}", f"recipe={recipe}", f"seeds={seeds}", f"tasks={shown}"])
+    yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
+    for title, header, rows in made.tables:
+        yield f"**{title}**\n\n{pages.table(header, rows)}"
+    yield "\n".join(f"- {note}" for note in made.notes if not note.startswith(OTHERS))
+
+
+def make() -> dict[Path, str]:
+    """Every page that there is something for."""
+    os.chdir(pages.ROOT)  # results are named as from here
+    made = {pages.ROOT / "docs" / f"{name}.md": page(grid.read(name)) for name in grid.names()}
+    return {path: text for path, text in made.items() if text is not None}
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main(make))
