@@ -46,7 +46,11 @@ docs: $(READY)  ## make README.md's tables and the pages of docs anew from measu
 	@$(PY) benchmarks/readme.py
 	@$(PY) -m benchmarks.attentions
 	@$(PY) -m benchmarks.fig3
+	@$(PY) -m benchmarks.runs
 	@$(PY) -m benchmarks.training
+	@$(PY) -m benchmarks.tables
+	@$(PY) -m benchmarks.release
+	@$(PY) -m benchmarks.pictures
 
 clean:  ## remove the environment, builds and caches; checkpoints and prepared data stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

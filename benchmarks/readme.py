@@ -3,8 +3,7 @@
     python benchmarks/readme.py [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-the result.json of a run, copied as `<task>-<attn>-<recipe or name>-s<seed>.json`, `<what>-exactness.json`,
-`<what>-learnability.json` or `<what>-prepare.json` of the program of that name in this folder, or
+`<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here, or
 `<what>-attention.json`, `<what>-butterfly-attention.json` (what is block-sparse) or `<what>-io.json` of `lra bench`.
 With --check nothing is written, and the exit code is 1 if README.md is not what would be.
 """
@@ -28,18 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OTHERS = (
-    "-attention",
-    "-exactness",
-    "-io",
-    "-learnability",
-    "-learning",
-    "-prepare",
-    "-profile",
-    "-step",
-)  # ends of what is no run
-# overrides that change only where a run reads, writes or goes on, or what another column shows
-NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
 Row = Sequence[str]
@@ -65,52 +52,6 @@ def attentions(_: Path) -> str:
 
     header = ("attention", "what", "exact", "dropout", "ragged", "head dimension", "source")
     return _table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
-
-
-def runs(results: Path) -> str:
-    header = (
-        "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
-        "peak GPU memory", "training", "wall time", "GPU",
-    )  # fmt: skip
-    found = [pair for pair in _measured(results, "") if not pair[0].stem.endswith(OTHERS)]
-    found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
-    return _table(header, (_run(*pair) for pair in found))
-
-
-def _run(file: Path, result: dict[str, Any]) -> Row:
-    recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
-    ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    seconds, peak = result.get("session_seconds"), result["peak_gpu_bytes"]
-    if result["resumed"]:
-        seconds = peak = None  # of the last session only: the whole was not measured
-    return (
-        f"[{_task(result)}](benchmarks/results/{file.name})",
-        result["attn"],
-        recipe,
-        str(result["seed"]),
-        result.get("protocol") or "",
-        _score(result.get("test")) or ended,
-        _score(result.get("fresh")),
-        _bytes(peak),
-        f"{result['train_seconds'] / 60:.1f} min",
-        "" if seconds is None else f"{seconds / 60:.1f} min",
-        _gpus(result["environment"]["gpu"], result["world_size"]),
-    )
-
-
-def _task(result: dict[str, Any]) -> str:
-    """The task, and the data set where there is more than one of its kind."""
-    dataset = result["config"]["task"].get("dataset")
-    return result["task"] if dataset is None else f"{result['task']}, data set {dataset}"
-
-
-def _changes(overrides: Iterable[str]) -> Iterable[str]:
-    """What a run changed of its recipe; of another run's weights the name, as paths mean nothing elsewhere."""
-    for text in overrides:
-        field, _, value = text.partition("=")
-        if field not in NOT_SHOWN:
-            run = Path(value)
-            yield f"init={run.parent.name if run.suffix else run.name}" if field == "init" else text
 
 
 def learnability(results: Path) -> str:
@@ -332,7 +273,7 @@ def _made_with(result: dict[str, Any]) -> str:
 
 MADE: dict[str, Callable[[Path], str]] = {
     f.__name__: f
-    for f in (tasks, attentions, speed, sparse, short, profile, memory, traffic, runs, learnability, prepare, exactness)
+    for f in (tasks, attentions, speed, sparse, short, profile, memory, traffic, learnability, prepare, exactness)
 }
 
 
@@ -372,14 +313,6 @@ def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
 def _table(header: Row, rows: Iterable[Row]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
-
-
-def _score(score: dict[str, Any] | None) -> str:
-    if score is None:
-        return ""
-    best = max(score["baselines"], key=score["baselines"].__getitem__)
-    reached = f"{100 * score['accuracy']:.2f} ± {100 * score['plus_minus']:.2f} of {score['n']:,}"
-    return f"{reached}; {best} {100 * score['baselines'][best]:.2f}"
 
 
 def _bytes(count: int | None) -> str:

@@ -109,7 +109,7 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
         if not found:
             raise UsageError(
                 f"{chain[0]['directory']} starts from {directory}, whose result is not known: release that run first, "
-                "or copy its result.json to benchmarks/results/curriculum"
+                "or copy its result.json to benchmarks/results"
             )
         if any(before != found[0][1] for _, before in found):
             files = " and ".join(str(file) for file, _ in found)
@@ -136,6 +136,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         ),
         f'In Python `lra.load("{folder}")` is the module in evaluation mode. `config.yaml` names the run from which '
         "this one started; the weights need nothing of it.",
+        *([_SEED] if "data_seed" in result["config"]["task"] else []),
         "## Training",
         _shell(*(command(stage) for stage in chain)),
         *([_ALONE] if len(chain) > 1 and not any(_says_init(stage) for stage in chain) else []),
@@ -146,6 +147,10 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
     ]) + "\n"  # fmt: skip
 
 
+_SEED = (
+    "Its test set follows its training set in one stream: with other numbers of examples choose another "
+    "`task.data_seed`, else what it was trained on is scored."
+)
 _ALONE = "Each run starts from the weights of the one before. The last command alone trains those before it, too."
 
 
@@ -203,9 +208,7 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
 
 def _scores(result: Result) -> tuple[list[str], list[list[str]]]:
     """Header and rows: the accuracy on each test set beside its baselines."""
-    scored = {
-        name: score for name, score in result.items() if isinstance(score, dict) and "plus_minus" in score
-    }  # fmt: skip
+    scored = {name: score for name, score in result.items() if isinstance(score, dict) and "plus_minus" in score}
     baselines = list(dict.fromkeys(rule for score in scored.values() for rule in score["baselines"]))
     rows = [
         [name, accuracy(score), *(_percent(score["baselines"].get(rule)) for rule in baselines)]

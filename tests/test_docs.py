@@ -33,7 +33,7 @@ class Heir(Base):
     causal: bool = False  # or not
 
 
-@pytest.mark.parametrize("page", ["attentions", "fig3", "training"])
+@pytest.mark.parametrize("page", ["attentions", "fig3", "runs", "tables", "training"])
 def test_the_page_is_not_stale(page):
     command = [sys.executable, "-m", f"benchmarks.{page}", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

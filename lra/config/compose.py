@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,14 @@ def compose(
     registries: Mapping[str, Registry],
     args: Sequence[str],
     locate: Callable[[tuple[str, ...]], str] | None = None,
+    default: str | None = None,
 ) -> Composed:
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
 
     Args:
         locate: the value of `init=` for the arguments of the run that a recipe starts this one from; without it
             recipes start nothing.
+        default: the recipe where the arguments name none; without it the task's.
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
@@ -62,7 +66,7 @@ def compose(
     task, attn = selected["task"], selected["attn"]
 
     task_yaml = _read("task", task)
-    recipe = selected.get("recipe") or task_yaml.get("recipe")
+    recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
     recipe_yaml = read_recipe(recipe)
@@ -71,13 +75,14 @@ def compose(
         raise UsageError(f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(tasks))}")
 
     tree = _Tree(schema, {name: cls.Config() for name, cls in classes.items()})
-    tree.merge(f"task/{task}.yaml", task_yaml)
-    tree.merge("command line" if "recipe" in selected else f"task/{task}.yaml", {"recipe": recipe})
-    label = f"recipe/{recipe}.yaml"
-    tree.merge(label, recipe_yaml.get("defaults") or {})
-    tree.merge(f"{label} {task}", tasks[task] or {})
-    for section in ("all", task):
-        tree.merge(f"{label} {attn}.{section}", (attns.get(attn) or {}).get(section) or {})
+    label, own = f"recipe/{recipe}.yaml", attns.get(attn) or {}
+    tree.merge(
+        (f"task/{task}.yaml", task_yaml),
+        ("command line" if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
+        (label, recipe_yaml.get("defaults") or {}),
+        (f"{label} {task}", tasks[task] or {}),
+        *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
+    )
     given = tree.override(overrides)
     start = None
     if locate and tree.origin["init"] == "default":
@@ -99,7 +104,7 @@ def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, A
         # another component's options would not fit the chosen one
         kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
     tree = _Tree(schema, {name: registry.get(selected[name]).Config() for name, registry in registries.items()})
-    tree.merge("saved configuration", kept)
+    tree.merge(("saved configuration", kept))
     tree.override(overrides)
     return tree.build()
 
@@ -148,8 +153,14 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:
+    file = CONFIGS / folder / f"{name}.yaml"
+    return _loaded(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(file: Path, changed: int) -> dict[str, Any]:
     # OmegaConf's loader reads 1e-4 as a number, PyYAML's does not
-    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONFIGS / folder / f"{name}.yaml")))
+    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
 
 
 # fields of the command line that are a run's own: where it starts from is given other ones
@@ -184,6 +195,12 @@ def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str
     return selected, list(overrides.items())
 
 
+def _nested(field: str, value: Any) -> dict[str, Any]:
+    for part in reversed(field.split(".")):
+        value = {part: value}
+    return typing.cast(dict[str, Any], value)
+
+
 class _Tree:
     """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
 
@@ -195,28 +212,24 @@ class _Tree:
             (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"
         )
 
-    def merge(self, label: str, values: Mapping[str, Any]) -> None:
-        """Sets a layer's fields: together, as each merge copies the tree, and one by one if one of them is wrong."""
-        layer = dict(flatten(values))
-        try:
-            if layer.keys() <= self.origin.keys():
-                self.node = OmegaConf.merge(self.node, typing.cast(dict[str, Any], values))
-                self.origin |= dict.fromkeys(layer, label)
+    def merge(self, *layers: tuple[str, Mapping[str, Any]]) -> None:
+        """Sets the fields of layers: together, as each merge copies the tree; one by one if one of them is wrong."""
+        flat = [(label, dict(flatten(values))) for label, values in layers]
+        with suppress(OmegaConfBaseException):
+            if all(fields.keys() <= self.origin.keys() for _, fields in flat):
+                self.node = OmegaConf.merge(self.node, *(typing.cast(dict[str, Any], values) for _, values in layers))
+                for label, fields in flat:
+                    self.origin |= dict.fromkeys(fields, label)
                 return
-        except OmegaConfBaseException:
-            pass
-        for field, value in layer.items():
-            self.set(label, field, value)
+        for label, fields in flat:
+            for field, value in fields.items():
+                self.set(label, field, value)
 
     def set(self, label: str, field: str, value: Any) -> None:
         if field not in self.origin:
             raise UsageError(f"{label}: {self._unknown(field)}")
-        *parents, leaf = field.split(".")
-        nested: Any = {leaf: value}
-        for parent in reversed(parents):
-            nested = {parent: nested}
         try:
-            self.node = OmegaConf.merge(self.node, nested)
+            self.node = OmegaConf.merge(self.node, _nested(field, value))
         except OmegaConfBaseException as error:
             raise UsageError(f"{label}: {field}={value}: {str(error).splitlines()[0]}") from None
         self.origin[field] = label
@@ -228,8 +241,10 @@ class _Tree:
             field = self.resolve(short)
             if field in full:
                 raise UsageError(f"{field}= is given twice")
+            if field not in self.origin:
+                raise UsageError(f"command line: {self._unknown(field)}")
             full[field] = text
-            self.set("command line", field, self.parse(field, text))
+        self.merge(*(("command line", _nested(field, self.parse(field, text))) for field, text in full.items()))
         return tuple(sorted(f"{field}={text}" for field, text in full.items()))
 
     def build(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
     # Without a network the Hub's client retries for 24 seconds. Offline mode still finds what it has cached.
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or not reachable
+    told = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it tells of errors and raises them, too
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         # A mirror needs no copy in the user's cache; a download belongs there
         return datasets.load_dataset(source, CONFIG, cache_dir=str(scratch) if local else None)
@@ -44,6 +49,7 @@ def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
         raise UsageError(f"cannot load {name} from {source} ({reason}); name a copy: {mend}") from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
+        datasets.logging.set_verbosity(told)
 
 
 def _reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,11 @@ def build(writer: Writer, source: str | Path = HUB) -> None:
 
 def _gray(image: Any) -> np.ndarray:
     """Tokens uint8 `[1024]` of an image as the Hub stores it, a dictionary with the bytes of a file."""
-    with Image.open(io.BytesIO(image["bytes"])) as picture:
+    # Pillow only warns of a header that states some thousands of pixels a side
+    with (
+        warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+        Image.open(io.BytesIO(image["bytes"])) as picture,
+    ):
         if picture.mode != "RGB" or picture.size != (SIDE, SIDE):
             raise ValueError(f"{picture.mode} {picture.size}")
         return np.asarray(picture.convert("L")).reshape(-1)

@@ -34,6 +34,11 @@ from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
+# what every manifest says beside its format and files
+STATED = (
+    *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
+    *("splits", "baselines", "notes", "date", "versions"),
+)
 
 
 def root() -> Path:
@@ -132,8 +137,11 @@ class Store:
             raise UsageError(
                 f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(command)}"
             )
-        if missing := [name for name in ("splits", "vocabulary_hash", "baselines", "notes") if name not in manifest]:
+        if missing := [name for name in STATED if name not in manifest]:
             raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(command)}")
+        parts = manifest["splits"].values() if isinstance(manifest["splits"], dict) else [None]
+        if not all(isinstance(part, dict) and isinstance(part.get("labels"), dict) for part in parts):
+            raise UsageError(f"{path}/manifest.json does not say which labels the splits have; {_again(command)}")
         for name, stated in sizes.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != stated:
@@ -150,23 +158,43 @@ class Store:
 
     def split(self, name: str) -> Split:
         """One split of sequences, memory-mapped."""
-        labels = self._labels(name)
-        return Split.from_offsets(self._map(name, "tokens"), self._map(name, "offsets"), labels)
+        return self._sequences(name, self._labels(name))
 
     def pairs(self, name: str) -> Pairs:
         """One split of pairs of documents, memory-mapped."""
-        labels = self._labels(name)
-        documents = Split.from_offsets(self._map(DOCUMENTS, "tokens"), self._map(DOCUMENTS, "offsets"))
-        return Pairs(documents, self._map(name, "pairs"), labels)
+        labels, documents = self._labels(name), self._sequences(DOCUMENTS)
+        pairs = self._map(name, "pairs")
+        if pairs.shape != (len(labels), 2) or not _within(pairs, len(documents)):
+            raise self._damaged(name, "pairs")
+        return Pairs(documents, pairs, labels)
 
     def _labels(self, name: str) -> np.ndarray:
         if name not in self.splits:
             raise UsageError(f"{self.path.name} has no split '{name}': choose from {', '.join(self.splits)}")
-        return self._map(name, "labels")
+        labels = self._map(name, "labels")
+        if {str(label) for label in np.unique(labels)} != self.manifest["splits"][name]["labels"].keys():
+            raise self._damaged(name, "labels")
+        return labels
+
+    def _sequences(self, name: str, labels: np.ndarray | None = None) -> Split:
+        tokens, offsets = self._map(name, "tokens"), self._map(name, "offsets")
+        count = len(offsets) - 1 if labels is None else len(labels)
+        if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+            raise self._damaged(name, "offsets")
+        if not _within(tokens, len(self.manifest["vocabulary"])):
+            raise self._damaged(name, "tokens")
+        return Split.from_offsets(tokens, offsets, labels)
 
     def _map(self, name: str, part: str) -> np.ndarray:
-        # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
-        return np.asarray(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r"))
+        try:
+            # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
+            return np.asarray(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r"))
+        except (OSError, ValueError, EOFError) as error:
+            raise self._damaged(name, part) from error
+
+    def _damaged(self, name: str, part: str) -> UsageError:
+        what = f"{self.path}/{name}.{part}.npy has what a store's {part} can't be: it is corrupt"
+        return UsageError(f"{what}; {_again(self.command)}")
 
     def verify(self) -> None:
         """Read every byte again; UsageError names the first file that is not what was written."""
@@ -174,6 +202,13 @@ class Store:
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
                 raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.command)}")
+
+
+def _within(values: np.ndarray, count: int) -> bool:
+    """Whether all are numbers from 0 to `count - 1`; those that a byte can't leave are not read."""
+    if values.dtype == np.uint8 and count >= 256:
+        return True
+    return values.dtype.kind in "iu" and values.min(initial=0) >= 0 and values.max(initial=0) < count
 
 
 def _again(command: str) -> str:

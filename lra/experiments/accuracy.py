@@ -42,11 +42,16 @@ class Options:
     recipe: str | None = None
     launcher: Literal["local", "slurm"] = "local"
     devices: int | None = None  # runs at once; all GPUs by default, all tasks of the array with launcher=slurm
+    per_device: int = 1  # runs that share a GPU: small ones leave it idle, and one compiles while another trains
     speed: bool = False  # measure steps instead of running cells: other fields are those of speed.Options then
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
+        if self.per_device < 1:
+            raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, at least 1")
+        if self.per_device > 1 and self.launcher == "slurm":
+            raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 
 
 def run(
@@ -72,7 +77,7 @@ def run(
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
     asked = resources(given := [arg for arg in args if arg.startswith("slurm.")], options.launcher)
     slurm = options.launcher == "slurm"
-    available = [] if slurm else slots(options.devices)
+    available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
     todo = chosen if slurm else grid.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:

@@ -25,7 +25,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.experiments.ledger import STATUSES
 from lra.training import curves
-from lra.training.run import RUNS, read_config
+from lra.training.run import RUNS, read_config, replacing
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
@@ -68,7 +68,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         config = read_config(self.path / "config.yaml")
         if config is None:
-            raise UsageError(f"{self.name}/config.yaml is no configuration of a run")
+            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew, or move it away")
         return config
 
     def result(self) -> dict[str, Any] | None:
@@ -116,10 +116,10 @@ def pack(args: Sequence[str]) -> list[str]:
     count = len({run.path for run, _ in packed})
     if not count:
         raise UsageError(f"runs={folder} has no run that can be packed: {'; '.join(notes) or 'it has none at all'}")
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with (
-            lzma.open(aside, "wb") as stream,
+            replacing(out) as plain,
+            lzma.open(plain, "wb") as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
         ):
             for run, name in packed:
@@ -127,11 +127,8 @@ def pack(args: Sequence[str]) -> list[str]:
                     member = tarfile.TarInfo(f"{run.name}/{name}")
                     member.size, member.mtime = os.fstat(file.fileno()).st_size, int(os.fstat(file.fileno()).st_mtime)
                     tar.addfile(member, file)
-        os.replace(aside, out)
     except OSError as error:
         raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from error
-    finally:
-        aside.unlink(missing_ok=True)
     return [*notes, f"{count} runs, {len(packed)} files, {out.stat().st_size / 1e6:.1f} MB: {out}"]
 
 

@@ -24,6 +24,7 @@ from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
+from lra.training.result import RUNS_PER_DEVICE
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
@@ -59,7 +60,7 @@ class Local:
 
     Args:
         todo: the cells, in this order.
-        slots: of this machine.
+        slots: of this machine; runs in slots of one name share its GPU, and their results say so.
         watch: is given all states several times a second.
         say: is given what states don't tell, in lines.
         command: is run with a cell's arguments and `resume=auto`.
@@ -74,7 +75,7 @@ class Local:
         command: Sequence[str] = FIT,
     ):
         self.states: dict[Cell, State] = {cell: cells.look(cell) for cell in todo}
-        self.free, self.slots, self.watch, self.say, self.command = list(slots), len(slots), watch, say, command
+        self.free, self.slots, self.watch, self.say, self.command = list(slots), list(slots), watch, say, command
         self.starts = {cell.directory.path: cell for cell in todo}
         self.children: dict[Cell, Child] = {}
         self.deaths: Counter[Cell] = Counter()
@@ -158,8 +159,8 @@ class Local:
             os.close(claim)  # the process has it now
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        share = max(1, torch.get_num_threads() // self.slots)  # of what a single process would take
-        shared = {"OMP_NUM_THREADS": str(share)} | os.environ
+        share = max(1, torch.get_num_threads() // len(self.slots))  # of what a single process would take
+        shared = {"OMP_NUM_THREADS": str(share)} | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot))}
         return shared if slot is None else shared | {"CUDA_VISIBLE_DEVICES": slot}
 
     def _ended(self) -> Iterator[tuple[Cell, Child]]:

@@ -156,12 +156,13 @@ def row(table: Grid, cell: Cell, entry: Entry | None) -> Row:
     if entry is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
+    alone = result.get("runs_per_device", 1) == 1  # else the time is of several runs
     made_with, peak = result["environment"], result.get("peak_gpu_bytes")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
-        "train_seconds": result.get("train_seconds"),
-        "steps_per_second": result.get("steps_per_second"),
+        "train_seconds": result.get("train_seconds") if alone else None,
+        "steps_per_second": result.get("steps_per_second") if alone else None,
         "memory_gb": None if peak is None or result.get("resumed") else peak / 1e9,
         "hardware": _hardware(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",

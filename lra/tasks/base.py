@@ -30,6 +30,9 @@ from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
 from lra.tasks import TASKS, TaskFacts
 
+MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
+MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
+
 
 @dataclass(frozen=True)
 class Rank:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from lra.config.schema import at_most
 from lra.data import listops
 from lra.data.split import Split
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, check_data_seed, only_generated
+from lra.tasks.base import MOST_EXAMPLES, MOST_TOKENS, TaskData, TaskModule, check_data_seed, only_generated
 
 
 class ListOpsData(TaskData):
@@ -76,6 +77,8 @@ class ListOps(TaskModule):
         def __post_init__(self) -> None:
             if min(self.train, self.val, self.test, self.fresh) < 1:
                 raise UsageError("task.train, task.val, task.test and task.fresh must be at least 1")
+            at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
+            at_most(MOST_TOKENS, "task", self, "max_length")
             only_generated(self, "train", "val", "test")
             check_data_seed(self)
             if not 1 <= self.min_length <= self.max_length:

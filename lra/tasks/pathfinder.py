@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from lra.config.schema import at_most
 from lra.data.image import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, check_data_seed, only_generated
+from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, only_generated
 
 LIT = 8  # the least id of a pixel that tokens=lit keeps
 
@@ -66,6 +67,7 @@ class PathfinderConfig:
     def __post_init__(self) -> None:
         if min(self.train, self.val, self.test) < 1:
             raise UsageError("task.train, task.val and task.test must be at least 1")
+        at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         only_generated(self, "train", "val", "test", "data_seed")
         check_data_seed(self)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
+from lra.config.schema import at_most
 from lra.data import aan
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -15,7 +16,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.models.heads import PairClassifier
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule
 
 
 class RetrievalData(TaskData):
@@ -63,6 +64,7 @@ class Retrieval(TaskModule):
         def __post_init__(self) -> None:
             if self.max_length < 1:
                 raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+            at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = RetrievalData
 

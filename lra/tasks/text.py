@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lra.config.schema import at_most
 from lra.data import text
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule, check_data_seed
+from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
 
 
 class TextData(TaskData):
@@ -56,5 +57,6 @@ class Text(TaskModule):
             check_data_seed(self)
             if self.max_length < 1:
                 raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+            at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = TextData

@@ -25,10 +25,13 @@ console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 class Clock(pl.Callback):
-    """Seconds spent on training steps, over every session of the run; validation is not counted."""
+    """Seconds spent on training steps, over every session of the run; validation and the first steps are apart."""
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
+        self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
+        self.validation = 0.0  # seconds, of this session
+        self._entered = 0.0  # training, or validation
         self._started: tuple[float, int] | None = None  # when, and after which step
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -42,17 +45,24 @@ class Clock(pl.Callback):
             self.steps += trainer.global_step - step
             self._started = None
 
+    def on_train_start(self, *_: Any) -> None:
+        self._entered = time.perf_counter()
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._started is None:  # the first steps compile, allocate and capture: they are not counted
+        if self.first is None:
+            _synchronize(trainer)
+            self.first = time.perf_counter() - self._entered
             self.start(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
+        self._entered = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.validation += time.perf_counter() - self._entered
         self.start(trainer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training.run import replacing
@@ -74,7 +75,7 @@ def _unreadable(path: Path, fault: str) -> UsageError:
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Model weights and identity of a run's directory, a `.ckpt` or a `.safetensors` file.
 
-    UsageError if it is damaged or of another program, or has weights that are not finite.
+    UsageError if it is damaged or of another program, or has weights that are not finite, which only `fault.pt` may.
     """
     path = Path(path)
     if path.is_dir():
@@ -83,20 +84,33 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise UsageError(f"no checkpoint at {path}: give a finished run's directory, a .ckpt or a .safetensors file")
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
-        config = identity["config"]
-        names = (identity["task"], identity["vocabulary"], config["task"]["name"], config["attn"]["name"])
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(names)
+        _expect(weights, identity)
     except UsageError:
         raise
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, EOFError, OSError) as error:
         raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
-    if wrong := {layers_together(key) for key, value in weights.items() if not value.isfinite().all()}:
-        names = ", ".join(sorted(wrong))
+    broken = {layers_together(key) for key, value in weights.items() if not value.isfinite().all()}
+    if broken and path.suffix != ".pt":  # fault.pt is there to find that
+        names = ", ".join(sorted(broken))
         raise UsageError(f"{path} has weights that are NaN or infinite ({names}): choose another checkpoint")
     return weights, identity
+
+
+def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
+    """LookupError or TypeError if these are not what lra writes: whoever reads them relies on it."""
+    config = identity["config"]
+    names = [identity["task"], identity["vocabulary"], config["task"]["name"], config["attn"]["name"]]
+    fields = [config["model"][name] for name in (*SHAPE, "pooling")]
+    if not all(isinstance(each, str | int) for each in names + fields):
+        raise TypeError(names, fields)
+    # to OmegaConf these are an interpolation, of environment variables too, and a missing value
+    if live := [name for name, value in flatten(config) if "${" in str(value) or value == "???"]:
+        raise TypeError(live)
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_complex():
+            raise TypeError(name)
 
 
 def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -111,7 +125,9 @@ def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     verify(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    state = checkpoint["state_dict"]
+    if not isinstance(checkpoint, dict):
+        raise TypeError(type(checkpoint))
+    state = dict(checkpoint["state_dict"])
     weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     return weights, checkpoint["lra"]
 

@@ -22,7 +22,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.config.compose import Composed, compose, restore
+from lra.config.compose import Composed, compose, read_recipe, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, disk_full
 from lra.models.attention import ATTENTIONS
@@ -44,9 +44,23 @@ REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 def configure(args: Sequence[str]) -> Composed:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
-    Where the recipe starts a run from another one, `init` is that one's directory.
+    Where the recipe starts a run from another one, `init` is that one's directory. Without `recipe=` it is that of
+    the run that `init=` names, if it has the task, and else the task's.
     """
-    return compose(RunConfig, REGISTRIES, args, lambda start: str(RunDirectory(configure(start)).path))
+    return compose(
+        RunConfig, REGISTRIES, args, lambda start: str(RunDirectory(configure(start)).path), _recipe_of_init(args)
+    )
+
+
+def _recipe_of_init(args: Sequence[str]) -> str | None:
+    given = {name: value for name, _, value in (arg.partition("=") for arg in args)}
+    if given.get("init") in (None, "", "null") or "recipe" in given:
+        return None
+    try:
+        recipe = checkpoints.read(given["init"])[1]["config"]["recipe"]
+        return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
+    except UsageError:  # no checkpoint, or of a recipe that is no more: what reads its weights says so
+        return None
 
 
 def fit(*args: str) -> dict[str, Any]:

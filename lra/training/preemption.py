@@ -39,7 +39,8 @@ class Ranks:
 class Preemption(pl.Callback):
     """SIGTERM and SIGUSR1 end a run with 143 and 138 where nothing is lost: after its stride of steps, or validation.
 
-    Before and after training that is at once. Several devices stop at the same step, one stride later.
+    Before and after training, and in its first stride, that is at once. Several devices stop at the same step, one
+    stride later.
 
     Args:
         last: the checkpoint to go on from. After validation others have written it: this callback is the last.
@@ -83,11 +84,11 @@ class Preemption(pl.Callback):
                 signal.signal(number, handler)
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.training = True
         if trainer.world_size > 1:
             self.ranks = Ranks(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.training = True  # before, while the first steps compile, there is nothing to lose
         step = trainer.global_step
         if step % self.run.trainer.eval_every == 0 or step >= self.run.trainer.steps:
             return  # validation or the end follows

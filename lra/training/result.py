@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lra import environment
 from lra.config.compose import Composed
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.callbacks import Clock
+
+RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"  # set for the runs of a grid
 
 
 def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
@@ -30,7 +33,12 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "steps": trainer.global_step,
         "train_seconds": round(clock.seconds, 1),
         "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
+        "first_step_seconds": None if clock.first is None else round(clock.first, 1),
+        "validation_seconds": round(clock.validation, 1),
         "world_size": trainer.world_size,
+        "runs_per_device": int(
+            os.environ.get(RUNS_PER_DEVICE, "1")
+        ),  # that had it at once: what took how long is theirs
         "environment": environment.describe(),
         "config": identity["config"],
     }

@@ -74,6 +74,7 @@ def apply(
 ) -> Transfer:
     """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check(module, identity, path)
+    _refuse_seen(module.run.task, identity["config"]["task"], path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     changed = {
         name: [before, here]
@@ -117,6 +118,19 @@ def apply(
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
     )
+
+
+def _refuse_seen(task: Any, trained: dict[str, Any], path: str | Path) -> None:
+    """UsageError if the test set is among what was trained on: generated splits follow one another in one stream."""
+    here = {name: getattr(task, name, None) for name in trained}
+    other = [name for name in trained if here[name] != trained[name]]
+    if trained.get("source") != "generate" or not other or {*other} - {"tokens", "train", "val", "test", "fresh"}:
+        return
+    if here["train"] + here["val"] < trained["train"]:
+        raise UsageError(
+            f"test would be of the examples that {path} was trained on, as task.train={here['train']} is not its "
+            f"{trained['train']}: leave task.train as it was, or add task.data_seed={trained['data_seed'] + 1}"
+        )
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def test_text_fields_are_not_read_as_yaml():
     assert make(*BASE, "name=on").config.name == "on"
     assert make(*BASE, "name=1e5").config.name == "1e5"
     assert make(*BASE, "name=null").config.name is None
+    assert make(*BASE, "name=a #b").config.name == "a #b"
 
 
 def test_values_are_typed():
@@ -97,6 +98,15 @@ def test_the_result_is_frozen():
         ((*BASE, "model.d_model=1.5"), "could not be converted to Integer"),
         ((*BASE, "model.pooling=sum"), "expected one of"),
         ((*BASE, "model=3"), "unknown field 'model'"),
+        ((*BASE, "OPTIM.LR=1"), "did you mean 'optim.lr'"),
+        ((*BASE, "optim.lr=${seed}"), "write the value itself"),
+        ((*BASE, "name=${oc.env:HOME}"), "write the value itself"),
+        ((*BASE, "name=???"), "write the value itself"),
+        ((*BASE, "seed=1 # one"), "leave out what # begins"),
+        ((*BASE, "optim.lr=nan"), "optim.lr=nan must be a finite number"),
+        ((*BASE, "batch.micro=0"), "must be at least 1"),
+        ((*BASE, "model.d_model=100000"), "model.d_model=100000 is too large: use at most 16384"),
+        ((*BASE, "task.train=100000000"), "task.train=100000000 is too large: use at most 10000000"),
         ((*BASE, "optim.betas=[1]"), "optim.betas"),
         ((*BASE, "optim.betas=[1"), "can't be read as a value"),
         ((*BASE, "flash"), "'flash' is not of the form field=value"),

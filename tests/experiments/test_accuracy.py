@@ -60,6 +60,8 @@ def stubbed(monkeypatch):
         (["seeds=0"], "seeds=0: it is how many there are, at least 1"),
         (["devices=2"], "devices=2, but this machine has 0 GPUs"),
         (["attns=flash", "tasks=listops", "optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
+        (["per_device=0"], "per_device=0: it is how many runs share a GPU, at least 1"),
+        (["per_device=2", "launcher=slurm"], "per_device= is for launcher=local"),
         (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
         (["resume=auto"], "resume=auto can't be one for every cell: give nothing, every run is resumed"),
         (["trainer.devices=2"], "trainer.devices=2, but a cell has one device: give devices=, for runs at once"),

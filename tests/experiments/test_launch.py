@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,14 @@ def test_slots_are_the_gpus_that_are_seen(monkeypatch):
     for devices in (0, 4):
         with pytest.raises(UsageError, match=f"devices={devices}, but this machine has 3 GPUs: give 1 to 3"):
             slots(devices)
+
+
+def test_a_run_knows_how_many_share_its_gpu():
+    (cell,) = todo = cells(1)
+    see = [sys.executable, "-c", "import os; print(os.environ['LRA_RUNS_PER_DEVICE'])"]
+    for places, shared in ((["0", "1"], 1), (["0", "1", "0", "1"], 2), ([None] * 3, 3)):
+        Local(todo, places, command=see).work()
+        assert (cell.directory.path / "log.txt").read_text().splitlines()[-1] == str(shared)
 
 
 def test_a_run_sees_its_slots_gpu_and_the_users_threads(monkeypatch):

@@ -27,7 +27,15 @@ from tests.training.conftest import arguments
 
 FIELDS = arguments("name=run", "batch.eval=8", "trainer.log_every=1")
 RUN = Path("checkpoints/runs/listops/flash/run-s0")
-SPENT = ("train_seconds", "steps_per_second", "session_seconds", "resumed", "environment")
+SPENT = (
+    "train_seconds",
+    "steps_per_second",
+    "first_step_seconds",
+    "validation_seconds",
+    "session_seconds",
+    "resumed",
+    "environment",
+)
 
 # where an unbroken run can be killed, and how many such calls it has
 PHASES: dict[str, list[tuple[Moment, int]]] = {

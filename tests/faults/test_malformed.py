@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import random
 import shutil
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lra.training.step import Step
-from tests.faults import corpus, corpus_commands
-from tests.test_cli import DATA, RUN, SHORT, Done, lra, process
+from tests.experiments.runs import until
+from tests.faults import corpus, corpus_commands, corpus_runs, corpus_sources
+from tests.test_cli import DATA, ROOT, RUN, SHORT, Done, lra, process
+
+PLACE = f"checkpoints/runs/{corpus_runs.RUN}"
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str]:
@@ -60,18 +69,18 @@ def made(tmp_path_factory):
     return folder
 
 
-def sampled(cases: Iterable[str], every: int = 3) -> list[Any]:
-    """Every third case, and the others for make test-all."""
+def sampled(cases: Iterable[Any], every: int = 3) -> list[Any]:
+    """One in `every` cases, and the others for make test-all."""
     marks = [() if number % every == 0 else pytest.mark.slow for number, _ in enumerate(cases)]
     return [pytest.param(case, marks=mark, id=ascii(case)) for case, mark in zip(cases, marks, strict=True)]
 
 
-@pytest.mark.parametrize("argument", sampled(corpus_commands.FIELDS))
+@pytest.mark.parametrize("argument", sampled(corpus_commands.FIELDS, 6))
 def test_a_field(argument, around):
     refuses(around, (*corpus_commands.SHOW, argument), corpus_commands.FIELDS[argument])
 
 
-@pytest.mark.parametrize("command", sampled(corpus_commands.VERBS))
+@pytest.mark.parametrize("command", sampled(corpus_commands.VERBS, 5))
 def test_a_command(command, around):
     refuses(around, tuple(command.split()), corpus_commands.VERBS[command])
 
@@ -97,20 +106,46 @@ def test_an_archive(case, around):
     refuses(around, ("data", "prepare", "task=listops", "fresh=10", f"source={file}"), words)
 
 
-@pytest.mark.parametrize("name", ["ckpt", "safetensors"])
-def test_a_checkpoint(name, around, made, monkeypatch):
+@pytest.mark.parametrize(
+    "case", sampled([(name, case) for name, source in corpus_sources.SOURCES.items() for case in source.cases], 5)
+)
+def test_a_source(case, around):
+    make, command, cases = corpus_sources.SOURCES[case[0]]
+    spoil, words = cases[case[1]]
+    spoil(folder := make(around / "source"))
+    refuses(around, ("data", "prepare", *command, f"source={folder}"), words)
+
+
+CHECKPOINTS = {
+    ("best.ckpt", case): spoiling for case, spoiling in (corpus.CKPT | corpus_runs.CKPT).items()
+} | {
+    ("model.safetensors", case): spoiling for case, spoiling in (corpus.SAFETENSORS | corpus_runs.SAFETENSORS).items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sampled(CHECKPOINTS))
+def test_a_checkpoint(case, around, made, monkeypatch):
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
-    good = made / "checkpoints/runs/listops/flash/done-s0" / {"ckpt": "best.ckpt"}.get(name, "model.safetensors")
-    for case, (spoil, words) in {"ckpt": corpus.CKPT, "safetensors": corpus.SAFETENSORS}[name].items():
-        file = around / f"{case}/spoilt.{name}"
-        file.parent.mkdir()
-        shutil.copy(good, file)
-        spoil(file)
-        for command in (("test", f"init={file}"), ("fit", *RUN, f"init={file}")):
-            refuses(around, command, (f"spoilt.{name}", *words))
+    spoil, words = CHECKPOINTS[case]
+    good = made / PLACE / case[0]
+    shutil.copy(good, file := around / f"spoilt{good.suffix}")
+    spoil(file)
+    for command in (("test", f"init={file}"), ("fit", *RUN, f"init={file}")):
+        refuses(around, command, (file.name, *words))
 
 
-@pytest.mark.parametrize("case", sampled(corpus.STORES))
+@pytest.mark.parametrize("case", sampled(corpus_runs.DIRECTORIES, 6))
+def test_a_directory(case, around, made, monkeypatch):
+    """Of a finished run, which the same command would print; also where that is not read first."""
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
+    spoil, words = corpus_runs.DIRECTORIES[case]
+    shutil.copytree(made / PLACE, run := around / "here" / PLACE)
+    spoil(run)
+    for more in ((), ("resume=auto",)):
+        refuses(around, ("fit", *RUN, "name=done", *more), words)
+
+
+@pytest.mark.parametrize("case", sampled(corpus.STORES, 4))
 def test_a_store(case, around, made, monkeypatch):
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
     shutil.copytree(made / "data", around / "data")
@@ -119,6 +154,26 @@ def test_a_store(case, around, made, monkeypatch):
     spoil(store)
     for command in (("data", "verify", *DATA), ("data", "info", *DATA), ("fit", *RUN, "name=other")):
         refuses(around, command, words)
+
+
+@pytest.mark.parametrize("case", sampled(corpus_runs.STORES, 4))
+def test_the_content_of_a_store(case, around, made, monkeypatch):
+    """Only `verify` reads all bytes, but none makes a run compute something else or end in a traceback."""
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
+    shutil.copytree(made / "data", around / "data")
+    spoil, words = corpus_runs.STORES[case]
+    (store,) = (around / "data").glob("listops@*")
+    spoil(store)
+    for command in (("data", "show", *DATA), ("test", f"init={made / PLACE}")):
+        refuses(around, command, words)
+    assert lra("data", "verify", *DATA).code == 2
+
+
+@pytest.mark.parametrize("case", sampled(corpus_runs.ARCHIVES, 4))
+def test_results_to_merge(case, around, made):
+    make, words = corpus_runs.ARCHIVES[case]
+    make(file := around / "results.tar.xz", made / PLACE)
+    refuses(around, ("results", "merge", str(file)), words)
 
 
 @pytest.mark.slow
@@ -138,9 +193,146 @@ def test_the_data_folder_is_a_file(around, monkeypatch):
     refuses(around, ("data", "prepare", *DATA), ("LRA_DATA",))
 
 
-def test_processes(around):
-    """As it is typed: no traceback of an import, no warning above the line."""
+@pytest.mark.parametrize(
+    "file",
+    sampled(
+        ["last.ckpt", "best.ckpt", "env.json", "config.yaml", "metrics.csv", "model.safetensors", "result.json"], 6
+    ),
+)
+def test_a_disk_that_is_full_for_a_file_of_a_run(file, around, made, monkeypatch):
+    shutil.copytree(made / "data", around / "data")
+    with full_for(file, monkeypatch):
+        done = lra("fit", *RUN, "name=full")
+    run = Path(PLACE).with_name("full-s0")
+    check(done, (str(run), "No space left" if file in ("env.json", "config.yaml") else "no space left"))
+    assert not [*run.glob(".*")]  # what is half written takes no room
+    assert lra("fit", *RUN, "name=full", "resume=auto").code == 0
+    assert (run / "metrics.csv").read_bytes() == (made / PLACE / "metrics.csv").read_bytes()
+
+
+@pytest.mark.parametrize("file", ["train.tokens.npy", "manifest.json"])
+def test_a_disk_that_is_full_for_a_file_of_data(file, around, monkeypatch):
+    with full_for(file, monkeypatch):
+        refuses(around, ("data", "prepare", *DATA), ("no space left", "LRA_DATA"))
+    assert lra("data", "prepare", *DATA).code == 0
+
+
+@contextmanager
+def full_for(file: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that is full whenever a file of such a name is to be put on it."""
+    synced = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if file in Path(f"/proc/self/fd/{descriptor}").readlink().name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        yield
+
+
+UNDER = (  # commands that write below a regular file
+    ("data", "show", *DATA, "out=file/x.png"),
+    ("results", "pack", "out=file/x.tar.xz"),
+    ("results", "merge", "packed.tar.xz", "runs=file/x"),
+    ("fit", *RUN),
+)
+
+
+@pytest.mark.parametrize("command", UNDER, ids=lambda command: " ".join(command[:2]))
+def test_a_folder_that_is_a_file(command, around, made, monkeypatch):
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
+    shutil.copytree(made / "data", around / "data")
+    if command[0] == "fit":
+        Path("checkpoints").write_text("x")
+    else:
+        shutil.copytree(made / PLACE, around / "here" / PLACE)
+        assert lra("results", "pack", "out=packed.tar.xz").code == 0
+    refuses(around, command, ("checkpoints/runs" if command[0] == "fit" else "file/x",))
+
+
+def test_what_a_kill_left_half_written_goes(around, made):
+    shutil.copytree(made / "data", around / "data")
+    run = Path(PLACE).with_name("killed-s0")
+    run.mkdir(parents=True)
+    for name in (".config.yaml.17", ".last.ckpt.170401", ".model.safetensors.5"):
+        (run / name).write_text("half")
+    assert lra("fit", *RUN, "name=killed").code == 0
+    assert not [*run.glob(".*")]
+
+
+def test_how_a_run_was_called_last_is_no_part_of_its_result(around, made):
+    shutil.copytree(made / "data", around / "data")
+    assert lra("fit", *RUN, "name=done", "resume=auto").code == 0
+    here, there = (json.loads((folder / PLACE / "result.json").read_text()) for folder in (Path(), made))
+    assert here["overrides"] == there["overrides"] and "name=done" in here["overrides"]
+
+
+def test_a_weights_file_of_an_earlier_version_is_read(around, made):
+    shutil.copytree(made / "data", around / "data")
+    shutil.copy(made / PLACE / "model.safetensors", file := around / "model.safetensors")
+    now = lra("test", f"init={file}")
+    corpus_runs.earlier(lambda *_: None)(file)
+    assert lra("test", f"init={file}") == now and now.code == 0
+
+
+@pytest.mark.slow
+def test_without_a_home(around, monkeypatch):
+    """The user's folder is then the one that the system knows."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("LRA_DATA")
+    done = process("data", "info", *DATA, "task.data_seed=4294967295")
+    check(done, ("listops is not prepared", ".cache/lra/listops@1-", "lra data prepare"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("optim.lr=1e30",), ("pretrain=masked", "mask=0.0001")], ids=" ".join)
+def test_a_run_of_two_processes_that_fails_leaves_none(options, around, made):
+    shutil.copytree(made / "data", around / "data")
+    line = [sys.executable, "-m", "lra", "fit", *RUN, "trainer.devices=2", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # all of a session of its own, and a file for the output: a pipe would be waited for as long as anybody holds it
+    with Path("output").open("w+") as output:
+        run = subprocess.Popen(line, stdout=output, stderr=output, env=environment, start_new_session=True)
+        code = run.wait(200)
+        output.seek(0)
+        said = output.read()
+    assert code == 2 and "Traceback" not in said and said.count("lra: ") in (1, 2), said  # both may say it
+    until(lambda: not members(run.pid))
+
+
+def members(session: int) -> list[str]:
+    """Command lines of the processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(of) == session and state != "Z":
+                found.append((folder / "cmdline").read_text())
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+PROCESSES = {  # as it is typed: no traceback of an import, no warning above the line
+    ("fit", "task=listops", "attn=flahs", *SHORT): ("'flahs'", "'flash'"),
+    ("data", "prepare", "task=listops", "source=file"): ("file", "no tar archive"),
+}
+
+
+@pytest.mark.parametrize("command", sampled(PROCESSES))
+def test_a_process(command, around):
     before = snapshot(around)
-    check(process("fit", "task=listops", "attn=flahs", *SHORT), ("'flahs'", "'flash'"))
-    check(process("data", "prepare", *DATA, LRA_DATA=str(around / "here/file")), ("LRA_DATA",))
+    check(process(*command), PROCESSES[command])
     assert snapshot(around) == before
+
+
+@pytest.mark.slow
+def test_a_process_meets_a_bomb(around):
+    """Pillow only warns of some, and datasets tells on its own of what it can't read."""
+    for data, case in (("image", "a PNG of 100 million pixels"), ("text", "no text"), ("pathfinder", "a GIF")):
+        make, command, cases = corpus_sources.SOURCES[data]
+        spoil, words = cases[case]
+        spoil(folder := make(around / data))
+        check(process("data", "prepare", *command, f"source={folder}"), words)

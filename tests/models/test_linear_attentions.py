@@ -158,6 +158,18 @@ def test_linformer_with_the_identity_is_softmax_attention():
     torch.testing.assert_close(attention(q, k, v, batch), build("standard")(q, k, v, batch.to_padded()))
 
 
+@pytest.mark.parametrize("share", ["headwise", "kv"])
+def test_linformer_projects_a_token_by_its_place_in_the_image(share):
+    """Tokens that were left out are tokens whose keys and values are zeros."""
+    attention, kept = build("linformer", k=7, share=share), torch.tensor([3, 4, 11, 19])
+    few = dataclasses.replace(make_batch((4, 4), True, CPU), positions=kept.int().repeat(2))
+    q, k, v = (x.detach() for x in qkv(8))
+    whole, rows = make_batch((N, N), True, CPU), torch.cat((kept, N + kept))
+    spread = [torch.zeros(2 * N, 2, 16).index_copy(0, rows, x) for x in (q, k, v)]
+    for batch in (few, few.to_padded()):
+        torch.testing.assert_close(attention(q, k, v, batch), attention(*spread, whole)[rows])
+
+
 def test_performer_tends_to_softmax_attention():
     batch = make_batch((N, 13), True, CPU)
     q, k, v = (x.detach() for x in qkv(2 * N, 0.5))

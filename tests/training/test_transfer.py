@@ -191,6 +191,19 @@ def test_what_has_the_size_of_the_longest_sequence_is_fresh_for_another(saved, a
     assert not moved("pathfinder", path, f"attn={attn}")[1].fresh
 
 
+def test_a_test_set_that_was_trained_on_is_refused(saved):
+    """Splits of one seed follow one another: with fewer for training, test begins where training was."""
+    path = saved("pathfinder", "task.train=100")
+    message = r"was trained on, as task.train=10 is not its 100: .* add task.data_seed=1$"
+    refused(message, "pathfinder", path, "task.train=10", "task.val=10", "task.test=50")
+    for fine in (("task.train=200",), ("task.train=10", "task.data_seed=1"), ("task.train=10", "task.level=hard")):
+        moved("pathfinder", path, "task.val=10", *fine)
+    moved("path64", path, "task.train=10", "task.val=10")
+    refused(
+        "as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), "task.train=20", "task.val=5"
+    )
+
+
 def test_the_head_is_kept_or_fresh(saved):
     path = saved("pathfinder")
     weights, own = checkpoints.read(path)[0], build("path64").model.state_dict()

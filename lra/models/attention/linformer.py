@@ -45,14 +45,17 @@ class LinformerAttention(Attention):
         past_BN11 = ~batch.mask()[:, :, None, None]
         q_BHND = batch.pad(q).transpose(1, 2)
         k_BNHD, v_BNHD = (batch.pad(x).masked_fill(past_BN11, 0) for x in (k, v))
-        k_BHKD = self._project(k_BNHD, self.projections[0])
-        v_BHKD = self._project(v_BNHD, self.projections[-1])
+        # where background is left out a token still has its place in the image
+        place_BN = None if batch.positions is None else batch.pad(batch.positions.long())
+        k_BHKD = self._project(k_BNHD, self.projections[0], place_BN)
+        v_BHKD = self._project(v_BNHD, self.projections[-1], place_BN)
         p_BHNK = (q_BHND @ k_BHKD.transpose(2, 3) * self.spec.head_dim**-0.5).softmax(-1)
         p_BHNK = F.dropout(p_BHNK, self.dropout_rate)
         o_BNHD = (p_BHNK.to(v.dtype) @ v_BHKD).transpose(1, 2)
         return batch.unpad(o_BNHD.masked_fill(past_BN11, 0))
 
-    def _project(self, x_BNHD: Tensor, projection: Tensor) -> Tensor:
-        """The first rows of a projection serve shorter sequences: position i always meets row i."""
-        rows_NK = projection[: x_BNHD.shape[1]].to(x_BNHD.dtype)
-        return torch.einsum("bnhd,nk->bhkd", x_BNHD, rows_NK)
+    def _project(self, x_BNHD: Tensor, projection: Tensor, place_BN: Tensor | None) -> Tensor:
+        """Position i always meets row i, so the first rows serve shorter sequences."""
+        if place_BN is None:
+            return torch.einsum("bnhd,nk->bhkd", x_BNHD, projection[: x_BNHD.shape[1]].to(x_BNHD.dtype))
+        return torch.einsum("bnhd,bnk->bhkd", x_BNHD, F.embedding(place_BN, projection).to(x_BNHD.dtype))

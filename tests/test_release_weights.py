@@ -1,0 +1,301 @@
+"""Released weights are what their cards say, score what they state and start other runs; their pictures show them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import lra
+from benchmarks import pages, pictures, release
+from lra.data.pathfinder.generate import draw
+from lra.data.pathfinder.law import law
+from lra.errors import UsageError
+from lra.models.attention.base import Attention
+from lra.training import checkpoints, fit, transfer
+
+RELEASED = release.released()
+QUICK = ("pathfinder",)  # to be scored in seconds
+CPU = ("trainer.accelerator=cpu", "trainer.precision=fp32")
+
+
+def folder(name: str) -> Path:
+    return release.RELEASES / name
+
+
+def shown(text: str, block: int) -> list[list[str]]:
+    """The commands of a card's shell block of this number, without their comments."""
+    lines = text.split("```sh\n")[1 + block].partition("```")[0].splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_pages_are_not_stale():
+    for path, text in (release.make() | pictures.make()).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run make docs"
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_card_agrees_with_the_result(name):
+    card, result = (folder(name) / "README.md").read_text(encoding="utf-8"), RELEASED[name]
+    test, config = result["test"], result["config"]
+    stated = [f"{100 * test['accuracy']:.2f} ± {100 * test['plus_minus']:.2f} of {test['n']:,}"]
+    stated += [f" {100 * value:.2f} |" for value in test["baselines"].values()]
+    stated += [f"| {rule}, % " for rule in test["baselines"]]
+    stated += [f"{result['parameters']:,} parameters", f"seed {result['seed']}", f"`{result['task']}`"]
+    stated += [f"`{result['attn']}`", f"`{result['recipe']}`"]
+    stated += [f"`{key}={config['task'][key]}`" for key in config["task"] if key not in ("name", "source")]
+    stated += [result["environment"][key] for key in ("gpu", "commit")] + [result["environment"]["date"][:10]]
+    stated += [f"{package} {version}" for package, version in result["environment"]["versions"].items() if version]
+    assert not [text for text in stated if text not in card]
+    chain = release.stages(result, release.known())
+    assert chain[0]["config"]["init"] is None and chain[-1] == result
+    for command, stage in zip(shown(card, 1), chain, strict=True):
+        saved = fit.configure(command[2:]).config.saved()
+        assert command[:2] == ["lra", "fit"] and saved == stage["config"]  # what it trains now is what was trained
+
+
+def test_every_number_comes_from_the_result():
+    name, result = next(iter(RELEASED.items()))
+    other = json.loads(json.dumps(result).replace("20000", "30000"))
+    other |= {"parameters": 1234567, "seed": 8, "steps": 4321, "train_seconds": 77.0}
+    other["test"] |= {"accuracy": 0.5, "plus_minus": 0.0123, "baselines": {"majority": 0.25, "another rule": 0.375}}
+    card = release.card(name, other, release.known())
+    for text in ("50.00 ± 1.23 of 30,000", "another rule, %", "37.50", "1,234,567", "seed 8", "4,321", "77 s"):
+        assert text in card
+    assert f"{100 * result['test']['accuracy']:.2f}" not in card and "marker distance" not in card
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_release_is_of_one_run_and_whole(name):
+    weights, identity = checkpoints.read(folder(name))
+    module, result = lra.load(folder(name)), RELEASED[name]
+    assert identity["config"] == result["config"] and not module.training
+    assert sum(p.numel() for p in module.parameters()) == result["parameters"]
+    assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
+    assert all(value.isfinite().all() for value in weights.values())
+    assert {file.name for file in folder(name).iterdir()} == {*release.FILES, "README.md"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RELEASED]
+)
+def test_weights_reach_the_stated_accuracy_on_fresh_examples(name, tmp_path, monkeypatch):
+    """`config.yaml` names a run that is not there; examples are of a seed that no run has seen."""
+    monkeypatch.chdir(tmp_path)
+    count, stated = 300, RELEASED[name]["test"]["accuracy"]
+    seed = RELEASED[name]["config"]["task"]["data_seed"] + 1000
+    data = (f"task.data_seed={seed}", "task.train=8", "task.val=1", f"task.test={count}", "batch.eval=16")
+    scored = lra.test(f"init={folder(name)}", *data, *CPU)
+    deviation = math.sqrt(stated * (1 - stated) / count) + RELEASED[name]["test"]["plus_minus"]
+    assert scored["test"]["n"] == count and abs(scored["test"]["accuracy"] - stated) < 3 * deviation
+    assert not scored["transfer"]["fresh"] and not scored["transfer"]["left"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_commands_for_its_use_are_valid(name):
+    (_, _, *scored), (_, _, *fields) = shown((folder(name) / "README.md").read_text(encoding="utf-8"), 0)
+    assert scored == [f"init=checkpoints/{name}"]
+    run = fit.configure(fields).config
+    assert run.init == f"checkpoints/{name}"
+    _, module = fit.build(run)
+    assert not transfer.start(module, folder(name)).fresh
+
+
+def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ("task.train=4", "task.val=2", "task.test=2", "batch.size=2", "batch.eval=2", "optim.warmup=0")
+    steps = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
+    start = ("task=path64", "attn=flash", "recipe=curriculum", "task.tokens=lit", f"init={folder('pathfinder')}")
+    result = lra.fit(*start, *few, *steps, *CPU)
+    assert result["status"] == "finished" and result["steps"] == 1
+    assert result["transfer"]["task"] == "pathfinder@1" and not result["transfer"]["fresh"]
+    assert result["transfer"]["same"] == len(checkpoints.read(folder("pathfinder"))[0])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run's directory, and an empty folder for releases."""
+    directory = tmp_path / "pathfinder" / "flash" / "some-s0"
+    directory.mkdir(parents=True)
+    for file in release.FILES:
+        shutil.copy(folder("pathfinder") / file, directory)
+    (tmp_path / "releases").mkdir()
+    return directory, tmp_path / "releases"
+
+
+def test_a_run_is_released_with_its_card(run):
+    directory, releases = run
+    target = release.release(directory, "pathfinder", releases)
+    assert target == releases / "pathfinder" and list(releases.iterdir()) == [target]
+    for file in (*release.FILES, "README.md"):
+        assert (target / file).read_bytes() == (folder("pathfinder") / file).read_bytes()
+    assert release.make(releases)[target / "README.md"] == (target / "README.md").read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match="pathfinder is there already: remove it first"):
+        release.release(directory, "pathfinder", releases)
+
+
+@pytest.mark.parametrize("name", ["runs", "../away", "Large", ".hidden", ""])
+def test_a_release_needs_a_plain_name(run, name):
+    with pytest.raises(UsageError, match="can't be the name of a release"):
+        release.release(run[0], name, run[1])
+
+
+def test_what_is_not_one_finished_run_is_not_released(run, tmp_path):
+    directory, releases = run
+    result = json.loads((directory / "result.json").read_text())
+
+    def refused(message: str, **changed) -> None:
+        (directory / "result.json").write_text(json.dumps(result | changed))
+        with pytest.raises(UsageError, match=message) as error:
+            release.release(directory, "new", releases)
+        assert "\n" not in str(error.value) and not list(releases.iterdir())
+
+    refused("holds no finished run", status="failed")
+    refused("config.yaml and result.json .* different runs: seed: 0 -> 1", config=result["config"] | {"seed": 1})
+    config = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(config.replace("\nseed: 0", "\nseed: 1"))
+    refused("model.safetensors and result.json .*: seed: 0 -> 1", config=result["config"] | {"seed": 1})
+    (directory / "config.yaml").write_text(config)
+    (directory / "result.json").write_text(json.dumps(result))
+    with pytest.raises(UsageError, match="starts from .*level=intermediate.*: release that run first, or copy"):
+        release.release(directory, "new", releases, tmp_path / "none")
+    (directory / "model.safetensors").unlink()
+    refused("no checkpoint at")
+
+
+def test_two_results_of_one_stage_are_not_chosen_between(run, tmp_path):
+    directory, releases = run
+    shutil.copytree(pages.RESULTS, results := tmp_path / "results")
+    before = RELEASED["pathfinder"]["config"]["init"]
+    ((file, result),) = release.known(releases, results)[before]
+    (results / "again.json").write_text(json.dumps(result))  # the same twice is one
+    release.release(directory, "first", releases, results)
+    (results / "again.json").write_text(json.dumps(result | {"steps": 1}))
+    with pytest.raises(UsageError, match=rf"{file.name}.* are different results of .*keep the one of the weights"):
+        release.release(directory, "second", releases, results)
+
+
+def test_the_command_line_says_what_is_wrong(capsys):
+    assert release.main(["one", "two", "three"]) == 2 and release.main(["none", "pathx"]) == 2
+    assert pictures.main(["init=checkpoints/none"]) == 2 and pictures.main(["init=checkpoints/pathfinder", "x=1"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 4 and errors[2].startswith("pictures: init=checkpoints/none is no released folder")
+
+
+# pictures
+
+DRAWN = [path.stem for path in sorted(pictures.FOLDER.glob("*.json"))]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_sheet_shows_what_the_test_set_has(name):
+    record, task = json.loads((pictures.FOLDER / f"{name}.json").read_text()), RELEASED[name]["config"]["task"]
+    module = lra.load(folder(name))
+    chosen = law(module.run.task.resolution, task["level"])
+    first = task["train"] + task["val"]
+    for kind, images in record["sheet"].items():
+        verdict, label = kind.split(", ")
+        for image in images[:1]:
+            drawing = draw(chosen, seed=task["data_seed"], index=first + image["image"])
+            share = float(pictures.connected(module, drawing.pixels.reshape(1, -1))[0])
+            assert image["label"] == label == ("apart", "connected")[drawing.label]
+            assert abs(share - image["connected"]) < 1e-3
+            assert ((share > 0.5) == (label == "connected")) == (verdict == "right")
+    files = list(pictures.FOLDER.glob(f"{name}-*"))
+    assert len(files) == 3 and all(file.stat().st_size < 300_000 for file in files)
+
+
+def test_the_pictures_are_those_of_the_weights(tmp_path):
+    name, count = QUICK[0], 64
+    made = pictures.depict(pictures.Options(f"{folder(name)}", count), tmp_path)
+    kept = json.loads((pictures.FOLDER / f"{name}.json").read_text())
+    look, before = made["attention"], kept["attention"]
+    assert look.pop("largest") == pytest.approx(before.pop("largest"), abs=1e-3) and look == before
+    for kind, images in made["sheet"].items():
+        assert [image["image"] for image in images] == [each["image"] for each in kept["sheet"][kind]][: len(images)]
+    for picture, (columns, rows) in {"attention": (5, 1), "samples": (pictures.EACH, 4)}.items():
+        with Image.open(tmp_path / f"{name}-{picture}.png") as image:
+            assert image.width == columns * (pictures.PANEL + pictures.GAP) + pictures.GAP
+            assert rows * pictures.PANEL < image.height < rows * (pictures.PANEL + 80)
+
+
+@pytest.mark.parametrize("tokens", ["all", "lit"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("attn", ["flash", "standard"])
+def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
+    """With one head its probabilities times v are the layer's output."""
+    fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
+    run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
+    module = fit.build(run)[1].eval()
+    drawing = draw(law(32, "hard"), seed=0, index=3)  # its row and column differ
+    query: tuple[int, int] = tuple(drawing.markers[0].tolist())
+    seen, prefix = [], int(pooling == "cls")
+
+    def look(_, given, output):
+        seen.append((given[2], output, given[3].token_positions()))
+
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.register_forward_hook(look)
+    layers = pictures.attentions(module, drawing.pixels.ravel(), query)
+    kept = drawing.pixels.ravel() >= (8 if tokens == "lit" else 0)
+    assert len(layers) == len(seen) == 2
+    for share, (v, output, positions) in zip(layers, seen, strict=True):
+        assert np.array_equal(np.isfinite(share), kept)
+        weight = torch.zeros(len(positions))
+        weight[positions >= prefix] = torch.from_numpy(share[kept])
+        weight[0] += prefix * (1 - float(share[kept].sum()))  # what CLS has is not drawn
+        row = positions == query[0] * 32 + query[1] + prefix
+        assert torch.allclose(torch.einsum("n,nhd->hd", weight, v), output[row][0], atol=1e-5)
+
+
+def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
+    def build(*fields):
+        return fit.build(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
+
+    pixels = draw(law(32, "hard"), seed=0, index=0).pixels.ravel()
+    with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):
+        pictures.attentions(build("attn=linear", "model.attn_dropout=0"), pixels, (0, 0))
+    with pytest.raises(UsageError, match=r"the pixel \(0, 0\) is dark"):
+        pictures.attentions(build("attn=flash", "task.tokens=lit"), pixels, (0, 0))
+
+
+def test_what_is_drawn_of_attention():
+    image = np.zeros((32, 32), np.uint8)
+    image[4, 5:9] = 200
+    layer = np.full((32, 32), np.nan, np.float32)
+    layer[4, 5:9] = (0.0, 0.1, 0.2, 0.7)
+    drawn = np.asarray(pictures.overlays(image, [layer], (4, 5)))
+    factor, gap = pictures.PANEL // 32, pictures.GAP
+    panel = drawn[gap : gap + 32 * factor, 2 * gap + 32 * factor :][:, : 32 * factor]
+    middles = panel[factor // 2 :: factor, factor // 2 :: factor].astype(int)
+    assert (middles[4, 8] == pictures.RAMP[-1][1]).all() and (middles[10, 10] == 0).all()
+    assert len(set(middles[4, 5])) == 1 and 0 < middles[4, 5, 0] < 200  # a token without attention stays grey
+    assert drawn.shape[1] == 3 * gap + 2 * 32 * factor
+    rows = [("right, apart", [(image, 0.25)] * 2), ("wrong, apart", [])]
+    assert isinstance(pictures.sheet(rows), Image.Image)
+
+
+def test_curves_are_one_after_another():
+    result = {"task": "pathfinder@1", "steps": 100, "config": {"task": {"level": "easy"}}}
+    points = [(50, 0.5), (100, 0.75)]
+    text = pictures.curve([(result, points), (result | {"steps": 300}, [(300, 1.0)])], 0.5)
+    root = ElementTree.fromstring(text)
+    words = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"100", "400", "chance", "75.0", "100.0"} <= set(words) and words.count("pathfinder, easy") == 2
+    first, second = (
+        [[float(x) for x in pair.split(",")] for pair in line.attrib["points"].split()]
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+    )
+    width = pictures.RIGHT - pictures.LEFT
+    assert [x for x, _ in first] == [pictures.LEFT + width / 8, pictures.LEFT + width / 4]
+    assert second == [[pictures.RIGHT, pictures.TOP]] and first[0][1] > first[1][1]
