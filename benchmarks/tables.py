@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import pages
 from lra.config.compose import read_recipe, recipes
@@ -30,31 +31,30 @@ OTHERS = "of no cell of this table"  # the note on files that other pages show
 def page(table: Grid) -> str | None:
     """A table's page; None without a finished run of its."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in pages.RESULTS.glob("*-s[0-9].json")]
-    sections = [
-        part
-        for recipe in recipes()
-        if (seeds := [run["seed"] for run in runs if run["recipe"] == recipe])
-        for part in _section(table, recipe, 1 + max(seeds))
-    ]
+    sections = [part for recipe in recipes() for part in _section(table, recipe, runs)]
     if not sections:
         return None
     title, about = table.name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     return "\n\n".join([HEAD.format(title=title, about=about, source=table.source, name=table.name), *sections]) + "\n"
 
 
-def _section(table: Grid, recipe: str, seeds: int) -> Iterator[str]:
+def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    own = [run for run in runs if run["recipe"] == recipe]
+    tasks = {name: column.fields[0].removeprefix("task=") for name, column in table.columns.items()}
+    some = [name for name, task in tasks.items() if any(run["config"]["task"]["name"] == task for run in own)]
+    if not some:
+        return
+    seeds = 1 + max(run["seed"] for run in own)
+    matched = ledger.match(table.cells(some, seeds=seeds, recipe=recipe), pages.RESULTS).entries
+    if not (found := {cell.column for cell in matched}):
+        return
     covered = read_recipe(recipe)["tasks"]
-    columns = [name for name, column in table.columns.items() if column.fields[0].removeprefix("task=") in covered]
-    if not columns:
-        return
-    found = {
-        cell.column for cell in ledger.match(table.cells(columns, seeds=seeds, recipe=recipe), pages.RESULTS).entries
-    }
-    if not found:
-        return
-    shown = ",".join(name for name in columns if name in found or not table.columns[name].apart)
-    folder = pages.RESULTS.relative_to(pages.ROOT)
-    made = report.run(table.name, [f"results={folder}", f"recipe={recipe}", f"seeds={seeds}", f"tasks={shown}"])
+    shown = [name for name, column in table.columns.items() if name in found or not column.apart]
+    fields = {
+        "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
+        "tasks": ",".join(name for name in shown if tasks[name] in covered),
+    }  # fmt: skip
+    made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"

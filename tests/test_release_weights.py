@@ -23,7 +23,6 @@ from lra.models.attention.base import Attention
 from lra.training import checkpoints, fit, transfer
 
 RELEASED = release.released()
-QUICK = ("pathfinder",)  # to be scored in seconds
 CPU = ("trainer.accelerator=cpu", "trainer.precision=fp32")
 
 
@@ -84,9 +83,8 @@ def test_a_release_is_of_one_run_and_whole(name):
     assert {file.name for file in folder(name).iterdir()} == {*release.FILES, "README.md"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RELEASED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RELEASED)
 def test_weights_reach_the_stated_accuracy_on_fresh_examples(name, tmp_path, monkeypatch):
     """`config.yaml` names a run that is not there; examples are of a seed that no run has seen."""
     monkeypatch.chdir(tmp_path)
@@ -215,7 +213,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
 
 
 def test_the_pictures_are_those_of_the_weights(tmp_path):
-    name, count = QUICK[0], 64
+    name, count = "pathfinder", 64
     made = pictures.depict(pictures.Options(f"{folder(name)}", count), tmp_path)
     kept = json.loads((pictures.FOLDER / f"{name}.json").read_text())
     look, before = made["attention"], kept["attention"]

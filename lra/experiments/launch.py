@@ -108,7 +108,7 @@ class Local:
 
     def _before(self, cell: Cell) -> Cell | None:
         """The cell from which the recipe starts this one, if it is among those to be done."""
-        start = cell.composed.start and cell.composed.config.init
+        start = cell.composed.config.init if cell.composed.start else None
         return self.starts.get(Path(start)) if start else None
 
     def _reachable(self, cell: Cell) -> bool:

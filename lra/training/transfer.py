@@ -122,7 +122,7 @@ def apply(
 
 def _refuse_seen(task: Any, trained: dict[str, Any], path: str | Path) -> None:
     """UsageError if the test set is among what was trained on: generated splits follow one another in one stream."""
-    here = {name: getattr(task, name, None) for name in trained}
+    here: dict[str, Any] = {name: getattr(task, name, None) for name in trained}
     other = [name for name in trained if here[name] != trained[name]]
     if trained.get("source") != "generate" or not other or {*other} - {"tokens", "train", "val", "test", "fresh"}:
         return

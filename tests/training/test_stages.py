@@ -54,7 +54,9 @@ def test_arguments_are_handed_on_but_for_a_runs_own():
     before = lra.configure(lra.configure(given).start or ())
     assert (before.config.seed, before.config.name, before.config.head) == (3, None, None)
     assert before.config.trainer.steps == 4 and before.config.model.d_model == 64
-    short = lra.configure(lra.configure(["task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900"]).start)
+    short = lra.configure(
+        lra.configure(["task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900"]).start or ()
+    )
     assert short.config.trainer.steps == 6000, "a rule's own arguments come last"
 
 
@@ -94,6 +96,7 @@ def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
     assert stamps == {run: (run / "result.json").stat().st_mtime_ns for run in runs}
 
 
+@pytest.mark.slow
 def test_a_grid_runs_stages_first_and_none_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fields = [arg for arg in TINY if not arg.startswith(("recipe=", "attn=", "task.tokens="))]
