@@ -30,7 +30,7 @@ from lra.training.run import RUNS, read_config, replacing
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
 CHECKPOINTS = {
-    "none": (), "last": ("last.ckpt",), "best": ("best.ckpt",), "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
+    "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",), "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
 }  # fmt: skip
 LEAST_LIMIT = 64 << 20  # bytes that any archive may unpack to
 MOST_GROWTH = 200  # times an archive's own size: curves shrink by less, checkpoints hardly
@@ -42,7 +42,8 @@ BUFFER = 1 << 20
 class PackOptions:
     out: str = ""
     runs: str = str(RUNS)
-    checkpoints: Literal["none", "last", "best", "all"] = "none"  # of finished runs; `all` has the weights file too
+    # of finished runs: nothing, what others start from, or what goes on
+    checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
 
     def __post_init__(self) -> None:
         if not self.out.endswith(ENDING):

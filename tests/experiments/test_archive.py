@@ -90,6 +90,7 @@ CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
     ("checkpoints", "done", "going"),
     [
         ("none", SMALL, None),
+        ("weights", SMALL | {"model.safetensors"}, CONTINUED),
         ("best", SMALL | {"best.ckpt"}, CONTINUED),
         ("last", SMALL | {"last.ckpt"}, CONTINUED),
         ("all", SMALL | {"best.ckpt", "last.ckpt", "model.safetensors"}, CONTINUED),
