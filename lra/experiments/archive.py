@@ -30,7 +30,8 @@ from lra.training.run import RUNS, read_config, replacing
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
 CHECKPOINTS = {
-    "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",), "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
+    "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
+    "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
 }  # fmt: skip
 LEAST_LIMIT = 64 << 20  # bytes that any archive may unpack to
 MOST_GROWTH = 200  # times an archive's own size: curves shrink by less, checkpoints hardly
