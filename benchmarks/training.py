@@ -2,9 +2,9 @@
 
     python -m benchmarks.training [--check]
 
-Of benchmarks/results: `<what>-step.json` of `lra bench step`, `equal-learning.json` of benchmarks/learning.py, and runs
-named `devices<n>`, whose speed is compared. With --check nothing is written, and the exit code is 1 if the page is not
-what would be.
+Of benchmarks/results: `<what>-step.json` of `lra bench step`, `equal-learning.json` of benchmarks/learning.py,
+`<what>-soak.json` of benchmarks/soak.py, and runs named `devices<n>`, whose speed is compared. With --check nothing is
+written, and the exit code is 1 if the page is not what would be.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ EXACT = (
     "step's loss to that of the eager engine on packed batches and one device."
 )
 NOISE = "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation, and each seed's."
+LONG = (
+    "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
+    "growth per hour by a line, over the second half. Disk grows by the curves, a row for each logged loss."
+)
 SCALING = "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`."
 
 
@@ -46,6 +50,7 @@ def page() -> str:
     parts = [HEAD, *_steps(steps)]
     if (learning := pages.RESULTS / "equal-learning.json").exists():
         parts += _learning(json.loads(learning.read_text(encoding="utf-8")))
+    parts += _long(sorted(pages.RESULTS.glob("*-soak.json")))
     parts += _scaling(sorted(pages.RESULTS.glob("*-devices*-s*.json")))
     return "\n\n".join(parts) + "\n"
 
@@ -142,6 +147,23 @@ def _scaling(files: Sequence[Path]) -> Iterator[str]:
                 for path, r in results
             ],
         )  # fmt: skip
+
+
+def _long(files: Sequence[Path]) -> Iterator[str]:
+    results = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+    if results:
+        yield LONG
+        rows = [
+            [
+                _link(path), f"{r['minutes']:g}", f"{r['steps']:,}", name.replace("_", " "),
+                *(f"{found[key] / unit:,.{digits}f}" for key in ("least", "most", "per_hour")),
+                _made_with(r["environment"]),
+            ]
+            for path, r in results
+            for name, found in r["growth"].items()
+            for unit, digits in [(1e6, 2) if name in ("memory", "gpu_memory", "disk") else (1, 0)]
+        ]  # fmt: skip
+        yield table(["run", "minutes", "steps", "what (bytes in MB)", "least", "most", "per hour", "made with"], rows)
 
 
 def _link(path: Path) -> str:
