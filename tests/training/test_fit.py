@@ -81,14 +81,26 @@ def interrupt_at(step: int, monkeypatch) -> None:
     monkeypatch.setattr(Step, "__call__", call)
 
 
-@pytest.mark.parametrize("attn", ["flash", "standard"])
-def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn):
-    unbroken = small("name=unbroken", f"attn={attn}")
+GPU = ("trainer.accelerator=gpu", "attn.deterministic=true")
+
+
+@pytest.mark.parametrize(
+    ("attn", "options"),
+    [
+        ("flash", ()),
+        ("standard", ()),
+        pytest.param("flash", (*GPU, "engine=eager"), marks=pytest.mark.gpu),
+        pytest.param("flash", (*GPU, "engine=captured"), marks=pytest.mark.gpu),
+    ],
+)
+def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn, options):
+    fields = (f"attn={attn}", *options)
+    unbroken = small("name=unbroken", *fields)
     with monkeypatch.context() as patch:
         interrupt_at(7, patch)
         with pytest.raises(RuntimeError, match="power cut"):
-            small("name=broken", f"attn={attn}")
-    resumed = small("name=broken", f"attn={attn}", "resume=auto")
+            small("name=broken", *fields)
+    resumed = small("name=broken", *fields, "resume=auto")
     for name in ("best.ckpt", "last.ckpt"):
         a, b = (torch.load(f"{result['directory']}/{name}", weights_only=True) for result in (unbroken, resumed))
         assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
