@@ -67,7 +67,7 @@ SAME: dict[str, tuple[Any, ...]] = {
     "positions.scale": ("pixel",),  # null
 }
 # of attentions
-OPTIONS: dict[str, Any] = {"block": "4"}  # instead of defaults;
+OPTIONS: dict[str, Any] = {"block": "4", "random": 1, "globals": 1}  # instead of defaults;
 LARGEST, LONGEST = 8, 40  # of a number, and of a sequence
 OPTIONS_BESIDE = {"deterministic": {"impl": "triton", "block": "16", "window": 15, "stride": 16}}
 OPTION_VALUES = {"block": [["8"]], "summary": [[8]]}
