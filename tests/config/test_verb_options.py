@@ -1,0 +1,101 @@
+"""Options of verbs: each is read by the code of its verb, and refuses what is no value of it. None is listed here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lra
+from lra.bench.options import parse
+from lra.errors import UsageError
+
+PACKAGE = Path(lra.__file__).parent
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
+
+
+def schemas() -> list[type]:
+    """Every dataclass that a module of lra hands to `parse` by its name."""
+    found: dict[str, type] = {}
+    for file, tree in TREES.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id == "parse" and isinstance(call.args[0], ast.Name):
+                name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+                cls = getattr(importlib.import_module(name), call.args[0].id, None)
+                if inspect.isclass(cls):
+                    found[f"{cls.__module__}.{cls.__name__}"] = cls
+    return list(found.values())
+
+
+SCHEMAS = schemas()
+FIELDS = [(cls, field) for cls in SCHEMAS for field in dataclasses.fields(cls)]
+
+
+def named(value: Any) -> str:
+    return value.name if isinstance(value, dataclasses.Field) else f"{value.__module__.rpartition('.')[2]}"
+
+
+def users(cls: type) -> list[ast.Module]:
+    """The class's module, and those that import from it or import it."""
+    package, _, module = cls.__module__.rpartition(".")
+    found = []
+    for file, tree in TREES.items():
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        own = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) == cls.__module__
+        if own or any(
+            node.module == cls.__module__ or (node.module == package and module in [each.name for each in node.names])
+            for node in imports
+        ):
+            found.append(tree)
+    return found
+
+
+def read_outside(cls: type, field: str) -> bool:
+    """Whether code reads `<something>.<field>` elsewhere than in the checks of the class."""
+    for tree in users(cls):
+        checks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__post_init__"]
+        checked = {id(inner) for node in checks for inner in ast.walk(node)}
+        for node in ast.walk(tree):
+            read = isinstance(node, ast.Attribute) and node.attr == field and isinstance(node.ctx, ast.Load)
+            if read and id(node) not in checked:
+                return True
+    return False
+
+
+def test_verbs_have_options():
+    assert len(SCHEMAS) >= 9 and len(FIELDS) > 40
+
+
+@pytest.mark.parametrize(("cls", "field"), FIELDS, ids=named)
+def test_an_option_is_read(cls, field):
+    assert read_outside(cls, field.name)
+
+
+@pytest.mark.parametrize(("cls", "field"), FIELDS, ids=named)
+def test_what_is_no_value_is_refused(cls, field):
+    hint = typing.get_type_hints(cls)[field.name]
+    plain = {str, str | None, tuple[str, ...], tuple[str, ...] | None}
+    if hint in plain:  # any text may be one, unless it is to be a name: then at once, or by the verb
+        try:
+            assert getattr(parse(cls, [f"{field.name}=§.tar.xz"], **needed(cls, field)), field.name)
+        except UsageError as error:
+            assert str(error).startswith(field.name)
+        return
+    with pytest.raises(UsageError, match=rf"^{field.name}=§: "):
+        parse(cls, [f"{field.name}=§"], **needed(cls, field))
+
+
+def needed(cls: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What another field must be, where its default is refused."""
+    try:
+        cls()
+    except UsageError as error:
+        name = next(each.name for each in dataclasses.fields(cls) if f"{each.name}=" in str(error))
+        return {} if name == field.name else {name: "a.tar.xz"}
+    return {}
