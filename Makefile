@@ -43,7 +43,7 @@ lint: $(READY)  ## ruff and pyright
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
-	@$(PY) benchmarks/readme.py
+	@$(PY) -m benchmarks.readme
 	@$(PY) -m benchmarks.attentions
 	@$(PY) -m benchmarks.fig3
 	@$(PY) -m benchmarks.runs

@@ -1,6 +1,6 @@
 """Makes the tables of README.md from lra's registries and from the measurements in benchmarks/results.
 
-    python benchmarks/readme.py [--check]
+    python -m benchmarks.readme [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
 `<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here, or
@@ -10,7 +10,6 @@ With --check nothing is written, and the exit code is 1 if README.md is not what
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -18,14 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import table
 from lra.config.compose import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results"
+README = pages.ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
@@ -39,7 +38,7 @@ def tasks(_: Path) -> str:
         return version, what, f"{facts['length']:,}", str(facts["classes"]), " ".join(covered), facts["paper"]
 
     header = ("task", "what", "longest", "classes", "recipes", "source")
-    return _table(header, (row(*entry) for entry in _catalogue(TASKS)))
+    return table(header, (row(*entry) for entry in _catalogue(TASKS)))
 
 
 def attentions(_: Path) -> str:
@@ -51,7 +50,7 @@ def attentions(_: Path) -> str:
         )  # fmt: skip
 
     header = ("attention", "what", "exact", "dropout", "ragged", "head dimension", "source")
-    return _table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
+    return table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
 
 
 def learnability(results: Path) -> str:
@@ -65,10 +64,10 @@ def learnability(results: Path) -> str:
             f"{100 * max(result['baselines'].values()):.2f}",
             f"{result['steps']:,} of {result['batch']}",
             f"{result['train_seconds'] / 60:.1f} min",
-            _gpus(result["environment"]["gpu"], 1),
+            result["environment"]["gpu"] or "",
         ))  # fmt: skip
     header = ("task", "level", "test accuracy, %", "train accuracy, %", "baseline, %", "steps", "time", "GPU")
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def prepare(results: Path) -> str:
@@ -85,7 +84,7 @@ def prepare(results: Path) -> str:
         for file, result in _measured(results, "-prepare")
         for store in result["stores"]
     ]
-    return _table(("task", "fields", "examples", "size", "prepare", "verify", "CPU cores"), rows)
+    return table(("task", "fields", "examples", "size", "prepare", "verify", "CPU cores"), rows)
 
 
 def exactness(results: Path) -> str:
@@ -96,8 +95,8 @@ def exactness(results: Path) -> str:
             worst = ("" if ratio is None else f"{ratio:.3f}" for ratio in entry["worst"].values())
             rows.append((link, dtype, str(entry["cases"]), *worst, str(entry["failures"])))
         notes.append(_covered(result))
-    table = _table(("kernel", "dtype", "cases", "out", "dq", "dk", "dv", "failed"), rows)
-    return "\n".join([table, *(f"\n{note}" for note in notes)])
+    made = table(("kernel", "dtype", "cases", "out", "dq", "dk", "dv", "failed"), rows)
+    return "\n".join([made, *(f"\n{note}" for note in notes)])
 
 
 def _covered(result: dict[str, Any]) -> str:
@@ -127,14 +126,14 @@ def speed(results: Path) -> str:
             value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
     header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
-    table = _table(
+    made = table(
         header,
         (
             (f"[{d}](benchmarks/results/{name})", dropout, length, batch, *(_both(row, attn) for attn in names))
             for (name, d, dropout, length, batch), row in rows.items()
         ),
     )
-    return "\n".join([table, *(f"\n{_made_with(result)}" for _, result in measured[:1])])
+    return "\n".join([made, *(f"\n{_made_with(result)}" for _, result in measured[:1])])
 
 
 def _both(row: dict[Any, str], attention: str) -> str:
@@ -175,14 +174,14 @@ def sparse(results: Path) -> str:
         "`butterfly` / (density × `flash`)",
     )  # fmt: skip
     values = ("butterfly", "flash", "flex", "ratio")
-    table = _table(
+    made = table(
         header,
         (
             (f"[{d}](benchmarks/results/{file})", *facts, *(_both(row, column) for column in values))
             for (file, d, *facts), row in rows.items()
         ),
     )
-    return "\n".join([table, *(f"\n{_made_with(result)}" for _, result in measured[:1])]) if rows else ""
+    return "\n".join([made, *(f"\n{_made_with(result)}" for _, result in measured[:1])]) if rows else ""
 
 
 def _ms(cells: Sequence[dict[str, Any]]) -> str:
@@ -199,7 +198,7 @@ def memory(results: Path) -> str:
                 value = f"{cell['memory_mb']:,.0f}" if cell["status"] == "ok" else _ended(cell)
                 rows.setdefault((file.name, cell["N"]), {})[cell["attention"]] = value
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return _table(
+    return table(
         ("N", *(f"`{name}`" for name in names)),
         (
             (f"[{n:,}](benchmarks/results/{file})", *(row.get(name, "") for name in names))
@@ -216,7 +215,7 @@ def short(results: Path) -> str:
             value = f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault((file.name, cell["attention"], cell["pass"]), {})[cell["N"]] = value
     lengths = list(dict.fromkeys(n for row in rows.values() for n in row))
-    return _table(
+    return table(
         ("attention", "pass", *(f"N = {n}" for n in lengths)),
         (
             (f"[`{name}`](benchmarks/results/{file})", what, *(row.get(n, "") for n in lengths))
@@ -229,7 +228,7 @@ def profile(results: Path) -> str:
     """What hardware counters say of the kernels: the share of time in which each unit is busy, in percent."""
     rows = [(file, row) for file, result in _measured(results, "-profile") for row in result["rows"]]
     units = list(dict.fromkeys(unit for _, row in rows for unit in row["busy_percent"]))
-    return _table(
+    return table(
         ("kernel", "d", "dropout", *units),
         (
             (
@@ -254,7 +253,7 @@ def traffic(results: Path) -> str:
         for file, result in _measured(results, "-io")
         for row in result["rows"]
     ]
-    return _table(("algorithm", "B_c", "B_r", "loads and stores, GB", "measured in HBM, GB"), rows)
+    return table(("algorithm", "B_c", "B_r", "loads and stores, GB", "measured in HBM, GB"), rows)
 
 
 def _counted(row: dict[str, Any]) -> float | None:
@@ -277,26 +276,12 @@ MADE: dict[str, Callable[[Path], str]] = {
 }
 
 
-def make(text: str, results: Path = RESULTS) -> str:
+def make(text: str, results: Path = pages.RESULTS) -> str:
     """`text` with every block made anew; ValueError if a block is missing, unknown or there twice."""
     names = [match[2] for match in BLOCK.finditer(text)]
     if sorted(names) != sorted(MADE):
         raise ValueError(f"README.md has the blocks {', '.join(names)}, not {', '.join(MADE)}")
     return BLOCK.sub(lambda match: f"{match[1]}{MADE[match[2]](results)}\n{match[3]}", text)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make the tables of README.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if README.md is stale")
-    check = parser.parse_args(arguments).check
-    text = README.read_text(encoding="utf-8")
-    made = make(text)
-    if check and made != text:
-        print("README.md is stale: run python benchmarks/readme.py", file=sys.stderr)
-        return 1
-    if not check:
-        README.write_text(made, encoding="utf-8")
-    return 0
 
 
 def _measured(results: Path, ending: str) -> list[tuple[Path, dict[str, Any]]]:
@@ -310,17 +295,8 @@ def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
         yield entry.name, vars(registry.declared(entry)), entry.summary.rstrip(".")
 
 
-def _table(header: Row, rows: Iterable[Row]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
-
-
 def _bytes(count: int | None) -> str:
     return "" if count is None else f"{count / 1e9:.2f} GB"
-
-
-def _gpus(name: str | None, count: int) -> str:
-    return "" if name is None else name if count == 1 else f"{count} × {name}"
 
 
 def _yes(value: bool) -> str:
@@ -328,4 +304,4 @@ def _yes(value: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(lambda: {README: make(README.read_text(encoding="utf-8"))}))

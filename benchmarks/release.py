@@ -26,6 +26,7 @@ from benchmarks.pages import table
 from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.archive import Run
+from lra.experiments.ledger import gpus
 from lra.training import checkpoints
 from lra.training.run import RUNS
 
@@ -149,7 +150,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
 
 _SEED = (
     "Its test set follows its training set in one stream: with other numbers of examples choose another "
-    "`task.data_seed`, else what it was trained on is scored."
+    "`task.data_seed`; fewer for training are refused, as what it was trained on would be scored."
 )
 _ALONE = "Each run starts from the weights of the one before. The last command alone trains those before it, too."
 
@@ -198,7 +199,7 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     seed = config["task"].get("data_seed")
     yield "data", f"{result['data']['source']}{'' if seed is None else f', seed {seed}'}; {fields}"
     yield "store", f"`{result['data']['store']}`"
-    yield "trained with", f"{_gpus(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
+    yield "trained with", f"{_hardware(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
     named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     yield "versions", f"commit {made_with['commit']}; {named}"
     yield "date", made_with["date"][:10]
@@ -230,14 +231,13 @@ def _stage(number: int, result: Result) -> list[str]:
     seconds = "" if result["resumed"] else f"{result['train_seconds']:,.0f} s"  # else of the last session only
     return [
         str(number), result.get("protocol") or result["task"], f"{result['steps']:,}",
-        str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _gpus(result),
+        str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _hardware(result),
         result["environment"]["date"][:10],
     ]  # fmt: skip
 
 
-def _gpus(result: Result) -> str:
-    gpu, count = result["environment"]["gpu"], result["world_size"]
-    return "CPU" if gpu is None else gpu if count == 1 else f"{count} × {gpu}"
+def _hardware(result: Result) -> str:
+    return gpus(result["environment"]["gpu"], result["world_size"])
 
 
 def _shell(*lines: str) -> str:

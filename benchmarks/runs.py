@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
+from benchmarks.release import accuracy
+from lra.experiments.ledger import gpus
 
 PAGE = pages.ROOT / "docs" / "runs.md"
 HEAD = (
@@ -40,7 +42,7 @@ def runs(results: Path) -> str:
 def _run(file: Path, result: dict[str, Any]) -> Sequence[str]:
     recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
     ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    seconds, peak = result.get("session_seconds"), result["peak_gpu_bytes"]
+    seconds, peak, gpu = result.get("session_seconds"), result["peak_gpu_bytes"], result["environment"]["gpu"]
     if result["resumed"]:
         seconds = peak = None  # of the last session only: the whole was not measured
     return (
@@ -54,7 +56,7 @@ def _run(file: Path, result: dict[str, Any]) -> Sequence[str]:
         "" if peak is None else f"{peak / 1e9:.2f} GB",
         f"{result['train_seconds'] / 60:.1f} min",
         "" if seconds is None else f"{seconds / 60:.1f} min",
-        _gpus(result["environment"]["gpu"], result["world_size"]),
+        "" if gpu is None else gpus(gpu, result["world_size"]),
     )
 
 
@@ -77,12 +79,7 @@ def _score(score: dict[str, Any] | None) -> str:
     if score is None:
         return ""
     best = max(score["baselines"], key=score["baselines"].__getitem__)
-    reached = f"{100 * score['accuracy']:.2f} ± {100 * score['plus_minus']:.2f} of {score['n']:,}"
-    return f"{reached}; {best} {100 * score['baselines'][best]:.2f}"
-
-
-def _gpus(name: str | None, count: int) -> str:
-    return "" if name is None else name if count == 1 else f"{count} × {name}"
+    return f"{accuracy(score)}; {best} {100 * score['baselines'][best]:.2f}"
 
 
 if __name__ == "__main__":

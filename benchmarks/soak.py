@@ -10,7 +10,6 @@ Fields are given to the run: `trainer.accelerator=cpu`.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
+from lra.training import curves
 from lra.training.run import write
 
 RUN = (
@@ -49,15 +49,10 @@ def sample(process: int, run: Path) -> dict[str, float]:
     }
 
 
-def step(curves: Path) -> int:
+def step(file: Path) -> int:
     """The last one that a run has logged."""
-    try:
-        with curves.open("rb") as file:
-            file.seek(max(0, curves.stat().st_size - 4096))
-            rows = [row for row in csv.reader(file.read().decode().splitlines()[1:-1]) if row and row[0].isdigit()]
-        return int(rows[-1][0]) if rows else 0
-    except FileNotFoundError:
-        return 0
+    rows = curves.read(file) if file.exists() else []
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def gpu_memory() -> int | None:

@@ -40,8 +40,8 @@ def page(table: Grid) -> str | None:
 
 def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     own = [run for run in runs if run["recipe"] == recipe]
-    tasks = {name: column.fields[0].removeprefix("task=") for name, column in table.columns.items()}
-    some = [name for name, task in tasks.items() if any(run["config"]["task"]["name"] == task for run in own)]
+    ran = {run["config"]["task"]["name"] for run in own}
+    some = [name for name, column in table.columns.items() if column.task in ran]
     if not some:
         return
     seeds = 1 + max(run["seed"] for run in own)
@@ -52,7 +52,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     shown = [name for name, column in table.columns.items() if name in found or not column.apart]
     fields = {
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
-        "tasks": ",".join(name for name in shown if tasks[name] in covered),
+        "tasks": ",".join(name for name in shown if table.columns[name].task in covered),
     }  # fmt: skip
     made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"

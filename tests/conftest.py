@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before PyTorch starts its threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch on one core, for models so small that threads cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,7 +47,7 @@ def run_here(tmp_path):
 
 
 def test_readme_is_what_the_results_make_it(run_here):
-    done = run_here(ROOT / "benchmarks" / "readme.py", "--check")
+    done = run_here("-m", "benchmarks.readme", "--check")
     assert done.returncode == 0, done.stderr
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from lra.data import hub
+from lra.data import hub, picture
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
@@ -44,11 +41,7 @@ def build(writer: Writer, source: str | Path = HUB) -> None:
 
 def _gray(image: Any) -> np.ndarray:
     """Tokens uint8 `[1024]` of an image as the Hub stores it, a dictionary with the bytes of a file."""
-    # Pillow only warns of a header that states some thousands of pixels a side
-    with (
-        warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
-        Image.open(io.BytesIO(image["bytes"])) as picture,
-    ):
-        if picture.mode != "RGB" or picture.size != (SIDE, SIDE):
-            raise ValueError(f"{picture.mode} {picture.size}")
-        return np.asarray(picture.convert("L")).reshape(-1)
+    with picture.opened(image["bytes"]) as read:
+        if read.mode != "RGB" or read.size != (SIDE, SIDE):
+            raise ValueError(f"{read.mode} {read.size}")
+        return np.asarray(read.convert("L")).reshape(-1)

@@ -1,12 +1,14 @@
-"""Pictures of samples: images in a grid, texts on a page. The same samples give the same bytes."""
+"""Pictures of samples: images in a grid, texts on a page, where the same give the same bytes. Images read."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +22,19 @@ GAP = 12  # pixels around every sample
 LINES = 24  # of a text on a page
 LETTER = (12, 22)  # width and height in pixels: twice those of Pillow's monospaced bitmap font
 _WHITE, _GRAY, _BLACK = 255, 110, 0
+
+
+@contextlib.contextmanager
+def opened(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Image]:
+    """The image in a file's bytes; DecompressionBombWarning, of which Pillow only warns, if its header states too much.
+
+    Raises what Pillow does for a broken file: of any kind.
+    """
+    with (
+        warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+        Image.open(io.BytesIO(data), formats=formats) as image,
+    ):
+        yield image
 
 
 def grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:

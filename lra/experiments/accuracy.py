@@ -84,14 +84,12 @@ def run(
         states = {cell: cells.look(cell) for cell in todo}
         if not slurm:
             return plan(states, len(available))
-        submission = Slurm(chosen, asked, options.devices).plan()
-        made = plan(states, options.devices or len(chosen))
+        submission = Slurm(todo, asked, options.devices).plan()
+        made = plan(states, options.devices or len(todo))
         return made._replace(lines=[*made.lines, *submission])
     with Watch(table, progress) as watch:
         launcher = (
-            Slurm(chosen, asked, options.devices, watch, watch.say)
-            if slurm
-            else Local(todo, available, watch, watch.say)
+            Slurm(todo, asked, options.devices, watch, watch.say) if slurm else Local(todo, available, watch, watch.say)
         )
         states = launcher.work()
     return report(table, states)

@@ -28,6 +28,10 @@ class Column:
     fields: tuple[str, ...]  # arguments of `lra fit` that choose it
     apart: bool = False  # enters no average, and is run only where it is asked for
 
+    @property
+    def task(self) -> str:
+        return next(text.removeprefix("task=") for text in self.fields if text.startswith("task="))
+
 
 @dataclass(frozen=True)
 class Cell:

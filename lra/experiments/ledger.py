@@ -164,7 +164,7 @@ def row(table: Grid, cell: Cell, entry: Entry | None) -> Row:
         "train_seconds": result.get("train_seconds") if alone else None,
         "steps_per_second": result.get("steps_per_second") if alone else None,
         "memory_gb": None if peak is None or result.get("resumed") else peak / 1e9,
-        "hardware": _hardware(made_with.get("gpu"), result.get("world_size") or 1),
+        "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
         "commit": made_with.get("commit") or "",
         "date": entry.date,
@@ -272,6 +272,7 @@ def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, An
     }
 
 
-def _hardware(gpu: str | None, count: int) -> str:
+def gpus(gpu: str | None, count: int) -> str:
+    """What a run had, for people."""
     name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
     return name if count == 1 else f"{count} × {name}"

@@ -94,16 +94,12 @@ def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[
     recipe = options.recipe or table.recipe
     covered = read_recipe(recipe)["tasks"]
     table.cells(columns, options.attns, 1, recipe)  # unknown names are refused first
-    lacking = [name for name in columns if _task(table, name) not in covered]
+    lacking = [name for name in columns if table.columns[name].task not in covered]
     if options.tasks and lacking:
         raise UsageError(f"recipe '{recipe}' has no {', '.join(lacking)}: it covers {', '.join(sorted(covered))}")
     having = [name for name in columns if name not in lacking]
     notes = [f"recipe {recipe} has no {', '.join(lacking)}: left empty"] if lacking else []
     return table.cells(having, options.attns, options.seeds, recipe), notes
-
-
-def _task(table: Grid, column: str) -> str:
-    return next(text.removeprefix("task=") for text in table.columns[column].fields if text.startswith("task="))
 
 
 def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:

@@ -109,7 +109,7 @@ class Preemption(pl.Callback):
         number = self.arrived
         if self.ranks:
             self.ranks.ask(number)
-            number = self.ranks.ask(number)
+            number = self.ranks.ask(number)  # the answer to the question before
         if number:
             self._end(trainer, number)
 

@@ -80,12 +80,8 @@ CHANCE = np.random.default_rng(0)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,9 @@ TINY = ["lengths=32,64", "batch=2", "heads=2", "head_dim=16", "attns=flash,stand
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def quick(monkeypatch, one_thread):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

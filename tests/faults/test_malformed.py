@@ -145,13 +145,19 @@ def test_a_directory(case, around, made, monkeypatch):
         refuses(around, ("fit", *RUN, "name=done", *more), words)
 
 
-@pytest.mark.parametrize("case", sampled(corpus.STORES, 4))
-def test_a_store(case, around, made, monkeypatch):
+def spoiled(case: Any, around: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Copies the data of a run and damages its store; returns the words that are to be said. Nothing may train."""
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
     shutil.copytree(made / "data", around / "data")
-    spoil, words = corpus.STORES[case]
+    spoil, words = case
     (store,) = (around / "data").glob("listops@*")
     spoil(store)
+    return words
+
+
+@pytest.mark.parametrize("case", sampled(corpus.STORES, 4))
+def test_a_store(case, around, made, monkeypatch):
+    words = spoiled(corpus.STORES[case], around, made, monkeypatch)
     for command in (("data", "verify", *DATA), ("data", "info", *DATA), ("fit", *RUN, "name=other")):
         refuses(around, command, words)
 
@@ -159,11 +165,7 @@ def test_a_store(case, around, made, monkeypatch):
 @pytest.mark.parametrize("case", sampled(corpus_runs.STORES, 4))
 def test_the_content_of_a_store(case, around, made, monkeypatch):
     """Only `verify` reads all bytes, but none makes a run compute something else or end in a traceback."""
-    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
-    shutil.copytree(made / "data", around / "data")
-    spoil, words = corpus_runs.STORES[case]
-    (store,) = (around / "data").glob("listops@*")
-    spoil(store)
+    words = spoiled(corpus_runs.STORES[case], around, made, monkeypatch)
     for command in (("data", "show", *DATA), ("test", f"init={made / PLACE}")):
         refuses(around, command, words)
     assert lra("data", "verify", *DATA).code == 2

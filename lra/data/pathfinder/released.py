@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import random_split
 
-from lra.data import release
+from lra.data import picture, release
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
 from lra.data.pathfinder.law import Law, law
 from lra.data.writer import Writer
@@ -113,11 +110,7 @@ def _rows(file: release.File, contour_length: int) -> Iterator[_Row]:
 def _decode(data: bytes, path: str, resolution: int) -> bytes:
     """Gray levels of a PNG file, row by row."""
     try:
-        # Pillow only warns of a header that states some thousands of pixels a side
-        with (
-            warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
-            Image.open(io.BytesIO(data), formats=["PNG"]) as image,
-        ):
+        with picture.opened(data, ["PNG"]) as image:
             if image.size == (resolution, resolution) and not image.mode.startswith(("I", "F")):  # of 16 bits or more
                 return image.convert("L").tobytes()
             found = f"{image.width}x{image.height} of mode {image.mode}"
