@@ -1,10 +1,12 @@
 """Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
 
-    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--out FILE] [field=value …]
+    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--per-device 1] [--out FILE]
+        [field=value …]
 
 `exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches.
 `noise`: in bf16 with the recipe's dropout, test accuracy over several seeds. Runs share the GPUs that are visible, each
-in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`.
+in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`. The same
+command again runs what FILE does not have yet.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -72,20 +75,21 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """GPUs that jobs take and give back; without GPUs one place for one job."""
+    """GPUs that jobs take and give back, so many jobs at once on each; without GPUs one place for one job."""
 
-    def __init__(self, count: int):
-        self.count, self.free, self.change = count, list(range(count)), threading.Condition()
+    def __init__(self, count: int, each: int):
+        self.count, self.free, self.change = count, Counter(dict.fromkeys(range(count), each)), threading.Condition()
 
     def take(self, count: int) -> list[int]:
         with self.change:
-            self.change.wait_for(lambda: len(self.free) >= count)
-            taken, self.free = self.free[:count], self.free[count:]
+            self.change.wait_for(lambda: sum(free > 0 for free in self.free.values()) >= count)
+            taken = [gpu for gpu, _ in self.free.most_common(count)]
+            self.free.subtract(taken)
             return taken
 
     def give(self, gpus: list[int]) -> None:
         with self.change:
-            self.free = sorted(self.free + gpus)
+            self.free.update(gpus)
             self.change.notify_all()
 
 
@@ -147,13 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--per-device", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
-    pool = Pool(torch.cuda.device_count())
+    pool = Pool(torch.cuda.device_count(), options.per_device)
     planned = jobs(options.part, options.tasks, options.seeds, options.fields)
-    records: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(max(1, torch.cuda.device_count())) as executor:
+    found = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
+    records: list[dict[str, Any]] = [record for record in found if record["status"] == "finished"]
+    done = [record["args"] for record in records]
+    planned = [job for job in planned if list(job.args) not in done]
+    with ThreadPoolExecutor(max(1, pool.count * options.per_device)) as executor:
         for future in as_completed([executor.submit(run, job, pool) for job in planned]):
             records.append(future.result())
             compare(records)

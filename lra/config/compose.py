@@ -78,7 +78,7 @@ def compose(
     label, own = f"recipe/{recipe}.yaml", attns.get(attn) or {}
     tree.merge(
         (f"task/{task}.yaml", task_yaml),
-        ("command line" if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
+        (GIVEN if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
         (label, recipe_yaml.get("defaults") or {}),
         (f"{label} {task}", tasks[task] or {}),
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
@@ -86,9 +86,12 @@ def compose(
     given = tree.override(overrides)
     start = None
     if locate and tree.origin["init"] == "default":
-        start = _start(recipe_yaml.get("start") or (), tree, selected | {"recipe": recipe}, given)
-        if start:
-            tree.set(f"{label} start", "init", locate(start))
+        selected |= {"recipe": recipe}
+        if rule := _rule(recipe_yaml.get("start") or (), tree, selected):
+            start = _start(rule, selected, given)
+            own = {field: value for field, value in flatten(rule.get("with") or {}) if tree.origin.get(field) != GIVEN}
+            for field, value in (own | {"init": locate(start)}).items():
+                tree.set(f"{label} start", field, value)
     return Composed(tree.build(), tree.origin, given, start)
 
 
@@ -163,22 +166,23 @@ def _loaded(file: Path, changed: int) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
 
 
-# fields of the command line that are a run's own: where it starts from is given other ones
+GIVEN = "command line"
+# fields of it that are a run's own: where it starts from is given other ones
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
-def _start(
-    rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str], given: Sequence[str]
-) -> tuple[str, ...] | None:
-    """Arguments of the run before this one, by the first rule whose `when` holds: this one's, with `from` on top."""
+def _rule(rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """The first rule whose `when` holds."""
     found = dict(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree.node)))) | dict(selected)
-    for rule in rules:
-        if all(found.get(field) == value for field, value in flatten(rule["when"])):
-            changed = {text.partition("=")[0]: text for text in rule["from"]}
-            kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
-            chosen = {name: f"{name}={value}" for name, value in selected.items()}
-            return tuple((chosen | kept | changed).values())
-    return None
+    return next((rule for rule in rules if all(found.get(f) == value for f, value in flatten(rule["when"]))), None)
+
+
+def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[str]) -> tuple[str, ...]:
+    """Arguments of the run before this one: this one's, with the rule's `from` on top."""
+    changed = {text.partition("=")[0]: text for text in rule["from"]}
+    kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
+    chosen = {name: f"{name}={value}" for name, value in selected.items()}
+    return tuple((chosen | kept | changed).values())
 
 
 def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -244,7 +248,7 @@ class _Tree:
             if field not in self.origin:
                 raise UsageError(f"command line: {self._unknown(field)}")
             full[field] = text
-        self.merge(*(("command line", _nested(field, self.parse(field, text))) for field, text in full.items()))
+        self.merge(*((GIVEN, _nested(field, self.parse(field, text))) for field, text in full.items()))
         return tuple(sorted(f"{field}={text}" for field, text in full.items()))
 
     def build(self) -> Any:

@@ -159,8 +159,9 @@ class Local:
             os.close(claim)  # the process has it now
 
     def _environment(self, slot: Slot) -> dict[str, str]:
-        share = max(1, torch.get_num_threads() // len(self.slots))  # of what a single process would take
-        shared = {"OMP_NUM_THREADS": str(share)} | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot))}
+        share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take
+        threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
+        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot))}
         return shared if slot is None else shared | {"CUDA_VISIBLE_DEVICES": slot}
 
     def _ended(self) -> Iterator[tuple[Cell, Child]]:

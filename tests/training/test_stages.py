@@ -54,10 +54,20 @@ def test_arguments_are_handed_on_but_for_a_runs_own():
     before = lra.configure(lra.configure(given).start or ())
     assert (before.config.seed, before.config.name, before.config.head) == (3, None, None)
     assert before.config.trainer.steps == 4 and before.config.model.d_model == 64
-    short = lra.configure(
-        lra.configure(["task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900"]).start or ()
-    )
-    assert short.config.trainer.steps == 6000, "a rule's own arguments come last"
+    middle, short = starts("task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900")
+    assert lra.configure(middle).config.trainer.steps == 900
+    assert lra.configure(short).config.trainer.steps == 6000, "a rule's own arguments come last"
+
+
+def test_a_rule_has_fields_for_the_run_that_it_applies_to():
+    chosen = ("task=path64", "attn=flash", "recipe=curriculum")
+    composed = lra.configure(chosen)
+    assert (composed.config.trainer.steps, composed.config.positions.scale) == (2000, None)
+    assert composed.origin["trainer.steps"] == "recipe/curriculum.yaml start"
+    before = lra.configure(composed.start or ())
+    assert (before.config.trainer.steps, before.config.positions.scale) == (8000, "image")
+    assert lra.configure([*chosen, "trainer.steps=900"]).config.trainer.steps == 900, "what is given counts"
+    assert lra.configure([*chosen, "init=other"]).config.trainer.steps == 8000, "no rule applies"
 
 
 def test_init_given_or_none_ends_the_chain():
@@ -70,7 +80,7 @@ def test_init_given_or_none_ends_the_chain():
 def test_every_rule_can_apply(recipe):
     found = compose.read_recipe(recipe)
     for rule in found.get("start") or ():
-        assert set(rule) == {"when", "from"}
+        assert {"when", "from"} <= set(rule) <= {"when", "from", "with"}
         task = rule["when"]["task"]
         fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
         when = {"task.tokens": "lit"} if "tokens" in fields else {}  # as rules for all tokens come first
