@@ -1,6 +1,6 @@
 """What bounds the kernels of flash attention on a Hopper GPU, by NVIDIA Nsight Compute's counters.
 
-    python benchmarks/profile.py [--out benchmarks/results/flash-profile.json]
+    python benchmarks/counters.py [--out benchmarks/results/flash-profile.json]
 
 A row for each kernel, head dimension and dropout, of 16 sequences of 4,096 rows and 8 heads in bf16: the share of time
 in which units are busy, in percent, and for which reasons a warp waits, in cycles for each instruction that is issued.

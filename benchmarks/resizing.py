@@ -1,0 +1,49 @@
+"""Accuracy of a run's weights at other resolutions, untrained there, for each way to bring its positions to them.
+
+    python benchmarks/resizing.py init=RUN tasks=path64,pathx,path256 [out=FILE] [field=value …]
+
+Learned positions are resized gridwise, bilinear and bicubic; the coordinates of computed ones keep a pixel's distance
+or the image's extent. Further fields are those of `lra test`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lra
+from lra import environment
+from lra.training.run import write
+
+WAYS = {
+    True: ("positions.resize=gridwise", "positions.resize=bilinear", "positions.resize=bicubic"),
+    False: ("positions.scale=pixel", "positions.scale=image"),
+}
+
+
+def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
+    """Of the test set, before any training; `way` is a field."""
+    found = lra.test(f"init={init}", f"task={task}", way, *fields)
+    return {"init": init, "task": task, "way": way, "fields": fields} | found
+
+
+def main(args: list[str]) -> int:
+    given = dict(arg.partition("=")[::2] for arg in args)
+    init, tasks, out = given.pop("init"), given.pop("tasks").split(","), given.pop("out", None)
+    learned = lra.load(init).run.model.positions == "learned"
+    runs = []
+    for task in tasks:
+        for way in WAYS[learned]:
+            found = score(init, task, way, [f"{name}={value}" for name, value in given.items()])
+            runs.append(found)
+            print(task, way, f"{100 * found['test']['accuracy']:.2f}%", flush=True)
+            if out:  # rewritten after each
+                result = {"environment": environment.describe(), "runs": runs}
+                write(Path(out), json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
