@@ -86,10 +86,14 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """This rank's share of a split, in order; every sequence once over all ranks. `few_shapes`: as in training."""
+    """This rank's share of a split, in order; every sequence once over all ranks.
+
+    With `few_shapes` batches are filled up as in training, the last one with its own sequences, too: metrics ignore
+    their labels.
+    """
 
     def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any], few_shapes: bool = False):
-        self.split, self.size, self.rank, self.gather = split, size, rank, gather
+        self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
         self.rows = np.arange(rank.rank, len(split), rank.world)
         if few_shapes and len(self.rows):
             self.gather = {**gather, "multiple": _multiple(next(iter(self)))}
@@ -99,8 +103,13 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         for i in range(0, len(self.rows), self.size):
-            rows = self.rows[i : i + self.size]  # their own places: what a pretraining hides depends on nothing else
-            yield self.split.gather(rows, self.rank.device, index=rows, **self.gather)
+            rows = self.rows[i : i + self.size]
+            count = len(rows)
+            rows = np.resize(rows, self.size) if self.few_shapes else rows
+            # their own places: what a pretraining hides depends on nothing else
+            batch = self.split.gather(rows, self.rank.device, index=rows, **self.gather)
+            batch.label[count : len(rows)] = IGNORED
+            yield batch
 
 
 def _multiple(batch: Batch) -> int:

@@ -343,7 +343,8 @@ def test_an_option_of_compilation(registry, name, monkeypatch):
             flex._compiled.cache_clear()
             attention = cls(cls.Config(**{field: choice}), AttentionSpec(2, 16, 256))
             attention.dense(*torch.randn(3, 1, 256, 2, 16, device="cuda"))
-            assert asked[-1] == {"mode": choice}
+            assert {"mode": choice} in asked  # beside what flex_attention itself asks for
+            asked.clear()
             flex._compiled.cache_clear()
 
 

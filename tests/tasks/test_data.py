@@ -19,7 +19,7 @@ import torch
 import lra
 from lra.batch import Batch
 from lra.data import listops, order
-from lra.data.split import Split
+from lra.data.split import IGNORED, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import EvalBatches, Rank, TrainBatches
@@ -249,6 +249,16 @@ def test_evaluation_over_three_ranks_covers_each_row_once(count, size):
     assert all(1 <= batch.size <= size for some in batches for batch in some)
     seen = [token for some in batches for batch in some for token in batch.tokens.tolist()]
     assert sorted(seen) == list(range(count))
+
+
+@pytest.mark.parametrize(("count", "size"), [(20, 4), (19, 4), (2, 4)])
+def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(count, size):
+    """What is compiled for one of them serves all."""
+    batches = list(EvalBatches(numbered(count), size, Rank(0, 1, CPU), WHOLE, few_shapes=True))
+    assert len({batch.size for batch in batches}) == 1
+    counted = [batch.start[batch.label != IGNORED].long() for batch in batches]
+    rows = [token for batch, start in zip(batches, counted, strict=True) for token in batch.tokens[start].tolist()]
+    assert sorted(rows) == list(range(count))
 
 
 def trainer_of(run: Any, step: int = 0) -> Any:
