@@ -45,7 +45,7 @@ def sample(process: int, run: Path) -> dict[str, float]:
         "threads": len(list((here / "task").iterdir())),
         "files": len(files),
         "disk": sum(file.stat().st_size for file in files),
-        **({"gpu_memory": used} if (used := gpu_memory()) is not None else {}),
+        **({"gpu_memory": used} if (used := gpu_memory(process)) is not None else {}),
     }
 
 
@@ -55,15 +55,15 @@ def step(file: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def gpu_memory() -> int | None:
-    """Bytes in use on the first visible GPU; None without one."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    line = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={index or 0}"]
+def gpu_memory(process: int) -> int | None:
+    """Bytes of all GPUs that a process has; None where there is no GPU."""
+    line = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(line, capture_output=True, text=True)
     except FileNotFoundError:
         return None
-    return int(found.stdout) << 20 if found.returncode == 0 else None
+    rows = [row.split(", ") for row in found.stdout.splitlines()]
+    return sum(int(used) << 20 for owner, used in rows if owner == str(process)) if found.returncode == 0 else None
 
 
 def growth(samples: Sequence[dict[str, float]], name: str) -> dict[str, float]:
