@@ -104,20 +104,19 @@ def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[
 
 def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
     averaged = [name for name, column in table.columns.items() if not column.apart]
-    yield (
-        "test accuracy, %: mean ± standard deviation (seeds)", ["attention", *columns, "average"],
-        [
-            [a, *(_accuracy(rows, a, c, "accuracy") for c in columns), _number(_average(rows, a, averaged))]
-            for a in attns
-        ] + [["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""]],
-    )  # fmt: skip
-    lines = []
+    header = ["attention", *columns, *(["average"] if table.averages else [])]
+    lines, against = [], []
     for attn in attns:
-        paper = table.paper.get(attn, {})
+        paper, average = table.paper.get(attn, {}), _average(rows, attn, averaged)
         pairs = [(mean(rows, "accuracy", attention=attn, column=c), paper.get(c)) for c in columns]
-        pairs.append((_average(rows, attn, averaged), paper.get("average")))
-        lines.append([attn, *(_against(*pair) for pair in pairs)])
-    yield f"difference to {table.source} (its accuracy, %)", ["attention", *columns, "average"], lines
+        lines.append([attn, *(_accuracy(rows, attn, c, "accuracy") for c in columns), _number(average)])
+        against.append([attn, *(_against(*pair) for pair in (*pairs, (average, paper.get("average"))))])
+    lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
+    for title, made in (
+        ("test accuracy, %: mean ± standard deviation (seeds)", lines),
+        (f"difference to {table.source} (its accuracy, %)", against),
+    ):
+        yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
     yield (
         "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh],
@@ -126,17 +125,19 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     )  # fmt: skip
     for place in hardware(rows):
         here = [row for row in rows if row.hardware == place]
-        yield (
-            f"steps per second on {place} (times {STANDARD}); speedup: geometric mean (columns), the paper's",
-            ["attention", *columns, "speedup", "paper"],
-            [
+        if values(here, "steps_per_second"):
+            yield (
+                f"steps per second on {place} (times {STANDARD}); speedup: geometric mean (columns), the paper's",
+                ["attention", *columns, "speedup", "paper"],
                 [
-                    a, *(_speed(here, a, c) for c in columns), _speedup(here, a, [c for c in columns if c in averaged]),
-                    _number(table.paper.get(a, {}).get("speedup")),
-                ]
-                for a in attns
-            ],
-        )  # fmt: skip
+                    [
+                        a, *(_speed(here, a, c) for c in columns),
+                        _speedup(here, a, [c for c in columns if c in averaged]),
+                        _number(table.paper.get(a, {}).get("speedup")),
+                    ]
+                    for a in attns
+                ],
+            )  # fmt: skip
         if values(here, "memory_gb"):
             yield (
                 f"peak memory of one GPU, GB, on {place}", ["attention", *columns],

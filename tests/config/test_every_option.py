@@ -302,10 +302,10 @@ def test_every_key_of_a_recipe_reaches_a_run(recipe):
     )
     for task, attn in itertools.product(tasks, attns):
         if task in attns[attn] or (task == next(iter(tasks)) and "all" in attns[attn]):
-            composed = configure([f"task={task}", f"attn={attn}", f"recipe={recipe}"])
+            composed = configure([f"task={task}", f"attn={attn}", f"recipe={recipe}", "init=other"])
             reached |= {(origin, field) for field, origin in composed.origin.items()}
     for task in tasks:
-        composed = configure([f"task={task}", f"attn={plain}", f"recipe={recipe}"])
+        composed = configure([f"task={task}", f"attn={plain}", f"recipe={recipe}", "init=other"])  # no rule applies
         reached |= {(origin, field) for field, origin in composed.origin.items()}
     keys = {(label, field) for field, _ in flatten(content["defaults"])}
     keys |= {(f"{label} {task}", field) for task in tasks for field, _ in flatten(tasks[task] or {})}

@@ -59,6 +59,13 @@ def test_arguments_are_handed_on_but_for_a_runs_own():
     assert lra.configure(short).config.trainer.steps == 6000, "a rule's own arguments come last"
 
 
+def test_other_attentions_start_from_the_path64_of_flash():
+    chain = starts("task=pathx", "attn=butterfly", "recipe=curriculum", "task.tokens=lit")
+    first, second = (lra.configure(start).config for start in chain[:2])
+    assert (first.task.name, first.attn.name, first.trainer.steps) == ("path64", "butterfly", 4000)
+    assert (second.task.name, second.attn.name, second.positions.scale) == ("path64", "flash", "image")
+
+
 def test_a_rule_has_fields_for_the_run_that_it_applies_to():
     chosen = ("task=path64", "attn=flash", "recipe=curriculum")
     composed = lra.configure(chosen)
@@ -84,9 +91,11 @@ def test_every_rule_can_apply(recipe):
         task = rule["when"]["task"]
         fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
         when = {"task.tokens": "lit"} if "tokens" in fields else {}  # as rules for all tokens come first
-        given = [f"{name}={value}" for name, value in (when | rule["when"]).items() if name != "task"]
-        composed = lra.configure([f"task={task}", "attn=flash", f"recipe={recipe}", *given])
+        given = [f"{name}={value}" for name, value in ({"attn": "butterfly"} | when | rule["when"]).items()]
+        composed = lra.configure([f"recipe={recipe}", *given])
         assert composed.start and set(rule["from"]) <= set(composed.start)
+        ours = {field for field, origin in composed.origin.items() if origin.endswith("start")}
+        assert ours == {"init", *dict(compose.flatten(rule.get("with") or {}))}
         assert all(name.removeprefix("task.") in fields for name in rule["when"] if name.startswith("task."))
 
 
