@@ -63,6 +63,14 @@ def _occupy(kinds, space, paddle, occupied):
 
 
 @compiled
+def _vacate(kinds, space, paddle, occupied, empty):
+    kind = kinds[paddle.kind]
+    for i in range(kind.mask[0], kind.mask[1]):
+        place = paddle.at + space[i].offset
+        occupied[place] = empty[place]
+
+
+@compiled
 def _fits(kind, space, at, occupied):
     """Whether a paddle overlaps nothing."""
     for i in range(kind.mask[0], kind.mask[1]):
@@ -143,6 +151,7 @@ def _extend(law, kinds, space, paddles, last, pivot, occupied, random):
 def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empty, random):
     """The two target contours, begun anew until both have a place. Returns how many pairs were tried."""
     length, pairs = law.contour_length, 0
+    occupied[:] = empty
     one, two = paddles[:length], paddles[length : 2 * length]
     while True:
         pairs += 1
@@ -158,7 +167,6 @@ def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empt
         bearing, number = below(_bits(random), DEGREES), first + below(_bits(random), DEGREES)
         y, x = round(y + bearings[bearing, 0]), round(x + bearings[bearing, 1])
         _begin(law, kinds, number, y, x, two[0], pivots[1])
-        occupied[:] = empty
         last = 0
         while (
             last < length - 1
@@ -169,6 +177,10 @@ def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empt
         if last == length - 1:
             _occupy(kinds, space, two[last], occupied)  # that of the first target never is, as in LRA's generator
             return pairs
+        for placed in range(last + 1):  # thousands of pairs fail for each that stays: less than the whole map
+            _vacate(kinds, space, one[placed], occupied, empty)
+            if placed < last:
+                _vacate(kinds, space, two[placed], occupied, empty)
 
 
 @compiled
