@@ -43,12 +43,12 @@ lint: $(READY)  ## ruff and pyright
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
-	@$(PY) -m benchmarks.readme
 	@$(PY) -m benchmarks.attentions
 	@$(PY) -m benchmarks.fig3
 	@$(PY) -m benchmarks.runs
 	@$(PY) -m benchmarks.training
 	@$(PY) -m benchmarks.tables
+	@$(PY) -m benchmarks.readme
 	@$(PY) -m benchmarks.release
 	@$(PY) -m benchmarks.pictures
 

@@ -53,6 +53,16 @@ def attentions(_: Path) -> str:
     return table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
 
 
+def accuracy(_: Path) -> str:
+    """The first table of docs/table3.md on the recipe that goes furthest, and how long its runs took."""
+    section = (pages.ROOT / "docs" / "table3.md").read_text(encoding="utf-8").partition("## Recipe `curriculum`")[2]
+    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ hours [^\n]*)")
+    rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
+    if not rows:
+        raise ValueError("docs/table3.md has no table of recipe `curriculum`: python -m benchmarks.tables")
+    return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
+
+
 def learnability(results: Path) -> str:
     rows = []
     for file, result in _measured(results, "-learnability"):
@@ -272,7 +282,20 @@ def _made_with(result: dict[str, Any]) -> str:
 
 MADE: dict[str, Callable[[Path], str]] = {
     f.__name__: f
-    for f in (tasks, attentions, speed, sparse, short, profile, memory, traffic, learnability, prepare, exactness)
+    for f in (
+        tasks,
+        attentions,
+        accuracy,
+        speed,
+        sparse,
+        short,
+        profile,
+        memory,
+        traffic,
+        learnability,
+        prepare,
+        exactness,
+    )
 }
 
 

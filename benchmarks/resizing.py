@@ -30,7 +30,7 @@ def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
 
 
 def main(args: list[str]) -> int:
-    given = dict(arg.partition("=")[::2] for arg in args)
+    given = {name: value for name, _, value in (arg.partition("=") for arg in args)}
     init, tasks, out = given.pop("init"), given.pop("tasks").split(","), given.pop("out", None)
     learned = lra.load(init).run.model.positions == "learned"
     runs = []

@@ -58,7 +58,13 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    yield "\n".join(f"- {note}" for note in made.notes if not note.startswith(OTHERS))
+    tasks = {column.task for column in table.columns.values()}
+    runs = [run for run in own if run["config"]["task"]["name"] in tasks]
+    hours = sum(run.get("session_seconds") or run["train_seconds"] for run in runs) / 3600
+    took = (
+        f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
+    )
+    yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
 
 
 def make() -> dict[Path, str]:

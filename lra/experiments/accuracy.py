@@ -24,7 +24,7 @@ from lra.experiments.launch import Local, States, slots
 from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.callbacks import duration
-from lra.training.run import RUNS
+from lra.training.run import RUNS, read_result
 
 # of `lra fit`, but set by the grid or by the command
 SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
@@ -146,7 +146,7 @@ def pace(cell: Cell) -> float | None:
         return {name: value for name, value in flat.items() if name not in NOT_PACE}
 
     run = cell.composed.config
-    results = map(cells.whole, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
         result["steps_per_second"]
         for result in results

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import lzma
 import os
 import shutil
@@ -23,9 +22,8 @@ from typing import IO, Any, Literal, cast
 from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
-from lra.experiments.ledger import STATUSES
 from lra.training import curves
-from lra.training.run import RUNS, read_config, replacing
+from lra.training.run import RUNS, read_config, read_result, replacing
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
@@ -76,15 +74,10 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
         file = self.path / "result.json"
-        if not file.exists():
-            return None
-        try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-            if result["status"] in STATUSES and isinstance(result["config"], dict):
-                return result
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass
-        raise UsageError(f"{self.name}/result.json is no whole result: make the run anew, or leave it out")
+        result = read_result(file)
+        if result is None and file.exists():
+            raise UsageError(f"{self.name}/result.json is no whole result: make the run anew, or leave it out")
+        return result
 
     def finished(self) -> dict[str, Any] | None:
         """The result of a run that reached its end."""

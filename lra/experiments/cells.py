@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -22,9 +21,10 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
+from lra.training.run import End, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
-ENDS: dict[str, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}  # of result.json
+SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,19 @@ def settled(cell: Cell) -> State:
     directory = cell.directory
     if not directory.path.exists():
         return State("open")
-    result = whole(directory.path / "result.json")
+    result = read_result(directory.path / "result.json")
     _check(cell, result is not None)
     if result is None:
         return State("interrupted", resumes=directory.last.exists())
-    status = ENDS[result["status"]]
+    status = SHOWN[result["status"]]
     final = status != "failed" or _before(directory.path).exists()
     return State(status, result, final, directory.last.exists())
-
-
-def whole(file: Path) -> dict[str, Any] | None:
-    """The content of a result.json; None if there is none, or a damaged one."""
-    try:
-        result = json.loads(file.read_text())
-        ended = result["status"] in ENDS and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return result if ended else None
 
 
 def clear(cell: Cell) -> None:
     """Makes room for the next result, under the claim: the first failure is kept aside, a damaged file goes."""
     file = cell.directory.path / "result.json"
-    if whole(file):
+    if read_result(file):
         file.replace(_before(cell.directory.path))
     else:
         file.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
+from lra.training.run import ENDS
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -28,7 +29,6 @@ NOT_COMPARED = (
     "batch.micro", "batch.eval",  # in which portions: a step's gradient and a test set's scores are those of the whole
     "trainer.log_every",  # what is written down
 )  # fmt: skip
-STATUSES = ("finished", "oom", "failed")
 CURVES = {"result.json": "metrics.csv"}  # of a run's directory; beside a flat file its name with .csv
 
 Identity = dict[str, Any]
@@ -228,7 +228,7 @@ def _lacking(content: Mapping[str, Any]) -> str:
     """What a result lacks of what every result has; empty if nothing."""
     config, environment, test = (_mapping(content.get(name)) for name in ("config", "environment", "test"))
     there = {
-        f"a status of {', '.join(STATUSES)}": content.get("status") in STATUSES,
+        f"a status of {', '.join(ENDS)}": content.get("status") in ENDS,
         "a config with task and attn": all(
             isinstance(_mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
         ),

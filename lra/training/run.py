@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 import yaml
 
@@ -17,6 +17,8 @@ from lra.config.compose import Composed, differences
 from lra.errors import UsageError
 
 RUNS = Path("checkpoints") / "runs"
+End = Literal["finished", "oom", "failed"]  # how a run ended by itself
+ENDS: tuple[End, ...] = get_args(End)
 # fields that choose or continue a run, not what it computes
 NOT_NAMED = ("seed", "name", "resume")
 
@@ -37,15 +39,10 @@ class RunDirectory:
     def result(self) -> dict[str, Any] | None:
         """The result of a run that ended by itself; UsageError if it can't be read."""
         file = self.path / "result.json"
-        if not file.exists():
-            return None
-        try:
-            result = json.loads(file.read_text(encoding="utf-8"))
-            if result["status"] != "finished" or "accuracy" in result["test"]:
-                return result
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass
-        raise UsageError(f"{file} is no whole result: remove it, then resume=auto makes it anew")
+        result = read_result(file)
+        if result is None and file.exists():
+            raise UsageError(f"{file} is no whole result: remove it, then resume=auto makes it anew")
+        return result
 
     @property
     def finished(self) -> bool:
@@ -96,7 +93,7 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"cannot write to {self.path} ({error.strerror}): start in another folder") from error
 
-    def finish(self, status: Literal["finished", "oom", "failed"], result: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""
         result = {"status": status, "directory": str(self.path)} | result
         write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
@@ -110,6 +107,17 @@ def read_config(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
+
+
+def read_result(file: Path) -> dict[str, Any] | None:
+    """The content of a run's `result.json`; None if there is none, or it is damaged or something else."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        ended = result["status"] in ENDS and isinstance(result["config"], dict)
+        whole = ended and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return result if whole else None
 
 
 class _Plain(yaml.SafeLoader):

@@ -46,9 +46,9 @@ if does == "gate":
     while not Path("gate").exists():
         time.sleep(0.02)
 time.sleep(entry["seconds"])
-result = {"status": "failed", "error": "oh", "traceback": f"start {starts}"}
+result = {"status": "failed", "config": {}, "error": "oh", "traceback": f"start {starts}"}
 if does != "fail":
-    result = {"status": "finished", "test": {"accuracy": 0.5}}
+    result = {"status": "finished", "config": {}, "test": {"accuracy": 0.5}}
 (path / ".aside").write_text(json.dumps(result))
 (path / ".aside").replace(path / "result.json")
 """
