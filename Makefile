@@ -21,7 +21,7 @@ RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_avai
 PYTEST = $(PY) -m pytest -q -n auto --maxprocesses=8 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all aot lint docs clean help
+.PHONY: demo test test-all aot lint docs screenshot clean help
 
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
@@ -51,6 +51,13 @@ docs: $(READY)  ## make README.md's tables and the pages of docs anew from measu
 	@$(PY) -m benchmarks.readme
 	@$(PY) -m benchmarks.release
 	@$(PY) -m benchmarks.pictures
+
+# what lra report makes of the committed results
+screenshot: $(READY)  ## docs/report.png, in Chromium (CHROMIUM=…)
+	@$(PY) -m lra report table3 recipe=curriculum seeds=1 tasks=listops,text,image,pathfinder,pathfinder-lit \
+	  results=benchmarks/results out=build/report > /dev/null
+	@$(or $(CHROMIUM),chromium) --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1260,3400 \
+	  --screenshot=docs/report.png build/report/table3.html
 
 clean:  ## remove the environment, builds and caches; checkpoints and prepared data stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache

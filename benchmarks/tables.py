@@ -23,7 +23,8 @@ from lra.experiments.grid import Grid
 HEAD = (
     "# {title}\n\n<!-- made by benchmarks/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
     "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
-    "Differences are to the paper's figure, in parentheses. Averages need every column."
+    "Differences are to the paper's figure, in parentheses. An average is of the columns shown, the paper's, too, "
+    "without those of another protocol."
 )
 OTHERS = "of no cell of this table"  # the note on files that other pages show
 
@@ -49,7 +50,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     if not (found := {cell.column for cell in matched}):
         return
     covered = read_recipe(recipe)["tasks"]
-    shown = [name for name, column in table.columns.items() if name in found or not column.apart]
+    shown = [name for name in table.columns if name in found]
     fields = {
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
         "tasks": ",".join(name for name in shown if table.columns[name].task in covered),
@@ -61,9 +62,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     tasks = {column.task for column in table.columns.values()}
     runs = [run for run in own if run["config"]["task"]["name"] in tasks]
     hours = sum(run.get("session_seconds") or run["train_seconds"] for run in runs) / 3600
-    took = (
-        f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
-    )
+    took = f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
     yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
 
 

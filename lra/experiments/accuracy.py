@@ -179,7 +179,7 @@ def report(table: Grid, states: States) -> Report:
 def accuracies(table: Grid, states: States) -> Rows:
     """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
-    averaged = [name for name, column in table.columns.items() if not column.apart] if table.averages else []
+    averaged = table.averaged(columns)
     rows = []
     for attn in attns:
         row = [attn]
@@ -193,7 +193,7 @@ def accuracies(table: Grid, states: States) -> Rows:
             row += [", ".join(filter(None, (scores(own.values()), named))), _figure(paper.get(column))]
         whole = averaged and all(column in means for column in averaged)
         average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""
-        rows.append([*row, *([average, _figure(paper.get("average"))] if averaged else [])])
+        rows.append([*row, *([average, _figure(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
     return f"{table.name}: test accuracy, %", header, rows

@@ -7,6 +7,7 @@ any time, continued on another machine, or filled by hand with `lra fit`.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,10 +77,19 @@ class Grid:
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
 
-    @property
-    def averages(self) -> bool:
-        """Whether the paper has an average over the columns."""
-        return any("average" in row for row in self.paper.values())
+    def averaged(self, columns: Sequence[str]) -> list[str]:
+        """Those of these columns that an average is of: two at least, and none where the paper has no average."""
+        has = any("average" in row for row in self.paper.values())
+        names = [name for name, column in self.columns.items() if has and name in columns and not column.apart]
+        return names if len(names) > 1 else []
+
+    def average(self, attn: str, columns: Sequence[str]) -> float | None:
+        """The paper's over these columns: its own of all, else the mean; None if it lacks one."""
+        paper = self.paper.get(attn, {})
+        if [*columns] == self.averaged(list(self.columns)):
+            return paper.get("average")
+        known = [paper[name] for name in columns if name in paper]
+        return statistics.fmean(known) if known and len(known) == len(columns) else None
 
     def cells(
         self,

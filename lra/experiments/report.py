@@ -69,7 +69,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     rows = [ledger.row(table, cell, found.entries.get(cell)) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
-    notes = [*_summary(rows), *notes, *_engines(rows), *found.notes]
+    notes = [f"recipe: {options.recipe or table.recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
     if measured is not None:
         tables += speed.tables(table, measured, columns, attns)
         notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
@@ -103,14 +103,14 @@ def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[
 
 
 def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
-    averaged = [name for name, column in table.columns.items() if not column.apart]
-    header = ["attention", *columns, *(["average"] if table.averages else [])]
+    averaged = table.averaged(columns)
+    header = ["attention", *columns, *(["average"] if averaged else [])]
     lines, against = [], []
     for attn in attns:
         paper, average = table.paper.get(attn, {}), _average(rows, attn, averaged)
         pairs = [(mean(rows, "accuracy", attention=attn, column=c), paper.get(c)) for c in columns]
         lines.append([attn, *(_accuracy(rows, attn, c, "accuracy") for c in columns), _number(average)])
-        against.append([attn, *(_against(*pair) for pair in (*pairs, (average, paper.get("average"))))])
+        against.append([attn, *(_against(*pair) for pair in (*pairs, (average, table.average(attn, averaged))))])
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
@@ -167,7 +167,7 @@ def _baselines(rows: list[Row], column: str, field: str) -> str:
 def _average(rows: list[Row], attn: str, columns: Sequence[str]) -> float | None:
     means = [mean(rows, "accuracy", attention=attn, column=column) for column in columns]
     there = [value for value in means if value is not None]
-    return statistics.fmean(there) if len(there) == len(columns) else None
+    return statistics.fmean(there) if there and len(there) == len(columns) else None
 
 
 def _against(ours: float | None, paper: float | None) -> str:
