@@ -17,7 +17,12 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids `[T]` to vectors `[T, D]`."""
-        return _Lookup.apply(self.weight, input) if self.weight.is_cuda else super().forward(input)  # type: ignore[return-value]
+        return lookup(self.weight, input) if self.weight.is_cuda else super().forward(input)
+
+
+def lookup(table_VD: Tensor, ids_T: Tensor) -> Tensor:
+    """Rows of a short table, `[T, D]`, whose gradient is a matrix product."""
+    return _Lookup.apply(table_VD, ids_T)  # type: ignore[return-value]
 
 
 class _Lookup(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.errors import UsageError
+from lra.models.embedding import lookup
 
 
 def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
@@ -50,9 +51,36 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(size, d_model)) for size in sizes)
 
-    def forward(self, coordinates_TA: Tensor) -> Tensor:
-        axes = zip(coordinates_TA.unbind(1), self.tables, strict=True)
-        return torch.stack([F.embedding(place, table) for place, table in axes]).sum(0)
+    def forward(self, coordinates_TA: Tensor, batch: Batch) -> Tensor:
+        if not coordinates_TA.is_cuda:
+            vectors = [F.embedding(*axis) for axis in zip(coordinates_TA.unbind(1), self.tables, strict=True)]
+        elif len(self.tables) > 1:  # an image's sides are as short as a vocabulary
+            vectors = [
+                lookup(table, place_T) for place_T, table in zip(coordinates_TA.unbind(1), self.tables, strict=True)
+            ]
+        elif batch.positions is None:
+            vectors = [_Places.apply(self.tables[0], coordinates_TA[:, 0], batch.start, batch.length)]
+        else:  # any places, in a table of any length: compiled, their gradients are added in any order
+            vectors = [F.embedding(coordinates_TA[:, 0], self.tables[0])]
+        return torch.stack(vectors).sum(0)
+
+
+class _Places(torch.autograd.Function):
+    """Vectors of the places 0, 1, … of each sequence; their gradients are summed over the sequences in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, table_ND: Tensor, place_T: Tensor, start_B: Tensor, length_B: Tensor) -> Tensor:
+        ctx.save_for_backward(start_B, length_B)
+        ctx.places = len(table_ND)
+        return F.embedding(place_T, table_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad_TD,), (start_B, length_B) = grads, ctx.saved_tensors
+        place_N = torch.arange(ctx.places, device=grad_TD.device)
+        row_BN = (start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
+        real_BN1 = (place_N < length_B[:, None])[:, :, None]
+        return grad_TD[row_BN].where(real_BN1, 0).sum(0), None, None, None
 
 
 class _ComputedPositions(nn.Module):

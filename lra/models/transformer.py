@@ -112,6 +112,8 @@ class Encoder(nn.Module):
         rotary = None
         if self.config.positions == "rotary":
             rotary = self.positions(place_TA)
+        elif self.config.positions == "learned":
+            x_TD = x_TD + self.positions(place_TA, batch)
         else:
             x_TD = x_TD + self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None

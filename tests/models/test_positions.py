@@ -4,9 +4,11 @@ from typing import Literal, get_args
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from lra.batch import Batch
 from lra.errors import UsageError
-from lra.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, resize
+from lra.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, _Places, coordinates, resize
 
 How = Literal["gridwise", "bilinear", "bicubic"]
 INTERPOLATED: tuple[How, ...] = ("bilinear", "bicubic")
@@ -106,3 +108,44 @@ def test_weights_without_a_factor_are_of_factor_one():
 
 def test_learned_positions_have_no_factor():
     assert set(LearnedPositions((4, 4), 8, 0.02).state_dict()) == {"tables.0", "tables.1"}
+
+
+LENGTHS = (5, 0, 9, 1, 4, 0)
+
+
+def ragged(padded: bool, device: str = "cpu") -> Batch:
+    length = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    rows = 9 * len(LENGTHS) if padded else sum(LENGTHS)
+    start = 9 * torch.arange(len(LENGTHS)) if padded else (length.cumsum(0) - length).clamp(max=rows - 1)
+    tokens, index = (torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, len(LENGTHS)))
+    return Batch(tokens, start.int().to(device), length, 9, index, index)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_of_places_are_summed_over_the_sequences(padded):
+    batch = ragged(padded)
+    place_T = coordinates(batch, 1, None, False)[:, 0]
+    table, weights = torch.randn(11, 3, dtype=torch.float64), torch.randn(len(place_T), 3, dtype=torch.float64)
+    weights *= (place_T < batch.per_row(batch.length))[:, None]  # no gradient past a length
+    ours, theirs = table.clone().requires_grad_(), table.clone().requires_grad_()
+    (_Places.apply(ours, place_T, batch.start, batch.length) * weights).sum().backward()
+    (F.embedding(place_T, theirs) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(600,), (20, 30)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_on_a_gpu_are_the_same_every_time(sizes, compiled):
+    length = torch.randint(1, 600, (64,), dtype=torch.int32, device="cuda")
+    start = (length.cumsum(0) - length).int()
+    batch = Batch(length.new_zeros(int(length.sum())), start, length, 600, length, length)
+    place_TA = coordinates(batch, len(sizes), sizes[-1], False)
+    module = LearnedPositions(sizes, 32, 1.0).cuda()
+    weights = torch.randn(len(place_TA), 32, device="cuda")
+    call = torch.compile(module) if compiled else module
+    first, again = (torch.autograd.grad((call(place_TA, batch) * weights).sum(), [*module.tables]) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    axes = zip(place_TA.unbind(1), module.tables, strict=True)
+    wanted = [torch.zeros_like(table).index_add(0, place, weights) for place, table in axes]
+    torch.testing.assert_close(list(first), wanted, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ from lra.config.schema import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.models.positions import LearnedPositions, angles, rotate
+from lra.models.positions import LearnedPositions, angles, coordinates, rotate
 from lra.models.transformer import Encoder
 
 HERE = sorted(  # the attentions that run on a CPU
@@ -92,8 +92,10 @@ def test_two_axes_place_a_token_by_its_row_and_column():
     model = encoder(axes=2, grid=(4, 4), positions="learned")
     assert isinstance(model.positions, LearnedPositions)
     rows, columns = model.positions.tables
-    place = torch.tensor([[2, 3]])
-    assert torch.equal(model.positions(place)[0], rows[2] + columns[3])
+    one = torch.zeros(1, dtype=torch.int32)
+    batch = Batch(one, one, one + 1, 1, one, one, positions=one + 2 * 4 + 3)
+    found = model.positions(coordinates(batch, 2, 4, False), batch)
+    assert torch.equal(found[0], rows[2] + columns[3])
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
