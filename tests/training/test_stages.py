@@ -149,3 +149,28 @@ def test_two_devices_go_through_the_stages_together(tmp_path, monkeypatch):
     done = subprocess.run(line, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert len(list(RUNS.glob("*/result.json"))) == 3
+
+
+@pytest.mark.slow
+def test_the_stages_of_dao2022_go_through(tmp_path, monkeypatch):
+    """One epoch of its 200, of few images."""
+    monkeypatch.chdir(tmp_path)
+    changed = (
+        "recipe=dao2022",
+        "attn=linear",
+        "batch.size=2",
+        "batch.eval=2",
+        "task.train=8",
+        "task.val=2",
+        "task.test=2",
+    )
+    few = {arg.partition("=")[0]: arg for arg in (*TINY, *changed) if not arg.startswith("task.tokens=")}
+    result = lra.fit("task=pathx", *few.values(), "optim.warmup=1")
+    first, small = Path("checkpoints/runs/pathx/linear/dao2022-first-s0"), Path("checkpoints/runs/path64/linear")
+    assert Path(result["config"]["init"]) == first and result["transfer"]["resized"] is None
+    before = json.loads((first / "result.json").read_text())
+    assert Path(before["config"]["init"]).parent == small and before["transfer"]["task"] == "path64@1"
+    assert before["transfer"]["resized"] == "gridwise, 64x64 pixels to 128x128 pixels"
+    assert {run["status"] for run in (result, before)} == {"finished"}
+    larger = lra.configure(["task=path256", *few.values(), "optim.warmup=1"])
+    assert Path(larger.config.init or "").parent == small and larger.config.positions.resize == "gridwise"
