@@ -64,7 +64,7 @@ def test_the_card_agrees_with_the_result(name):
 def test_every_number_comes_from_the_result():
     name, result = next(iter(RELEASED.items()))
     other = json.loads(json.dumps(result).replace("20000", "30000"))
-    other |= {"parameters": 1234567, "seed": 8, "steps": 4321, "train_seconds": 77.0}
+    other |= {"parameters": 1234567, "seed": 8, "steps": 4321, "train_seconds": 77.0, "resumed": False}
     other["test"] |= {"accuracy": 0.5, "plus_minus": 0.0123, "baselines": {"majority": 0.25, "another rule": 0.375}}
     card = release.card(name, other, release.known())
     for text in ("50.00 ± 1.23 of 30,000", "another rule, %", "37.50", "1,234,567", "seed 8", "4,321", "77 s"):
