@@ -1,14 +1,7 @@
-"""What a cell's run directory says of it, and who works there.
-
-The claim on a directory is a lock (flock) on its file `claim`. It belongs to the open file: whoever inherits that holds
-the claim too, and it ends with the last of them, however that one ends.
-"""
+"""What a cell's run directory says of it."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +14,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import End, read_result
+from lra.training.run import End, claimed, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -85,34 +78,6 @@ def clear(cell: Cell) -> None:
         file.unlink(missing_ok=True)
 
 
-def claim(path: Path) -> int | None:
-    """The descriptor of a file that holds the claim on a run's directory, or None if somebody works there.
-
-    Creates the directory. Close it, or hand it to the process that does the work.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / "claim", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
-    if _lock(file, fcntl.LOCK_EX, path):
-        return file
-    os.close(file)
-    return None
-
-
-def claimed(path: Path) -> bool:
-    """Whether somebody works in a run's directory."""
-    try:
-        file = os.open(path / "claim", os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _lock(file, fcntl.LOCK_SH, path)  # shared: two that look don't see each other
-    finally:
-        os.close(file)
-
-
 def counted(states: Iterable[State]) -> str:
     """How many cells are in which state, in words."""
     counts = Counter(state.status for state in states)
@@ -157,13 +122,3 @@ def _check(cell: Cell, ended: bool) -> None:
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
-
-
-def _lock(file: int, kind: int, path: Path) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise UsageError(f"{path}/claim can't be locked ({error.strerror}): start on another file system") from None
-    return True

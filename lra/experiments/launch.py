@@ -25,6 +25,7 @@ from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
 from lra.training.result import RUNS_PER_DEVICE
+from lra.training.run import CLAIMED, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
@@ -134,8 +135,8 @@ class Local:
 
     def _start(self, cell: Cell) -> None:
         path = cell.directory.path
-        claim = cells.claim(path)
-        if claim is None:
+        held = claim(path)
+        if held is None:
             self.states[cell] = State("running elsewhere")
             return
         try:
@@ -149,14 +150,14 @@ class Local:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
-                    arguments, env=self._environment(slot), stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, pass_fds=(claim,),
+                    arguments, env=self._environment(slot) | {CLAIMED: str(path)}, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=subprocess.STDOUT, pass_fds=(held,),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command
                 )  # fmt: skip
             self.children[cell] = Child(process, slot)
             self.states[cell] = State("running")
         finally:
-            os.close(claim)  # the process has it now
+            os.close(held)  # the process has it now
 
     def _environment(self, slot: Slot) -> dict[str, str]:
         share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take

@@ -109,8 +109,6 @@ def fit(*args: str) -> dict[str, Any]:
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     started = time.perf_counter()
-    if trainer.is_global_zero:
-        directory.open()
 
     def facts() -> dict[str, Any]:
         known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
@@ -120,7 +118,8 @@ def fit(*args: str) -> dict[str, Any]:
 
     preemption = Preemption(run, directory.last, clock)
     trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
-    with preemption.listening(trainer), _recorded(directory, run, trainer, facts):
+    opened = directory.opened() if trainer.is_global_zero else nullcontext()
+    with opened, preemption.listening(trainer), _recorded(directory, run, trainer, facts):
         what = (
             f"attention {attention}",
             f"{result.count(module):,} parameters",

@@ -1,7 +1,13 @@
-"""A run's directory: its name, what state it is in, and the files it ends with."""
+"""A run's directory: its name, who works there, what state it is in, and the files it ends with.
+
+The claim on a directory is a lock (flock) on its file `claim`. It belongs to the open file: whoever inherits that holds
+the claim too, and it ends with the last of them, however that one ends.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +23,7 @@ from lra.config.compose import Composed, differences
 from lra.errors import UsageError
 
 RUNS = Path("checkpoints") / "runs"
+CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
 # fields that choose or continue a run, not what it computes
@@ -81,8 +88,21 @@ class RunDirectory:
             return self.last if self.last.exists() else None
         return None if self.resume == "false" else Path(self.resume)
 
-    def open(self) -> None:
-        """Creates the directory with its configuration and environment."""
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The directory with its configuration and environment, claimed; UsageError if somebody works there."""
+        inherited = os.environ.get(CLAIMED) == str(self.path)
+        held = None if inherited else claim(self.path)
+        if held is None and not inherited:
+            raise UsageError(f"another process works in {self.path}: wait for it, or choose another name=")
+        try:
+            self._open()
+            yield
+        finally:
+            if held is not None:
+                os.close(held)
+
+    def _open(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
@@ -98,6 +118,44 @@ class RunDirectory:
         result = {"status": status, "directory": str(self.path)} | result
         write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
         return result
+
+
+def claim(path: Path) -> int | None:
+    """The descriptor of a file that holds the claim on a run's directory, or None if somebody works there.
+
+    Creates the directory. Close it, or hand it to the process that does the work.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = os.open(path / "claim", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
+    if _lock(file, fcntl.LOCK_EX, path):
+        return file
+    os.close(file)
+    return None
+
+
+def claimed(path: Path) -> bool:
+    """Whether somebody works in a run's directory."""
+    try:
+        file = os.open(path / "claim", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _lock(file, fcntl.LOCK_SH, path)  # shared: two that look don't see each other
+    finally:
+        os.close(file)
+
+
+def _lock(file: int, kind: int, path: Path) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise UsageError(f"{path}/claim can't be locked ({error.strerror}): start on another file system") from None
+    return True
 
 
 def read_config(file: Path) -> dict[str, Any] | None:

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import accuracy, grid, launch, watch
-from lra.experiments.cells import State, claim
+from lra.experiments.cells import State
 from lra.experiments.launch import Local
 from lra.experiments.watch import Pace, Watch
+from lra.training.run import claim
 from tests.experiments.runs import GRID, TINY, cells, made, stub, until
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments.cells import State, claim, claimed, clear, counted, look, reached, settled
+from lra.experiments.cells import State, clear, counted, look, reached, settled
+from lra.training.run import claim, claimed
 from tests.experiments.runs import cells, command, made, stub, until
 
 

@@ -13,8 +13,9 @@ import torch
 
 from lra.errors import UsageError
 from lra.experiments import launch
-from lra.experiments.cells import claimed, look
+from lra.experiments.cells import look
 from lra.experiments.launch import Local, slots
+from lra.training.run import claimed
 from tests.experiments.runs import cells, command, made, started, stub, until
 
 

@@ -18,9 +18,10 @@ import torch
 
 from lra.errors import UsageError
 from lra.experiments import accuracy, launch, slurm
-from lra.experiments.cells import claim, claimed, look
+from lra.experiments.cells import look
 from lra.experiments.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
+from lra.training.run import claim, claimed
 from tests.experiments.runs import TINY, cells, made, started, stub, until
 
 submitit = pytest.importorskip("submitit", reason="needs submitit: pip install lra[slurm]")

@@ -14,6 +14,7 @@ import yaml
 import lra
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
+from lra.training.run import claim
 from lra.training.step import Step
 from tests.training.conftest import arguments
 
@@ -109,6 +110,17 @@ def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn, options
     texts = [Path(result["directory"], "metrics.csv").read_text() for result in (unbroken, resumed)]
     assert texts[0] == texts[1]
     assert all(unbroken[split] == resumed[split] for split in ("val", "test", "fresh"))
+
+
+def test_one_process_works_on_a_run(small):
+    path = Path("checkpoints/runs/listops/flash/mine-s0")
+    held = claim(path)
+    assert held is not None
+    with pytest.raises(UsageError, match=r"another process works in \S*mine-s0: wait for it, or choose another name="):
+        small("name=mine")
+    assert [file.name for file in path.iterdir()] == ["claim"]
+    os.close(held)
+    assert small("name=mine")["status"] == "finished"
 
 
 def test_a_finished_run_goes_on_with_more_steps(small):
