@@ -26,7 +26,7 @@ from lra.training.step import Step
 
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "build": (store, "_build"), "add": (Writer, "add"), "complete": (Writer, "finish"), "hash": (store, "_file_hash"),
-    "sync": (os, "fsync"), "rename": (Path, "rename"), "open": (RunDirectory, "open"), "setup": (TaskData, "setup"),
+    "sync": (os, "fsync"), "rename": (Path, "rename"), "open": (RunDirectory, "_open"), "setup": (TaskData, "setup"),
     "step": (Step, "__call__"), "log": (Curves, "log_metrics"), "rewrite": (csv.DictWriter, "writerows"),
     "validate": (TaskModule, "validation_step"), "tell": (Narrator, "on_validation_end"), "save": (torch, "save"),
     "replace": (os, "replace"), "test": (TaskModule, "test_step"), "weights": (checkpoints, "save_weights"),
