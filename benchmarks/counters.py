@@ -61,7 +61,7 @@ def profile(head_dim: int, dropout: float) -> list[dict[str, Any]]:
     done = run_ncu(metrics, ["-k", f"regex:{'|'.join(KERNELS)}"], program)
     kernels = read_kernels(done.stdout)
     if done.returncode or not kernels:
-        raise SystemExit(f"profile: ncu failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(f"counters: ncu failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return [_row(name, counted, head_dim, dropout) for name, counted in kernels]
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch(int(given.launch[0]), float(given.launch[1]))
         return 0
     if missing := no_counters():
-        print(f"profile: {missing}", file=sys.stderr)
+        print(f"counters: {missing}", file=sys.stderr)
         return 2
     rows = [row for d in (32, 64, 128) for dropout in (0.0, 0.1) for row in profile(d, dropout)]
     result = {"environment": environment.describe(), "rows": rows}

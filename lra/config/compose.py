@@ -90,8 +90,8 @@ def compose(
         if rule := _rule(recipe_yaml.get("start") or (), tree, selected):
             start = _start(rule, selected, given)
             own = {field: value for field, value in flatten(rule.get("with") or {}) if tree.origin.get(field) != GIVEN}
-            for field, value in (own | {"init": locate(start)}).items():
-                tree.set(f"{label} start", field, value)
+            own |= {"init": locate(start)}
+            tree.merge(*((f"{label} start", _nested(field, value)) for field, value in own.items()))
     return Composed(tree.build(), tree.origin, given, start)
 
 

@@ -17,12 +17,12 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids `[T]` to vectors `[T, D]`."""
-        return lookup(self.weight, input) if self.weight.is_cuda else super().forward(input)
+        return lookup(self.weight, input)
 
 
 def lookup(table_VD: Tensor, ids_T: Tensor) -> Tensor:
-    """Rows of a short table, `[T, D]`, whose gradient is a matrix product."""
-    return _Lookup.apply(table_VD, ids_T)  # type: ignore[return-value]
+    """Rows of a short table, `[T, D]`, whose gradient on a GPU is a matrix product."""
+    return _Lookup.apply(table_VD, ids_T) if table_VD.is_cuda else nn.functional.embedding(ids_T, table_VD)  # type: ignore[return-value]
 
 
 class _Lookup(torch.autograd.Function):

@@ -52,17 +52,14 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(size, d_model)) for size in sizes)
 
     def forward(self, coordinates_TA: Tensor, batch: Batch) -> Tensor:
-        if not coordinates_TA.is_cuda:
-            vectors = [F.embedding(*axis) for axis in zip(coordinates_TA.unbind(1), self.tables, strict=True)]
-        elif len(self.tables) > 1:  # an image's sides are as short as a vocabulary
-            vectors = [
-                lookup(table, place_T) for place_T, table in zip(coordinates_TA.unbind(1), self.tables, strict=True)
-            ]
-        elif batch.positions is None:
-            vectors = [_Places.apply(self.tables[0], coordinates_TA[:, 0], batch.start, batch.length)]
-        else:  # any places, in a table of any length: compiled, their gradients are added in any order
-            vectors = [F.embedding(coordinates_TA[:, 0], self.tables[0])]
-        return torch.stack(vectors).sum(0)
+        axes = [*zip(coordinates_TA.unbind(1), self.tables, strict=True)]
+        if len(axes) > 1:  # an image's sides are as short as a vocabulary
+            return torch.stack([lookup(table, place_T) for place_T, table in axes]).sum(0)
+        ((place_T, table),) = axes
+        if place_T.is_cuda and batch.positions is None:
+            return _Places.apply(table, place_T, batch.start, batch.length)  # type: ignore[return-value]
+        # on a GPU any places, in a table of any length: compiled, their gradients are added in any order
+        return F.embedding(place_T, table)
 
 
 class _Places(torch.autograd.Function):

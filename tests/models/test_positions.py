@@ -113,12 +113,12 @@ def test_learned_positions_have_no_factor():
 LENGTHS = (5, 0, 9, 1, 4, 0)
 
 
-def ragged(padded: bool, device: str = "cpu") -> Batch:
-    length = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+def ragged(padded: bool) -> Batch:
+    length = torch.tensor(LENGTHS, dtype=torch.int32)
     rows = 9 * len(LENGTHS) if padded else sum(LENGTHS)
     start = 9 * torch.arange(len(LENGTHS)) if padded else (length.cumsum(0) - length).clamp(max=rows - 1)
-    tokens, index = (torch.zeros(n, dtype=torch.int32, device=device) for n in (rows, len(LENGTHS)))
-    return Batch(tokens, start.int().to(device), length, 9, index, index)
+    tokens, index = (torch.zeros(n, dtype=torch.int32) for n in (rows, len(LENGTHS)))
+    return Batch(tokens, start.int(), length, 9, index, index)
 
 
 @pytest.mark.parametrize("padded", [False, True])
