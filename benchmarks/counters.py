@@ -9,7 +9,6 @@ in which units are busy, in percent, and for which reasons a warp waits, in cycl
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from lra import environment
+from lra.bench.files import write
 from lra.bench.io import no_counters, read_kernels, run_ncu
 from lra.kernels import flash_attention
-from lra.training.run import write as replace_file
 
 SIZE, LENGTH, HEADS = 16, 4096, 8
 KERNELS = ("hopper_forward_kernel", "hopper_backward_kernel")
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rows = [row for d in (32, 64, 128) for dropout in (0.0, 0.1) for row in profile(d, dropout)]
     result = {"environment": environment.describe(), "rows": rows}
-    replace_file(given.out, json.dumps(result, indent=1) + "\n")
+    write(given.out, result)
     for row in rows:
         busy = ", ".join(f"{name} {value:.0f}%" for name, value in row["busy_percent"].items())
         print(f"{row['kernel']} d={row['d']} dropout={row['dropout']}: {busy}")

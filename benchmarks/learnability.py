@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra import environment
+from lra.bench.files import write
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.training.data import task_data
-from lra.training.run import write
 
 
 class Residual(nn.Module):
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "environment": environment.describe(),
     }
     if options.out:
-        write(options.out, json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     return 0
 
 

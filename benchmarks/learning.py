@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lra import environment
-from lra.training.run import write
+from lra.bench.files import write
 
 EAGER = ("engine=eager",)
 # what differs from the first of each part
@@ -155,6 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
+    if options.per_device < 1:
+        parser.error("--per-device must be at least 1")
     pool = Pool(torch.cuda.device_count(), options.per_device)
     planned = jobs(options.part, options.tasks, options.seeds, options.fields)
     found = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
@@ -167,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             compare(records)
             if options.out:  # rewritten after each run
                 result = {"environment": environment.describe(), "runs": records}
-                write(options.out, json.dumps(result, indent=1) + "\n")
+                write(options.out, result)
     for task, name in sorted({(r["task"], r["variant"]) for r in records}):
         found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
         accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]

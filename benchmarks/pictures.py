@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 import lra
 from benchmarks import pages, release
 from lra import environment
+from lra.bench.files import write
 from lra.bench.options import parse
 from lra.data import picture
 from lra.data.pathfinder.generate import draw, generate
@@ -38,7 +39,6 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import LIT, Pathfinder, PathfinderData
 from lra.training import curves
-from lra.training.run import write
 
 PAGE, FOLDER = pages.ROOT / "docs" / "pictures.md", pages.ROOT / "docs" / "pictures"
 EACH = 4  # images on the sheet of each kind: right or wrong, of either label
@@ -54,7 +54,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 340, 46, 690, 50, 290  # of the c
 
 @dataclass(frozen=True)
 class Options:
-    init: str  # a released folder
+    init: str = ""  # a released folder
     count: int = 512  # test images, of which the sheet shows the first of each kind
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     """Draws the sheet and the attention of a released model, and returns what it wrote of them."""
     path = Path(options.init)
     if path.name not in release.released() or path.resolve() != release.RELEASES / path.name:
-        raise UsageError(f"init={path} is no released folder: python -m benchmarks.release makes one of a run")
+        raise UsageError(f"init={options.init} is no released folder: python -m benchmarks.release makes one of a run")
     module = lra.load(path)
     task = module.run.task
     if not isinstance(module, Pathfinder) or task.source != "generate":
@@ -126,7 +126,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     ]
     picture.save(sheet(rows), folder / f"{path.name}-samples.png")
     picture.save(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
-    write(folder / f"{path.name}.json", json.dumps(record, indent=1) + "\n")
+    write(folder / f"{path.name}.json", record)
     return record
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
+from lra.bench.files import write
 from lra.data import store
 from lra.errors import UsageError
 from lra.training.data import task_data
-from lra.training.run import write
 
 
 def measure(fields: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     result = {"stores": rows, "cores": len(os.sched_getaffinity(0)), "environment": environment.describe()}
     if options.out:
-        write(options.out, json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     return 0
 
 

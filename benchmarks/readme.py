@@ -3,8 +3,9 @@
     python -m benchmarks.readme [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-`<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here, or
-`<what>-attention.json`, `<what>-butterfly-attention.json` (what is block-sparse) or `<what>-io.json` of `lra bench`.
+`<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here,
+`<what>-profile.json` of counters.py, or `<what>-attention.json`, `<what>-butterfly-attention.json` (what is
+block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md, made before, has the accuracies.
 With --check nothing is written, and the exit code is 1 if README.md is not what would be.
 """
 
@@ -86,7 +87,7 @@ def prepare(results: Path) -> str:
             f"[{store['task']}](benchmarks/results/{file.name})",
             " ".join(f"`{field}`" for field in store["fields"]),
             f"{store['examples']:,}",
-            _bytes(store["bytes"]),
+            f"{store['bytes'] / 1e9:.2f} GB",
             f"{store['prepare_seconds']:.0f} s",
             f"{store['verify_seconds']:.0f} s",
             str(result["cores"]),
@@ -316,10 +317,6 @@ def _measured(results: Path, ending: str) -> list[tuple[Path, dict[str, Any]]]:
 def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
     for entry in registry.builtins().values():
         yield entry.name, vars(registry.declared(entry)), entry.summary.rstrip(".")
-
-
-def _bytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e9:.2f} GB"
 
 
 def _yes(value: bool) -> str:

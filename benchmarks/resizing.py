@@ -8,14 +8,14 @@ or the image's extent. Further fields are those of `lra test`.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import lra
 from lra import environment
-from lra.training.run import write
+from lra.bench.files import write
+from lra.errors import UsageError
 
 WAYS = {
     True: ("positions.resize=gridwise", "positions.resize=bilinear", "positions.resize=bicubic"),
@@ -29,8 +29,10 @@ def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
     return {"init": init, "task": task, "way": way, "fields": fields} | found
 
 
-def main(args: list[str]) -> int:
+def measure(args: list[str]) -> None:
     given = {name: value for name, _, value in (arg.partition("=") for arg in args)}
+    if not (given.get("init") and given.get("tasks")):
+        raise UsageError("give init=RUN and tasks=, the tasks to score it on")
     init, tasks, out = given.pop("init"), given.pop("tasks").split(","), given.pop("out", None)
     learned = lra.load(init).run.model.positions == "learned"
     runs = []
@@ -41,7 +43,15 @@ def main(args: list[str]) -> int:
             print(task, way, f"{100 * found['test']['accuracy']:.2f}%", flush=True)
             if out:  # rewritten after each
                 result = {"environment": environment.describe(), "runs": runs}
-                write(Path(out), json.dumps(result, indent=1) + "\n")
+                write(Path(out), result)
+
+
+def main(args: list[str]) -> int:
+    try:
+        measure(args)
+    except UsageError as error:
+        print(f"resizing: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -34,7 +34,7 @@ def runs(results: Path) -> str:
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
         "peak GPU memory", "training", "wall time", "GPU",
     )  # fmt: skip
-    found = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in results.glob("[!.]*-s[0-9].json")]
+    found = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in results.glob("[!.]*-s[0-9]*.json")]
     found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
     return pages.table(header, (_run(*pair) for pair in found))
 

@@ -10,7 +10,6 @@ Fields are given to the run: `trainer.accelerator=cpu`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
+from lra.bench.files import write
 from lra.training import curves
-from lra.training.run import write
 
 RUN = (
     "task=listops", "attn=flash", "recipe=demo", "name=soak", "trainer.steps=1000000000", "trainer.eval_every=1000",
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, found in result["growth"].items():
         print(f"{name}: {found['least']:,} to {found['most']:,}, {found['per_hour']:+,.0f} per hour")
     if options.out:
-        write(options.out, json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
     return 0
 
 

@@ -31,7 +31,7 @@ OTHERS = "of no cell of this table"  # the note on files that other pages show
 
 def page(table: Grid) -> str | None:
     """A table's page; None without a finished run of its."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in pages.RESULTS.glob("*-s[0-9].json")]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in pages.RESULTS.glob("[!.]*-s[0-9]*.json")]
     sections = [part for recipe in recipes() for part in _section(table, recipe, runs)]
     if not sections:
         return None
@@ -49,11 +49,9 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     matched = ledger.match(table.cells(some, seeds=seeds, recipe=recipe), pages.RESULTS).entries
     if not (found := {cell.column for cell in matched}):
         return
-    covered = read_recipe(recipe)["tasks"]
-    shown = [name for name in table.columns if name in found]
     fields = {
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
-        "tasks": ",".join(name for name in shown if table.columns[name].task in covered),
+        "tasks": ",".join(name for name in table.columns if name in found),
     }  # fmt: skip
     made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"

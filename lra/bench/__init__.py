@@ -1,1 +1,1 @@
-"""Measurements of attention: speed and memory (`attention.py`), traffic to and from HBM (`io.py`)."""
+"""Measurements: attention (`attention.py`), its traffic to and from HBM (`io.py`), a training step (`step.py`)."""

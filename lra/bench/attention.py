@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from lra import environment
 from lra.bench import plots
 from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
+from lra.bench.files import write
 from lra.bench.imdb import LENGTHS
 from lra.bench.options import parse, shown
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
@@ -25,7 +25,6 @@ from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
-from lra.training.run import write as replace_file
 
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
 
@@ -107,7 +106,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
 
 
 def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measures and returns {"environment", "options", "cells"}; `out=` is rewritten after every cell.
+    """Measures and returns {"environment", "options", "cells"}; `out=` and `plots=` are rewritten after every cell.
 
     Args:
         args: `field=value` of AttentionOptions.
@@ -118,13 +117,18 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     result: dict[str, Any] = {
         "environment": environment.describe(), "options": shown(options), "cells": []
     }  # fmt: skip
+
+    def keep() -> None:
+        if options.out:
+            write(Path(options.out), result)
+        if options.plots:
+            plots.draw(result["cells"], Path(options.plots))
+
+    keep()  # what can't be written is refused before it is measured
     for records in run(options, device):
         result["cells"] += records
         progress(line(records))
-        if options.out:
-            write(Path(options.out), result)
-    if options.plots:
-        plots.draw(result["cells"], Path(options.plots))
+        keep()
     return result
 
 
@@ -136,17 +140,9 @@ def run(
     for cell in options.cells():
         facts = options.facts(cell)
         if device.type == "cuda":
-            torch.cuda.synchronize(
-                device
-            )  # raises after a fault, which is the last cell's and all later ones' end here
+            torch.cuda.synchronize(device)  # raises if the last cell was a fault: no later one could be measured
         if (facts["attention"], nominal(cell)) not in done:
             yield [facts | record for record in run_cell(cell, options.passes, device, small)]
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """A result as a JSON file, replaced in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def nominal(cell: Cell) -> int:

@@ -13,17 +13,11 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.options import parse
 from lra.bench.sparse import PEERS
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
-from lra.models.attention.block_sparse import BlockSparseAttention
-from lra.models.attention.flash import FlashAttention
-from lra.models.attention.megatron import MegatronAttention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# where they run without a GPU
-ELSEWHERE = {FlashAttention: "sdpa", BlockSparseAttention: "gather", MegatronAttention: "torch"}
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,8 @@ def configurable(attention: str) -> tuple[str, Any]:
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
     """Whether its dropout mask is the one that the reference defines."""
-    elsewhere = next((impl for cls, impl in ELSEWHERE.items() if isinstance(attention, cls)), None)
-    if elsewhere is None:
-        return False
-    config: Any = attention.config
-    return resolve_impl(config.impl, device, getattr(config, "deterministic", False), elsewhere) == "triton"
+    # every kernel of Triton draws that mask
+    return bool(attention.elsewhere) and attention.path(device) == "triton"
 
 
 def make_batch(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -20,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lra import environment
+from lra.bench.files import write
 from lra.bench.options import parse, shown
 from lra.errors import UsageError
-from lra.training.run import write as replace_file
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 STATISTIC = 4  # bytes of a row's maximum or sum, fp32 whatever the inputs are
@@ -111,8 +110,7 @@ def bench(args: Sequence[str]) -> dict[str, Any]:
         "environment": environment.describe(), "options": shown(options), "rows": rows, "notes": notes
     }  # fmt: skip
     if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(Path(options.out), json.dumps(result, indent=1) + "\n")
+        write(Path(options.out), result)
     return result
 
 

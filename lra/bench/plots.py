@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from lra.errors import UsageError
+
 WIDTH, LEAST_HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BELOW = 70, 470, 40, 50  # of the axes; the names stand to the right, and decide the height
 NAME = 18  # height of a name
@@ -19,8 +21,11 @@ Lines = dict[str, list[tuple[float, float]]]  # attention -> (N, value)
 
 def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Writes a file for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
-    drawn. An attention looks the same in all of them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    drawn. An attention looks the same in all of them. UsageError if the folder can't be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"plots={folder} can't be a folder ({error.strerror}): name another") from None
     written, number = [], {name: i for i, name in enumerate(dict.fromkeys(r["attention"] for r in records))}
     for what, unit, key in (("runtime", "ms", "ms"), ("memory", "MB", "memory_mb")):
         groups: dict[tuple[Any, ...], Lines] = {}

@@ -15,8 +15,8 @@ import torch
 
 from lra import environment
 from lra.bench import loops
-from lra.bench.attention import write
 from lra.bench.breakdown import breakdown, recorded
+from lra.bench.files import write
 from lra.bench.options import parse, shown
 from lra.config.compose import Composed
 from lra.config.registry import unknown
@@ -57,6 +57,8 @@ def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
     names = {field.name for field in dataclasses.fields(StepOptions)}
     own = [arg for arg in args if arg.partition("=")[0] in names]
     options, composed = parse(StepOptions, own), configure([arg for arg in args if arg not in own])
+    if composed.start:  # weights from which the recipe starts change no step
+        composed = dataclasses.replace(composed, config=dataclasses.replace(composed.config, init=None))
     run: RunConfig = composed.config
     if "profile=true" in own and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
@@ -98,6 +100,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
         if options.out:
             write(Path(options.out), result)
 
+    keep()  # what can't be written is refused before it is measured
     for loop in options.loops:
         clear(device)
         result["loops"].append(measured(loop, composed, options, device))
@@ -223,7 +226,7 @@ def clear(device: torch.device) -> None:
     gc.collect()
     if device.type != "cuda":
         return
-    torch.cuda.synchronize(device)  # raises after a fault, which is the last loop's and all later ones' end here
+    torch.cuda.synchronize(device)  # raises if the last loop was a fault: no later one could be measured
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -73,9 +73,9 @@ def run(
     table = grid.read(name)
     names = [field.name for field in dataclasses.fields(Options)]
     options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
+    asked = resources(given := [arg for arg in args if arg.startswith("slurm.")], options.launcher)
     if options.speed:
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
-    asked = resources(given := [arg for arg in args if arg.startswith("slurm.")], options.launcher)
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])

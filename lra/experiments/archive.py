@@ -23,7 +23,7 @@ from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.training import curves
-from lra.training.run import RUNS, read_config, read_result, replacing
+from lra.training.run import RUNS, claimed, read_config, read_result, replacing
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
@@ -130,9 +130,9 @@ def pack(args: Sequence[str]) -> list[str]:
 def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     """Adds an archive's runs to those below `runs`; returns what to print.
 
-    A finished run stays, an unfinished one gives way to a finished one or to one with more steps. Raises UsageError,
-    and changes nothing, for an archive with anything wrong in it, for another configuration in a run's directory, and
-    for another finished result of the same one.
+    A finished run stays, and one that a process works on; another unfinished one gives way to a finished one or to one
+    with more steps. Raises UsageError, and changes nothing, for an archive with anything wrong in it, for another
+    configuration in a run's directory, and for another finished result of the same one.
     """
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     if not file.is_file():
@@ -280,6 +280,8 @@ def _checked(run: Run, file: Path) -> Run:
 
 def _decide(new: Run, old: Run) -> tuple[str, str]:
     """What becomes of a run, `added`, `replaced`, `kept` or `refused`, and why."""
+    if old.path.is_dir() and claimed(old.path):
+        return "kept", "a process works on it here"
     if not (old.path / "config.yaml").exists():
         if old.path.exists():
             return "refused", f"{old.path} is no run's directory: move it away"

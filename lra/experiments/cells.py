@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import End, claimed, read_result
+from lra.training.run import End, claimed, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -109,16 +107,15 @@ def _before(path: Path) -> Path:
 
 def _check(cell: Cell, ended: bool) -> None:
     path = cell.directory.path
-    try:
-        found = yaml.safe_load((path / "config.yaml").read_text())
-        changed = differences(found, cell.directory.config)
-    except FileNotFoundError:
+    file = path / "config.yaml"
+    if not file.exists():
         if ended:
-            raise UsageError(f"{path} holds a result without a config.yaml: remove the directory") from None
+            raise UsageError(f"{path} holds a result without a config.yaml: remove the directory")
         return
-    except (yaml.YAMLError, ValueError, AttributeError):
-        raise UsageError(f"{path}/config.yaml is damaged: remove the directory") from None
-    if changed:
+    found = read_config(file)
+    if found is None:
+        raise UsageError(f"{file} is damaged: remove the directory")
+    if changed := differences(found, cell.directory.config):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )

@@ -19,6 +19,7 @@ import torch
 from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
+from lra.bench.files import write
 from lra.bench.options import parse, shown
 from lra.bench.presets import PASSES, SETTINGS
 from lra.config.registry import unknown
@@ -107,7 +108,7 @@ class Part:
         made_with["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
         for records in attention.run(self.options, device, self._done()):
             self.records.extend(records)
-            attention.write(self.path, self.result)
+            write(self.path, self.result)
             progress(f"{self.path.stem}: {attention.line(records)}")
 
     def _done(self) -> set[tuple[str, int]]:
@@ -140,7 +141,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     else:
         made_with = parts["plain"].result["environment"] | {"command": environment.command()}
         stated = {name: value for name, value in shown(options).items() if name != "settings"}
-        attention.write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
+        write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
         drawn = plots.draw(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
     return Report([*numbered(records), fastest(records)], lines, records)

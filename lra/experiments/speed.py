@@ -21,6 +21,7 @@ import torch
 
 from lra import environment
 from lra.bench import step
+from lra.bench.files import write
 from lra.bench.options import parse
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
@@ -28,7 +29,7 @@ from lra.errors import UsageError
 from lra.experiments.fig3 import NOT_COMPARED, Records, Report, Rows
 from lra.experiments.grid import Cell, Grid
 from lra.training.fit import build, hardware, quiet, resolve_attention
-from lra.training.run import RUNS, write
+from lra.training.run import RUNS
 
 STANDARD = "standard"  # what the paper's speed is compared with
 
@@ -49,7 +50,7 @@ _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: lea
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
 # of `lra fit` or of the runs, but set or of no use here
 REFUSED = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
-    ("seed", "seeds", "launcher", "devices", "trainer.devices"), _ALONE
+    ("seed", "seeds", "launcher", "devices", "per_device", "trainer.devices"), _ALONE
 )
 
 
@@ -62,7 +63,7 @@ class Options:
     recipe: str | None = None
     steps: int = StepOptions.steps
     warmup: int = StepOptions.warmup
-    out: str = str(RUNS.parent / "table3-speed.json")
+    out: str | None = None  # JSON file; checkpoints/<table>-speed.json by default
 
     def __post_init__(self) -> None:
         for name in ("tasks", "attns"):
@@ -134,7 +135,7 @@ def run(
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(fields),
         "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
-    path, made = Path(options.out), environment.describe()
+    path, made = Path(options.out or RUNS.parent / f"{table.name}-speed.json"), environment.describe()
     if device.type == "cpu":
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
@@ -235,12 +236,12 @@ def _measure(
         data.prepare_data()
     commits = [result["environment"]["commit"], environment.commit()]
     result["environment"]["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
-    _keep(path, result)  # what can't be written is refused before it is measured
+    write(path, result)  # what can't be written is refused before it is measured
     for one in lacking:
         step.clear(device)
         record = _measured(one, device)
         result["cells"].append(record)
-        _keep(path, result)
+        write(path, result)
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
 
 
@@ -286,14 +287,6 @@ def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) 
     old, new = ({k: v for k, v in each.items() if k not in NOT_COMPARED} for each in (result["environment"], made))
     if changed := differences(old, new):
         raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
-
-
-def _keep(path: Path, result: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"out={path} can't be written ({error.strerror}): name another file") from None
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

@@ -28,11 +28,10 @@ class Pace:
 
     def __init__(self, cell: Cell):
         self.cell = cell
-        self.written: float | None = None
+        self.written = self._written()  # before what is read, so that nothing written meanwhile is missed
         self.first: tuple[float, int] | None = None  # time, step; what was there before says nothing of the pace
         self.last: tuple[float, int] | None = None
         self.step, _, self.best = cells.reached(cell)
-        self.written = self._written()
 
     def update(self) -> None:
         written = self._written()

@@ -181,6 +181,19 @@ def test_records_tables_and_json(tmp_path):
     assert len(drawing.findall("{*}polyline")) == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("out=file/a.json", r"out=file/a.json can't be written \(.*\): name another file"),
+     ("plots=file", r"plots=file can't be a folder \(.*\): name another")],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(attention, "run", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=message):
+        bench([given])
+
+
 def test_options_of_an_attention_are_part_of_its_name():
     (record,) = records("attns=flash:impl=sdpa", "lengths=16", "passes=forward")
     assert (record["attention"], record["status"]) == ("flash:impl=sdpa", "ok")

@@ -159,6 +159,18 @@ def test_bad_options_name_the_mend(args, message):
         bench(tiny(*args))
 
 
+def test_a_recipe_that_starts_from_another_run_is_measured_from_nothing():
+    options, composed = split(["task=path64", "attn=flash", "recipe=curriculum", "steps=5", "warmup=1"])
+    assert composed.start and composed.config.init is None and composed.config.trainer.steps >= options.total
+
+
+def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "measured", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"out=.*file/step.json can't be written \(.*\): name another file"):
+        bench(tiny(f"out={tmp_path / 'file' / 'step.json'}"))
+
+
 def test_own_options_are_none_of_the_run():
     options, composed = split(tiny("steps=7", "loops=bare"))
     assert (options.steps, options.warmup, options.loops) == (7, 2, ("bare",)) and composed.config.trainer.steps == 40

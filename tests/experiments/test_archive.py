@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import lzma
+import os
 import shutil
 import tarfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from lra.errors import UsageError
 from lra.experiments import archive
 from lra.experiments.archive import merge, pack
 from lra.training.curves import COLUMNS
+from lra.training.run import claim
 from tests.experiments.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -151,6 +153,20 @@ def test_of_two_unfinished_runs_the_one_with_more_steps_stays(runs, here, steps,
     lines = merge(packed(runs, "checkpoints=last"), [f"runs={here}"])
     assert f"{GOING}: {action}, {steps} steps here, 500 there" in lines
     assert (here / GOING / "last.ckpt").read_text() == f"last.ckpt {max(steps, 500)}"
+
+
+def test_a_run_that_a_process_works_on_stays(runs, here):
+    make(here, GOING, None, 250)
+    held = [claim(here / name) for name in (GOING, DONE)]  # the other one has just been begun
+    before, file = listed(here), packed(runs, "checkpoints=last")
+    lines = merge(file, [f"runs={here}"])
+    assert {f"{name}: kept, a process works on it here" for name in (GOING, DONE)} < set(lines)
+    assert {name: content for name, content in listed(here).items() if FAILED not in name} == before
+    for file_held in held:
+        os.close(file_held or 0)
+    (here / DONE / "claim").unlink()
+    (here / DONE).rmdir()
+    assert merge(file, [f"runs={here}"])[-1] == "1 added, 1 replaced, 1 kept"
 
 
 def test_what_cannot_be_continued_replaces_nothing(runs, here):

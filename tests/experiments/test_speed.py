@@ -241,6 +241,8 @@ def test_every_commit_that_measured_is_stated(fake):
         (["seeds=2"], "seeds=2 can't be beside speed=true: one process measures each cell once"),
         (["launcher=local"], "launcher=local can't be beside speed=true"),
         (["devices=1"], "devices=1 can't be beside speed=true"),
+        (["per_device=2"], "per_device=2 can't be beside speed=true"),
+        (["slurm.partition=gpu"], "slurm.partition=gpu is of use with launcher=slurm only"),
         (["seed=1"], "seed=1 can't be beside speed=true"),
         (["engine=eager"], "engine=eager can't be beside speed=true: it is set by the two ways"),
         (["batch.layout=packed"], "batch.layout=packed can't be beside speed=true"),
@@ -260,6 +262,16 @@ def test_bad_input_is_refused_before_anything_is_measured(fake, more, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         accuracy.run("table3", [*args, *more])
     assert not fake and [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_each_table_has_a_file_of_its_own(fake):
+    accuracy.run("table3", [arg for arg in ONE if not arg.startswith("out=")])
+    assert Path("checkpoints/table3-speed.json").is_file() and not FILE.exists()
+
+
+def test_a_recipe_that_starts_from_another_run_is_measured():
+    report = accuracy.run("table6", ["speed=true", "tasks=path64", "attns=flash"], dry_run=True)
+    assert "2 of 2 remain to be measured" in report.lines
 
 
 def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_apart():

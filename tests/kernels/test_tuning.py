@@ -245,6 +245,7 @@ def test_hopper_kernels_are_left_out_or_refused(bench, monkeypatch):
     [
         ("head_dim=64", "does not know 'head_dim=64': its fields are kernels="),
         ("forward", "does not know 'forward'"),
+        ("out=", "does not know 'out='"),
         ("kernels=forwards", "kernels= takes forward, dkdv"),
         ("head_dims=32,256", "head_dims=256: head_dims= takes 1 to 128"),
         ("dropout=0.1", "dropout= takes false, true"),

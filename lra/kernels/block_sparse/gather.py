@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from lra.kernels.flash.layout import NONE, find
+from lra.kernels.flash.layout import NONE
 from lra.kernels.flash.padded import pad, slots, unpad
 from lra.kernels.flash.problem import Problem
 
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """Block-sparse attention of `[T, H, D]` rows, `[T, H, D]`; dropout draws from PyTorch's generator."""
-    assert problem.layout is not None
-    layout = find(problem.layout)
+    layout = problem.pattern
+    assert layout is not None
     position = torch.arange(problem.max_length)
     blocks_seen = (layout.kinds(*layout.block) != NONE).any(0)  # by any head
     head = torch.arange(q.shape[1]) % len(layout.blocks)

@@ -61,7 +61,7 @@ def parse(args: Sequence[str]) -> Options:
     hints, values = get_type_hints(Options), {}
     for arg in args:
         field, equals, text = arg.partition("=")
-        if not equals or field not in hints:
+        if not (equals and text) or field not in hints:
             raise UsageError(
                 f"lra tune does not know '{arg}': its fields are {', '.join(f'{name}=' for name in hints)}"
             )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import effective_dropout
+from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS, Capabilities
 
@@ -40,6 +41,7 @@ class Attention(nn.Module):
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
     layout: Layout | None = None  # which keys a query sees; None: all
+    elsewhere: ClassVar[str] = ""  # where `attn.impl` chooses triton on a GPU: the path for any device
     decides_on_host: str = ""  # why its training steps can't be captured in a CUDA graph
 
     @dataclass(frozen=True)
@@ -82,6 +84,13 @@ class Attention(nn.Module):
         if self.facts.needs_gpu and device.type != "cuda":
             self._refuse("GPUs only", operator.not_, "needs_gpu")
         return self.name
+
+    def path(self, device: torch.device) -> str:
+        """What `attn.impl` comes to on the device, triton or `elsewhere`; UsageError if it can't run there."""
+        try:
+            return resolve_impl(self.config.impl, device, getattr(self.config, "deterministic", False), self.elsewhere)
+        except ValueError as error:
+            raise UsageError(f"attn.{error}") from None
 
     @property
     def dropout_rate(self) -> float:

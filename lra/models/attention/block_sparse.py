@@ -14,7 +14,6 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import block_sparse_attention
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.layout import Layout
 from lra.models.attention.base import Attention, AttentionSpec
 
@@ -23,6 +22,7 @@ class BlockSparseAttention(Attention):
     """Base class: an heir declares its options and gives `make_layout`."""
 
     layout: Layout
+    elsewhere = "gather"
     sized_by: ClassVar[str] = "block"  # the option that sets the sides of the blocks
     by_layer: ClassVar[bool] = False  # whether layers see different keys
 
@@ -42,11 +42,7 @@ class BlockSparseAttention(Attention):
         self.layout, self._built = _build(type(self), config, spec)
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        name = super().resolve(device, precision)
-        try:
-            impl = resolve_impl(self.config.impl, device, self.config.deterministic, "gather")
-        except ValueError as error:
-            raise UsageError(f"attn.{error}") from None
+        name, impl = super().resolve(device, precision), self.path(device)
         if impl == "triton" and any(side % 16 for side in self.layout.block):
             size = f"attn.{self.sized_by}={getattr(self.config, self.sized_by)}"
             raise UsageError(f"{size}: Triton takes multiples of 16; give one, or attn.impl=gather")

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.errors import UsageError
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
@@ -27,18 +25,15 @@ from lra.models.attention.base import Attention
 class FlashAttention(Attention):
     """FlashAttention: exact attention in tiles, without the N x N scores in memory."""
 
+    elsewhere = "sdpa"
+
     @dataclass(frozen=True)
     class Config:
         impl: Literal["auto", "triton", "sdpa"] = "auto"  # auto: triton on a GPU, sdpa elsewhere
         deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        name = super().resolve(device, precision)
-        try:
-            impl = resolve_impl(self.config.impl, device, self.config.deterministic)
-        except ValueError as error:
-            raise UsageError(f"attn.{error}") from None
-        return f"{name} by {impl}"
+        return f"{super().resolve(device, precision)} by {self.path(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)

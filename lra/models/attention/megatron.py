@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.errors import UsageError
-from lra.kernels.flash import resolve_impl
 from lra.kernels.softmax.api import softmax_attention
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
@@ -22,17 +20,14 @@ from lra.models.attention.base import Attention
 class MegatronAttention(Attention):
     """Softmax attention that materialises the N x N scores; scale, mask, softmax and dropout are one kernel."""
 
+    elsewhere = "torch"
+
     @dataclass(frozen=True)
     class Config:
         impl: Literal["auto", "triton", "torch"] = "auto"  # auto: triton on a GPU, torch elsewhere
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        name = super().resolve(device, precision)
-        try:
-            impl = resolve_impl(self.config.impl, device, other="torch")
-        except ValueError as error:
-            raise UsageError(f"attn.{error}") from None
-        return f"{name} by {impl}"
+        return f"{super().resolve(device, precision)} by {self.path(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)
