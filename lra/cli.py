@@ -61,7 +61,8 @@ def test(
     """Score a checkpoint on its task's test sets."""
     from lra.training.fit import test as run
 
-    _print_scores(run(*(fields or ())))
+    if result := run(*(fields or ())):  # only rank 0 has one
+        _print_scores(result)
 
 
 @app.command()
@@ -349,7 +350,3 @@ def main() -> None:
     except UsageError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(_visible(str(error)))}")
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -239,6 +239,7 @@ REFUSED = {
     "config show task=listops attn=flash model.attn_dropout=0.999": "use at most 0.998",
     "fit task=listops attn=flash trainer.eval_every=10000": "no validation",
     f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
+    f"fit task=text attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
     "fit task=listops attn=flash model.heads=8": "attn=flash supports head dimensions 16 to 128, not 8",
     "fit task=listops attn=flash model.axes=2": "model.axes=2 needs an image task",
     # what is said before any data is prepared
@@ -246,6 +247,7 @@ REFUSED = {
     "fit task=listops attn=flash resume=yes": "resume=yes: no such checkpoint; resume is false, true, auto",
     "fit task=listops attn=flash init=nowhere": "no checkpoint at nowhere",
     "fit task=listops attn=flash init=[/b]": r"no checkpoint at \[/b\]",
+    f"fit task=listops attn=flash init={'x' * 300}": "no checkpoint at xxx",
     "fit task=listops attn=flash trainer.accelerator=gpu": "PyTorch finds no GPU: lra doctor says",
     "fit task=listops attn=flash trainer.devices=2 batch.size=5": "batch.size=5 is not a multiple of the 2 devices",
     "fit task=listops attn=flash attn.impl=triton": "attn.impl='triton' needs CUDA tensors, got cpu: use impl='sdpa'",
@@ -254,6 +256,7 @@ REFUSED = {
     "test task=listops": "lra test needs one init=",
     "test init=a init=b": "lra test needs one init=",
     "test init=nowhere": "no checkpoint at nowhere",
+    f"test init={'x' * 300}": "no checkpoint at xxx",
     # data
     "data prepare": "task= missing: task= is one of",
     "data prepare task=listops model.d_model=3": "model.d_model=3 has no meaning for data",
@@ -269,7 +272,9 @@ REFUSED = {
     "data prepare task=pathx source=/nowhere task.train=5": "task.train: only for generated data",
     "data prepare task=retrieval": "these pairs are on no hub; get LRA's release, .* dataset=lra source=",
     "data show task=listops split=dev": "listops is not prepared",
+    f"data prepare task=retrieval source={'x' * 300}": "xxx is no file or folder that can be read: name LRA",
     "data prepare task=text source=/nowhere": "cannot load IMDB from /nowhere",
+    f"data prepare task=text source={'x' * 300}": "cannot load IMDB from xxx",
     "data info task=listops": "listops is not prepared: .*; run: lra data prepare task=listops$",
     "data verify task=text": "text is not prepared: .*; run: lra data prepare task=text$",
 }

@@ -178,11 +178,11 @@ def _rule(rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str
 
 
 def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of the run before this one: this one's, with the rule's `from` on top."""
+    """Arguments of the run before this one: this one's, with the rule's `from` on top, of which `field=` drops one."""
     changed = {text.partition("=")[0]: text for text in rule["from"]}
     kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
     chosen = {name: f"{name}={value}" for name, value in selected.items()}
-    return tuple((chosen | kept | changed).values())
+    return tuple(text for text in (chosen | kept | changed).values() if not text.endswith("="))
 
 
 def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:

@@ -6,6 +6,7 @@ not by its id: it is stored once because it is equal, and an id that stood for t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -70,7 +71,7 @@ class _Documents:
 
 def _read_released(source: Path, documents: _Documents) -> dict[str, np.ndarray]:
     """Pairs of each split, as `_pairs`."""
-    if (source / "papers.parquet").exists() and not (source / _RELEASED["train"]).exists():
+    if os.path.exists(source / "papers.parquet") and not os.path.exists(source / _RELEASED["train"]):
         raise UsageError(f"{source} holds papers.parquet, which is no part of LRA's release: choose dataset=scisumm")
     splits = {name: split for split, name in _RELEASED.items()}
 
@@ -111,7 +112,7 @@ def _papers(source: Path) -> dict[str, str]:
     import pyarrow.parquet as pq
 
     path = source / "papers.parquet"
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(f"{source} has no papers.parquet: name its folder, or choose dataset=lra for LRA's own files")
     try:
         table = pq.read_table(path)

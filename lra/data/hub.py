@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
     import datasets
     import datasets.config
 
-    local = Path(source).is_dir()
+    local = os.path.isdir(source)
     reachable = local or _hub_answers()
     # Without a network the Hub's client retries for 24 seconds. Offline mode still finds what it has cached.
     before = datasets.config.HF_HUB_OFFLINE

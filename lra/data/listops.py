@@ -52,14 +52,12 @@ def build(
     fresh: int = 50_000,
     min_length: int = 501,
     max_length: int = 1999,
-    max_depth: int = 10,
-    max_args: int = 10,
 ) -> None:
     """Generate the splits train, val and test, and `fresh`: a larger test set of another seed.
 
     The counts are expressions per split; no expression occurs twice in any of them.
     """
-    draw = partial(generate, min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args)
+    draw = partial(generate, min_length=min_length, max_length=max_length)
     sequences, labels = draw(train + val + test, seed=seed)
     for split, start, end in (("train", 0, train), ("val", train, train + val), ("test", train + val, len(labels))):
         writer.add(split, sequences[start:end], labels[start:end])

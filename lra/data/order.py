@@ -17,8 +17,6 @@ def _permutation(purpose: int, seed: int, number: int, count: int) -> np.ndarray
 
     Sorting the raw 64-bit stream, which NumPy keeps stable across versions (unlike `Generator.permutation`).
     """
-    if seed < 0:
-        raise UsageError(f"seed={seed} is negative: choose seed=0 or more")
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, number)))
     permutation = np.argsort(bits.random_raw(count), kind="stable")
     permutation.setflags(write=False)
@@ -44,7 +42,7 @@ def rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
         part = order(seed, epoch, count)[first : first + end - place]
         parts.append(part)
         place += len(part)
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return np.concatenate(parts)
 
 
 def split_off(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:

@@ -87,7 +87,7 @@ def prepare(
     folder cannot be written. `command` as in `Store.open`.
     """
     path = content.path
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         return Store.open(path, command)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
@@ -123,7 +123,7 @@ class Store:
         """
         task = path.name.split("@")[0]
         command = command or f"lra data prepare task={task}"
-        if not path.exists():
+        if not os.path.exists(path):  # unlike pathlib's, False also where nobody may look
             raise UsageError(f"{task} is not prepared: no {path}; run: {command}")
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
@@ -151,10 +151,6 @@ class Store:
     @property
     def splits(self) -> tuple[str, ...]:
         return tuple(self.manifest["splits"])
-
-    @property
-    def vocabulary_hash(self) -> str:
-        return self.manifest["vocabulary_hash"]
 
     def split(self, name: str) -> Split:
         """One split of sequences, memory-mapped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,7 +142,7 @@ class TaskData(pl.LightningDataModule):
         if given in (None, "generate"):
             return "generated" if given else "nowhere"
         path, on_the_hub = Path(given).expanduser(), default not in (None, "generate")
-        return given if on_the_hub and not path.is_dir() else str(path.resolve())
+        return given if on_the_hub and not os.path.isdir(path) else str(path.resolve())
 
     def seed(self) -> int | None:
         """Seed of what is drawn into the store."""
@@ -259,12 +260,13 @@ class TaskData(pl.LightningDataModule):
 
 def only_generated(config: Any, *fields: str) -> None:
     """UsageError if one of `fields`, which say what is drawn, is set although the data is imported."""
-    changed = [f"task.{field}" for field in fields if getattr(config, field) != getattr(type(config), field)]
+    default = type(config)
+    changed = [field for field in fields if getattr(config, field) != getattr(default, field)]
     if changed and config.source != "generate":
-        defaults = " ".join(f"{field}={getattr(type(config), field.removeprefix('task.'))}" for field in changed)
+        names = ", ".join(f"task.{field}" for field in changed)
+        mend = " ".join(f"task.{field}={getattr(default, field)}" for field in changed)
         raise UsageError(
-            f"{', '.join(changed)}: only for generated data; set the default, {defaults}, or leave out "
-            f"task.source={config.source}"
+            f"{names}: only for generated data; set the default, {mend}, or leave out task.source={config.source}"
         )
 
 

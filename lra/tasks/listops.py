@@ -24,21 +24,24 @@ class ListOpsData(TaskData):
 
     def params(self) -> dict[str, Any]:
         c = self.config
-        drawn = {"seed": c.data_seed, "fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
         if c.source == "generate":
-            return drawn | {"train": c.train, "val": c.val, "test": c.test}
-        return drawn | {"folder": self.source()}
+            return self._drawn() | {"train": c.train, "val": c.val, "test": c.test}
+        return self._drawn() | {"folder": self.source()}
+
+    def _drawn(self) -> dict[str, int]:
+        """What the generator is given, for imported data, too: its `fresh` is drawn."""
+        c = self.config
+        return {"seed": c.data_seed, "fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
 
     def seed(self) -> int:
         return self.config.data_seed
 
     def build(self, writer: Writer) -> None:
         c = self.config
-        drawn = {"seed": c.data_seed, "fresh": c.fresh, "min_length": c.min_length, "max_length": c.max_length}
         if c.source == "generate":
-            listops.build(writer, train=c.train, val=c.val, test=c.test, **drawn)
+            listops.build(writer, train=c.train, val=c.val, test=c.test, **self._drawn())
         else:
-            listops.build_from_tsv(writer, c.source, **drawn)
+            listops.build_from_tsv(writer, c.source, **self._drawn())
 
     def baselines(self, name: str) -> dict[str, float]:
         return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}

@@ -153,7 +153,7 @@ class Faults(pl.Callback):
             self._check(trainer, cast(TaskModule, pl_module), 0)
 
     def _check(self, trainer: pl.Trainer, module: TaskModule, every: int) -> None:
-        """Of the counts that were read after a step; `every`: how many steps they cover, if all were logged."""
+        """Judges the counts that were read last, of `every` steps; 0: of those after the last logged one."""
         counts = _step(module).counts
         assert counts is not None
         if module.run.trainer.on_nan == "stop":

@@ -78,9 +78,9 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     UsageError if it is damaged or of another program, or has weights that are not finite, which only `fault.pt` may.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UsageError(f"no checkpoint at {path}: give a finished run's directory, a .ckpt or a .safetensors file")
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
@@ -101,7 +101,8 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     """LookupError or TypeError if these are not what lra writes: whoever reads them relies on it."""
     config = identity["config"]
-    names = [identity["task"], identity["vocabulary"], config["task"]["name"], config["attn"]["name"]]
+    names = [identity["task"], identity["vocabulary"], config["recipe"]]
+    names += [config["task"]["name"], config["attn"]["name"]]
     fields = [config["model"][name] for name in (*SHAPE, "pooling")]
     if not all(isinstance(each, str | int) for each in names + fields):
         raise TypeError(names, fields)

@@ -72,7 +72,7 @@ def fit(*args: str) -> dict[str, Any]:
         args: what `lra fit` takes: `"task=listops", "attn=flash", "trainer.steps=100"`.
 
     Returns:
-        The content of result.json; a finished run returns its own at once.
+        The content of result.json; a finished run returns its own at once. On ranks but the first, nothing.
 
     Raises:
         UsageError: for anything the user can mend, memory that ran out included.
@@ -80,11 +80,11 @@ def fit(*args: str) -> dict[str, Any]:
     composed = configure(args)
     run: RunConfig = composed.config
     directory = RunDirectory(composed)
-    # the other ranks arrive in the directory that rank 0 opened
-    if rank_zero_only.rank == 0:  # pyright: ignore[reportFunctionMemberAccess]
+    first = rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
+    if first:  # the other ranks arrive in the directory that it opened
         directory.check()
     if directory.finished:
-        return directory.result() or {}
+        return (directory.result() or {}) if first else {}
     quiet()
     atexit.register(_leave_process_group)
     if composed.start and directory.checkpoint() is None:
@@ -109,6 +109,8 @@ def fit(*args: str) -> dict[str, Any]:
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     started = time.perf_counter()
+    if torch.cuda.is_initialized():  # by the run before this one: its peak of memory is not this one's
+        torch.cuda.reset_peak_memory_stats()
 
     def facts() -> dict[str, Any]:
         known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
@@ -176,7 +178,8 @@ def test(*args: str) -> dict[str, Any]:
     """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
 
     A task of another resolution, another attention, `positions.resize` and `positions.scale` are as in `fit`, before
-    any training. Returns accuracy and loss per test set, beside what the baselines reach. Writes nothing.
+    any training. Returns accuracy and loss per test set, beside what the baselines reach; on ranks but the first,
+    nothing. Writes nothing.
     """
     inits = [arg for arg in args if arg.startswith("init=")]
     if len(inits) != 1 or inits == ["init="]:
@@ -193,7 +196,12 @@ def test(*args: str) -> dict[str, Any]:
     trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
     resolve_attention(module, trainer.strategy.root_device)
     data.prepare_data()
-    trainer.test(module, datamodule=data, verbose=False)
+    try:
+        trainer.test(module, datamodule=data, verbose=False)
+    except torch.cuda.OutOfMemoryError:
+        raise UsageError(_smaller(run, trainer)) from None
+    if not trainer.is_global_zero:
+        return {}
     return {"checkpoint": path, "transfer": asdict(moved)} | result.scores(module, data, trainer)
 
 
@@ -227,7 +235,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        log_every_n_steps=1,  # of batches, with the module.log of which nothing is logged here
+        log_every_n_steps=1,  # nothing is logged so; more than there are batches would be a warning
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
@@ -270,16 +278,15 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
-    _, micro = run.batch.divide(trainer.world_size)
-    if micro == 1:
+    training = trainer.lightning_module.training  # else it was evaluation that ran out
+    field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
+    if count == 1:
         return (
             "out of GPU memory with one sequence at a time: "
             "use attn=flash, a shorter task.max_length or a smaller model"
         )
-    return (
-        f"out of GPU memory at batch.micro={micro}: set batch.micro={micro // 2}, "
-        f"gradients are then accumulated to batch.size={run.batch.size}"
-    )
+    advice = f"out of GPU memory at batch.{field}={count}: set batch.{field}={count // 2}"
+    return f"{advice}, gradients are then accumulated to batch.size={run.batch.size}" if training else advice
 
 
 def _batch(run: RunConfig, trainer: pl.Trainer) -> str:
@@ -309,7 +316,7 @@ def _say(text: str) -> None:
 
 def quiet() -> None:
     """Lightning's greetings, and its warnings about what is meant so."""
-    for name in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric"):
+    for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there

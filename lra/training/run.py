@@ -58,8 +58,10 @@ class RunDirectory:
 
     def check(self) -> None:
         """Refuses to go on in a directory that belongs to another configuration or holds an unfinished run."""
+        if len(os.fsencode(self.path.name)) > 255:
+            raise UsageError(f"{self.path.name} is too long for a folder: choose a name=")
         path = Path(self.resume)
-        if self.resume not in ("false", "true", "auto") and not (path.suffix == ".ckpt" and path.is_file()):
+        if self.resume not in ("false", "true", "auto") and not (path.suffix == ".ckpt" and os.path.isfile(path)):
             raise UsageError(f"resume={self.resume}: no such checkpoint; resume is false, true, auto or a .ckpt file")
         file = self.path / "config.yaml"
         if file.exists():

@@ -68,7 +68,5 @@ def test_split_off_leaves_both_parts(arguments):
 
 
 def test_bad_input():
-    with pytest.raises(UsageError, match="seed=-1 is negative"):
-        order(-1, 0, 10)
     with pytest.raises(UsageError, match="no training rows"):
         rows(0, 0, 4, 0)

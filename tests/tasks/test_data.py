@@ -319,7 +319,7 @@ def digest(*args: str) -> str:
     """Identity of a training batch, prepared from scratch."""
     data = data_of(*args)
     data.trainer = trainer_of(data.run)
-    parts = hashlib.sha256(data.store.vocabulary_hash.encode())
+    parts = hashlib.sha256(data.store.manifest["vocabulary_hash"].encode())
     for batch in data.train_dataloader().step(0):
         for field in (batch.tokens, batch.start, batch.length, batch.label):
             parts.update(field.numpy().tobytes())

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from pytorch_lightning.utilities import rank_zero_only
 
 import lra
 from lra.errors import UsageError
+from lra.tasks.base import TaskModule
 from lra.training import checkpoints, curves
 from lra.training.run import claim
 from lra.training.step import Step
@@ -51,6 +53,8 @@ def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
     monkeypatch.chdir(finished.parents[4])
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained again"))
     assert lra.fit(*arguments("name=done")) == json.loads((finished / "result.json").read_text())
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert lra.fit(*arguments("name=done")) == {}, "only the first rank has a result to print"
 
 
 def test_test_scores_a_checkpoint_as_fit_did(finished):
@@ -191,11 +195,24 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
     def full(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Step, "__call__", full)
-    with pytest.raises(UsageError, match=r"set batch.micro=4, gradients are then accumulated to batch.size=8"):
-        small("name=oom")
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "__call__", full)
+        with pytest.raises(UsageError, match=r"set batch.micro=4, gradients are then accumulated to batch.size=8"):
+            small("name=oom")
     result = json.loads((tmp_path / "checkpoints/runs/listops/flash/oom-s0/result.json").read_text())
     assert result["status"] == "oom" and "batch.micro=4" in result["error"]
+    monkeypatch.setattr(TaskModule, "validation_step", full)
+    with pytest.raises(UsageError, match=r"memory at batch.eval=250: set batch.eval=125$"):
+        small("name=validation")
+
+
+def test_running_out_of_memory_while_scoring_says_what_to_change(finished, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TaskModule, "test_step", full)
+    with pytest.raises(UsageError, match=r"memory at batch.eval=7: set batch.eval=3$"):
+        lra.test(f"init={finished}", "batch.eval=7")
 
 
 def test_the_run_does_not_depend_on_the_layout(small):
@@ -220,3 +237,6 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small):
     assert two["world_size"] == 2
     for split in ("test", "fresh"):
         assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
+    command = [sys.executable, *launcher, "test", f"init={two['directory']}"]
+    scored = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
+    assert scored.stdout.count("test accuracy") == 1, scored.stderr[-2000:]
