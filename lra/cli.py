@@ -263,7 +263,7 @@ def bench_step(
 def results_pack(
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|last|best|all]"),
+        typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|weights|last|best|all]"),
     ] = None,
 ) -> None:
     """Put the results of runs into an archive; with checkpoints, unfinished runs too."""

@@ -238,9 +238,14 @@ REFUSED = {
     "fit task=listops attn=flash model.attn_dropout=0.999": "model.attn_dropout=0.999 .* use at most 0.998",
     "config show task=listops attn=flash model.attn_dropout=0.999": "use at most 0.998",
     "fit task=listops attn=flash trainer.eval_every=10000": "no validation",
+    "fit task=listops attn=flash trainer.steps=5100": "250 must divide trainer.steps=5100: .* last 100 steps",
     f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
     f"fit task=text attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
     "fit task=listops attn=flash model.heads=8": "attn=flash supports head dimensions 16 to 128, not 8",
+    "fit task=pathx attn=butterfly attn.block=2": "block=2: 16384 tokens would be 8192 x 8192 blocks, choose larger",
+    f"fit task=listops attn=butterfly attn.block={10**12}": "attn.block=10*: a side is at most 65536",
+    f"fit task=listops attn=butterfly attn.globals={10**26}": "attn.globals=.* must be at least 0 and at most 65536",
+    f"fit task=listops attn=linformer attn.k={10**12}": "attn.k=.* must be at least 1 and at most 65536",
     "fit task=listops attn=flash model.axes=2": "model.axes=2 needs an image task",
     # what is said before any data is prepared
     "fit task=listops attn=flash resume=true": "resume=true, but checkpoints/runs/.* has no last.ckpt",
@@ -256,6 +261,7 @@ REFUSED = {
     "test task=listops": "lra test needs one init=",
     "test init=a init=b": "lra test needs one init=",
     "test init=nowhere": "no checkpoint at nowhere",
+    "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: of training alone, it changes no score",
     f"test init={'x' * 300}": "no checkpoint at xxx",
     # data
     "data prepare": "task= missing: task= is one of",

@@ -181,6 +181,8 @@ def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence
     """Arguments of the run before this one: this one's, with the rule's `from` on top, of which `field=` drops one."""
     changed = {text.partition("=")[0]: text for text in rule["from"]}
     kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
+    if "attn" in changed:  # another attention has other options
+        kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
     chosen = {name: f"{name}={value}" for name, value in selected.items()}
     return tuple(text for text in (chosen | kept | changed).values() if not text.endswith("="))
 

@@ -119,7 +119,7 @@ class TrainerConfig:
     """How long, how often and on what."""
 
     steps: int = 1000  # optimisation steps
-    eval_every: int = 100  # steps between validations; each one writes last.ckpt
+    eval_every: int = 100  # steps between validations, of which each writes last.ckpt; divides steps
     log_every: int = 50  # steps averaged into one training loss; divides eval_every
     precision: Literal["fp32", "bf16"] = "fp32"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -141,6 +141,11 @@ class TrainerConfig:
         if self.eval_every > self.steps:
             raise UsageError(
                 f"trainer.eval_every={self.eval_every} is larger than trainer.steps={self.steps}: no validation"
+            )
+        if rest := self.steps % self.eval_every:
+            raise UsageError(
+                f"trainer.eval_every={self.eval_every} must divide trainer.steps={self.steps}: the weights that are "
+                f"scored are chosen by validation, and the last {rest} steps would have none"
             )
 
 

@@ -39,6 +39,11 @@ from lra.training.seeding import derive
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
+# fields that change no score of trained weights, beside those of optim
+OF_TRAINING = (
+    "name", "resume", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size", "batch.micro",
+    "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
+)  # fmt: skip
 
 
 def configure(args: Sequence[str]) -> Composed:
@@ -178,15 +183,18 @@ def test(*args: str) -> dict[str, Any]:
     """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
 
     A task of another resolution, another attention, `positions.resize` and `positions.scale` are as in `fit`, before
-    any training. Returns accuracy and loss per test set, beside what the baselines reach; on ranks but the first,
-    nothing. Writes nothing.
+    any training, and on one device unless `trainer.devices` is given. Returns accuracy and loss per test set, beside
+    what the baselines reach; on ranks but the first, nothing. Writes nothing.
     """
     inits = [arg for arg in args if arg.startswith("init=")]
     if len(inits) != 1 or inits == ["init="]:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
+    if ignored := [arg for arg in args if arg.partition("=")[0] in OF_TRAINING or arg.startswith("optim.")]:
+        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
     path = inits[0].removeprefix("init=")
     weights, identity = checkpoints.read(path)
-    run = restore(RunConfig, REGISTRIES, transfer.without_origin(identity["config"]), args)
+    one = () if any(arg.startswith("trainer.devices=") for arg in args) else ("trainer.devices=1",)
+    run = restore(RunConfig, REGISTRIES, transfer.without_origin(identity["config"]), (*args, *one))
     quiet()
     data, module = build(run)
     moved = transfer.apply(module, weights, identity, path, score=True)

@@ -98,6 +98,8 @@ class RunDirectory:
         if held is None and not inherited:
             raise UsageError(f"another process works in {self.path}: wait for it, or choose another name=")
         try:
+            if self.finished:  # since it was looked at
+                raise UsageError(f"another process has finished {self.path}: the same command again prints its result")
             self._open()
             yield
         finally:

@@ -44,8 +44,8 @@ def test_a_recipe_says_where_a_run_starts():
     chain = [lra.configure(start).config.task for start in starts("task=pathx", *dense)]
     named = [(task.name, task.tokens, task.level) for task in chain]
     assert named == [
-        ("pathx", "lit", "hard"), ("path64", "lit", "hard"), ("pathfinder", "lit", "hard"),
-        ("pathfinder", "lit", "intermediate"), ("pathfinder", "lit", "easy"),
+        ("pathx", "lit", "hard"), ("pathx", "lit", "intermediate"), ("pathx", "lit", "easy"),
+        ("pathfinder", "lit", "hard"), ("pathfinder", "lit", "intermediate"), ("pathfinder", "lit", "easy"),
     ]  # fmt: skip
 
 
@@ -54,16 +54,24 @@ def test_arguments_are_handed_on_but_for_a_runs_own():
     before = lra.configure(lra.configure(given).start or ())
     assert (before.config.seed, before.config.name, before.config.head) == (3, None, None)
     assert before.config.trainer.steps == 4 and before.config.model.d_model == 64
-    middle, short = starts("task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=900")
-    assert lra.configure(middle).config.trainer.steps == 900
+    middle, short = starts("task=listops", "attn=flash", "recipe=curriculum", "trainer.steps=1500")
+    assert lra.configure(middle).config.trainer.steps == 1500
     assert lra.configure(short).config.trainer.steps == 6000, "a rule's own arguments come last"
 
 
-def test_other_attentions_start_from_the_path64_of_flash():
-    chain = starts("task=pathx", "attn=butterfly", "recipe=curriculum", "task.tokens=lit")
-    first, second = (lra.configure(start).config for start in chain[:2])
-    assert (first.task.name, first.attn.name, first.trainer.steps) == ("path64", "butterfly", 4000)
-    assert (second.task.name, second.attn.name, second.positions.scale) == ("path64", "flash", "image")
+@pytest.mark.parametrize(("task", "steps"), [("path64", 4000), ("pathx", 2000)])
+def test_other_attentions_start_from_what_flash_has_learned(task, steps):
+    chosen = (f"task={task}", "attn=butterfly", "recipe=curriculum", "task.tokens=lit", "attn.local=2")
+    before = lra.configure(starts(*chosen)[0]).config
+    assert (before.task.name, before.task.level, before.attn.name) == (task, "hard", "flash")
+    assert lra.configure(chosen).config.trainer.steps == steps
+    assert lra.configure([*chosen, "attn.deterministic=true"]).start == lra.configure(chosen).start, "its own options"
+
+
+def test_a_rule_can_leave_out_what_was_given():
+    easy, small = starts("task=pathx", "attn=flash", "recipe=curriculum", "task.tokens=lit")[1:3]
+    assert "task.level=easy" in easy and lra.configure(easy).config.positions.scale == "image"
+    assert small == starts("task=path64", "attn=flash", "recipe=curriculum", "task.tokens=lit")[0]
 
 
 def test_a_rule_has_fields_for_the_run_that_it_applies_to():
@@ -73,7 +81,7 @@ def test_a_rule_has_fields_for_the_run_that_it_applies_to():
     assert composed.origin["trainer.steps"] == "recipe/curriculum.yaml start"
     before = lra.configure(composed.start or ())
     assert (before.config.trainer.steps, before.config.positions.scale) == (8000, "image")
-    assert lra.configure([*chosen, "trainer.steps=900"]).config.trainer.steps == 900, "what is given counts"
+    assert lra.configure([*chosen, "trainer.steps=1500"]).config.trainer.steps == 1500, "what is given counts"
     assert lra.configure([*chosen, "init=other"]).config.trainer.steps == 8000, "no rule applies"
 
 
@@ -93,7 +101,9 @@ def test_every_rule_can_apply(recipe):
         when = {"task.tokens": "lit"} if "tokens" in fields else {}  # as rules for all tokens come first
         given = [f"{name}={value}" for name, value in ({"attn": "butterfly"} | when | rule["when"]).items()]
         composed = lra.configure([f"recipe={recipe}", *given])
-        assert composed.start and set(rule["from"]) <= set(composed.start)
+        dropped = {text for text in rule["from"] if text.endswith("=")}
+        assert composed.start and set(rule["from"]) - dropped <= set(composed.start)
+        assert not any(text.startswith(field) for text in composed.start for field in dropped)
         ours = {field for field, origin in composed.origin.items() if origin.endswith("start")}
         assert ours == {"init", *dict(compose.flatten(rule.get("with") or {}))}
         assert all(name.removeprefix("task.") in fields for name in rule["when"] if name.startswith("task."))

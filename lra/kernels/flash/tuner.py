@@ -121,6 +121,8 @@ def _begin(path: Path) -> Table:
     try:
         old = tuning.read(path)
     except UsageError:  # there is none, or nothing worth keeping
+        if path.exists() and path != tuning.user_table(new["gpu"]):
+            raise  # whatever it is, it is not lra's to replace
         old = None
     if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
         return Table(path, new, tuning.sources(), {}, {})

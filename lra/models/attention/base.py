@@ -28,11 +28,14 @@ class AttentionSpec:
     layer: int = 0
 
 
-def check_least(config: Any, least: int, *names: str) -> None:
-    """UsageError if an option of `attn.*` is smaller than `least`; null is not."""
+MOST = 1 << 16  # tokens, blocks or features that an option counts: a whole sequence of Path-256
+
+
+def check_count(config: Any, least: int, *names: str) -> None:
+    """UsageError if an option of `attn.*` is smaller than `least` or larger than MOST; null is neither."""
     for name in names:
-        if (value := getattr(config, name)) is not None and value < least:
-            raise UsageError(f"attn.{name}={value} must be at least {least}")
+        if (value := getattr(config, name)) is not None and not least <= value <= MOST:
+            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {MOST}")
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_least
+from lra.models.attention.base import AttentionSpec, check_count
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
@@ -42,8 +42,10 @@ class BigBirdAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_least(self, 1, "window")
-            check_least(self, 0, "globals", "random", "seed")
+            check_count(self, 1, "window")
+            check_count(self, 0, "globals", "random")
+            if self.seed < 0:
+                raise UsageError(f"attn.seed={self.seed} must be at least 0")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,9 @@ from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import block_sparse_attention
 from lra.kernels.flash.layout import Layout
-from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.base import MOST, Attention, AttentionSpec
+
+MOST_BLOCKS = 1 << 24  # of a layout, which is made from a table of them: 65,536 tokens in blocks of 16
 
 
 class BlockSparseAttention(Attention):
@@ -72,6 +75,8 @@ class BlockConfig(BlockSparseAttention.Config):
     def __post_init__(self) -> None:
         if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)?", self.block):
             raise UsageError(f"attn.block={self.block} is no block: give a side, 128, or queries by keys, 16x256")
+        if max(self.sides) > MOST:
+            raise UsageError(f"attn.block={self.block}: a side is at most {MOST}")
         if max(self.sides) % min(self.sides):
             raise UsageError(f"attn.block={self.block}: one side must divide the other")
 
@@ -79,6 +84,12 @@ class BlockConfig(BlockSparseAttention.Config):
 @functools.cache
 def _build(cls: type[BlockSparseAttention], config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
     """The layout, one for all layers that see the same, and what it is, for the user."""
+    if isinstance(config, BlockConfig):
+        rows, columns = (math.ceil(spec.max_length / side) for side in config.sides)
+        if rows * columns > MOST_BLOCKS:
+            raise UsageError(
+                f"attn.block={config.block}: {spec.max_length} tokens would be {rows} x {columns} blocks, choose larger"
+            )
     layout, options = cls.make_layout(config, spec)
     block = "x".join(map(str, layout.block))
     return layout, f"{options} in blocks of {block}, density {layout.density(spec.max_length):.4f}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_least
+from lra.models.attention.base import Attention, AttentionSpec, check_count
 
 
 @ATTENTIONS.register(
@@ -34,7 +34,7 @@ class PerformerAttention(Attention):
         redraw: int | None = None  # training steps between new features; by default they stay
 
         def __post_init__(self) -> None:
-            check_least(self, 1, "features", "redraw")
+            check_count(self, 1, "features", "redraw")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

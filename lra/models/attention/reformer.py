@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_least
+from lra.models.attention.base import Attention, AttentionSpec, check_count
 
 SELF = -5e4  # logit of a token with itself: it counts only where nothing else is seen
 HASHED_ROWS = 4096  # at a time: a row is compared with all buckets, so all rows at once would take N^2 / bucket memory
@@ -42,7 +42,7 @@ class ReformerAttention(Attention):
         hashes: int = 2  # rounds
 
         def __post_init__(self) -> None:
-            check_least(self, 1, "bucket", "hashes")
+            check_count(self, 1, "bucket", "hashes")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)

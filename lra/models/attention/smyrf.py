@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_least
+from lra.models.attention.base import Attention, AttentionSpec, check_count
 
 
 @ATTENTIONS.register(
@@ -32,7 +32,7 @@ class SmyrfAttention(Attention):
         hashes: int = 2  # rounds
 
         def __post_init__(self) -> None:
-            check_least(self, 1, "cluster", "hashes")
+            check_count(self, 1, "cluster", "hashes")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
