@@ -61,6 +61,16 @@ def command() -> str:
     return " ".join([*called, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
+def gpu_processes(uuid: str) -> int:
+    """How many processes compute on a GPU; 0 where nvidia-smi does not say, as in a container."""
+    line = ["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(uuid in row for row in found.stdout.splitlines())
+
+
 def describe() -> dict[str, Any]:
     """Everything a committed result states about where it was measured."""
     import torch

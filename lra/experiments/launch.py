@@ -24,7 +24,7 @@ from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
-from lra.training.result import RUNS_PER_DEVICE
+from lra.training.callbacks import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")

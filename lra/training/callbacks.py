@@ -13,6 +13,7 @@ import torch
 from pytorch_lightning.callbacks import RichProgressBar
 from rich.console import Console
 
+from lra import environment
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.tasks.base import TaskData, TaskModule
@@ -24,11 +25,19 @@ from lra.training.step import Step
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
+# set for the runs of a grid: how many have a GPU at once
+RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
+
+
 class Clock(pl.Callback):
-    """Seconds spent on training steps, over every session of the run; validation and the first steps are apart."""
+    """Seconds spent on training steps, over every session of the run; validation and the first steps are apart.
+
+    `sharing` is how many processes have the GPU that the time was measured on, at most, at a beginning or an end.
+    """
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
+        self.sharing = int(os.environ.get(RUNS_PER_DEVICE, "1"))
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
         self.validation = 0.0  # seconds, of this session
         self._entered = 0.0  # training, or validation
@@ -45,7 +54,8 @@ class Clock(pl.Callback):
             self.steps += trainer.global_step - step
             self._started = None
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self._look_around(trainer)
         self._entered = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -60,16 +70,23 @@ class Clock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
+        self._look_around(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.validation += time.perf_counter() - self._entered
         self.start(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "steps": self.steps}
+        return {"seconds": self.seconds, "steps": self.steps, "sharing": self.sharing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seconds, self.steps = state["seconds"], state["steps"]
+        self.sharing = max(self.sharing, state.get("sharing", 1))  # older checkpoints have none
+
+    def _look_around(self, trainer: pl.Trainer) -> None:
+        if (device := trainer.strategy.root_device).type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self.sharing = max(self.sharing, environment.gpu_processes(uuid))
 
 
 class Onward(pl.Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from lra import environment
 from lra.config.compose import Composed
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.callbacks import Clock
-
-# set for the runs of a grid: how many have a GPU at once, which is what took the time
-RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 
 
 def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
@@ -37,7 +33,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "first_step_seconds": None if clock.first is None else round(clock.first, 1),
         "validation_seconds": round(clock.validation, 1),
         "world_size": trainer.world_size,
-        "runs_per_device": int(os.environ.get(RUNS_PER_DEVICE, "1")),
+        "runs_per_device": clock.sharing,
         "environment": environment.describe(),
         "config": identity["config"],
     }

@@ -13,9 +13,11 @@ import yaml
 from pytorch_lightning.utilities import rank_zero_only
 
 import lra
+from lra import environment
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, curves
+from lra.training.callbacks import RUNS_PER_DEVICE, Clock
 from lra.training.run import claim
 from lra.training.step import Step
 from tests.training.conftest import arguments
@@ -240,3 +242,23 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small):
     command = [sys.executable, *launcher, "test", f"init={two['directory']}"]
     scored = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
     assert scored.stdout.count("test accuracy") == 1, scored.stderr[-2000:]
+
+
+def test_processes_that_share_a_gpu_are_counted(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU-12-ab\necho GPU-34-cd\necho GPU-12-ab\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [environment.gpu_processes(uuid) for uuid in ("12-ab", "34-cd", "56-ef")] == [2, 1, 0]
+    smi.unlink()
+    assert environment.gpu_processes("12-ab") == 0
+
+
+def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
+    monkeypatch.setenv(RUNS_PER_DEVICE, "3")
+    first = Clock()
+    monkeypatch.delenv(RUNS_PER_DEVICE)
+    later = Clock()
+    assert (first.sharing, later.sharing) == (3, 1)
+    later.load_state_dict(first.state_dict())
+    assert later.sharing == 3
