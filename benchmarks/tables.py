@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ def page(table: Grid) -> str | None:
     sections = [part for recipe in recipes() for part in _section(table, recipe, runs)]
     if not sections:
         return None
+    sections += _resized({column.task for column in table.columns.values()})
     title, about = table.name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     return "\n\n".join([HEAD.format(title=title, about=about, source=table.source, name=table.name), *sections]) + "\n"
 
@@ -62,6 +63,26 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     hours = sum(run.get("session_seconds") or run["train_seconds"] for run in runs) / 3600
     took = f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
     yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
+
+
+def _resized(tasks: Collection[str]) -> Iterator[str]:
+    """What weights score at another resolution before any training there, of these tasks."""
+    rows = []
+    for path in sorted(pages.RESULTS.glob("[!.]*-resizing.json")):
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+            test = run["test"]
+            name, best = max(test["baselines"].items(), key=lambda baseline: baseline[1])
+            accuracy = f"{100 * test['accuracy']:.1f} ± {100 * test['plus_minus']:.1f} of {test['n']:,}"
+            if run["task"] in tasks:
+                rows.append((
+                    f"[{run['init']}](../benchmarks/results/{path.name})", f"`{run['task']}`", run["protocol"],
+                    f"`{run['way']}`", accuracy, f"{test['loss']:.3f}", f"{100 * best:.1f} {name}",
+                ))  # fmt: skip
+    if rows:
+        header = ("weights", "task", "protocol", "positions", "test accuracy, %", "loss", "strongest baseline, %")
+        yield "## Right after resizing"
+        yield "Before any training at that resolution, by benchmarks/resizing.py; of a guess the loss is 0.693."
+        yield pages.table(header, rows)
 
 
 def make() -> dict[Path, str]:

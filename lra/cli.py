@@ -319,17 +319,15 @@ def _cell(value: Any) -> str:
 
 def _print_scores(result: dict[str, Any]) -> None:
     baselines = result["test"]["baselines"]
-    of, guess = (
-        ("hidden tokens", "the commonest token") if "pretrain" in result else ("sequences", "the majority class")
-    )
+    of = "hidden tokens" if "pretrain" in result else "sequences"
     table = Table("test set", "accuracy", "95% bound", of, *(f"baseline: {name}" for name in baselines))
     for name, score in result.items():
         if isinstance(score, dict) and "plus_minus" in score:
             bound, beside = f"± {100 * score['plus_minus']:.2f}", map(_percent, score["baselines"].values())
             table.add_row(name, _percent(score["accuracy"]), bound, f"{score['n']:,}", *beside)
     console.print(table)
-    reached = _percent(result["test"]["accuracy"])
-    console.print(f"test accuracy {reached}, {guess} {_percent(baselines['majority'])}")
+    name, best = max(baselines.items(), key=lambda baseline: baseline[1])
+    console.print(f"test accuracy {_percent(result['test']['accuracy'])}, strongest baseline {name} {_percent(best)}")
 
 
 def _percent(share: float) -> str:

@@ -11,6 +11,13 @@ from lra.config.compose import to_dict
 from lra.errors import UsageError
 
 
+def at_least(limit: int, section: str, config: Any, *names: str) -> None:
+    """UsageError for the first of a configuration's fields that is below `limit`; null is not."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < limit:
+            raise UsageError(f"{section}.{name}={value} must be at least {limit}")
+
+
 def at_most(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
 
@@ -37,8 +44,7 @@ class ModelConfig:
     embedding_std: float = 0.02  # of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
-        if min(self.d_model, self.heads, self.layers, self.d_ff) < 1:
-            raise UsageError("model.d_model, model.heads, model.layers and model.d_ff must be at least 1")
+        at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
         at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
         at_most(1 << 16, "model", self, "d_ff")
         at_most(1 << 10, "model", self, "layers")
@@ -81,10 +87,10 @@ class OptimConfig:
         for name in ("lr", "eps", "weight_decay", "clip"):
             if not math.isfinite(value := getattr(self, name) or 0):
                 raise UsageError(f"optim.{name}={value} must be a finite number")
-        if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup < 0:
-            raise UsageError(
-                "optim.lr and optim.eps must be positive, optim.weight_decay and optim.warmup not negative"
-            )
+        for name in ("lr", "eps"):
+            if (value := getattr(self, name)) <= 0:
+                raise UsageError(f"optim.{name}={value} must be positive")
+        at_least(0, "optim", self, "weight_decay", "warmup")
         if self.clip is not None and self.clip <= 0:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -107,8 +113,7 @@ class BatchConfig:
         return share, min(self.micro or share, share)
 
     def __post_init__(self) -> None:
-        if min(self.size, self.eval, 1 if self.micro is None else self.micro) < 1:
-            raise UsageError("batch.size, batch.micro and batch.eval must be at least 1")
+        at_least(1, "batch", self, "size", "micro", "eval")
         at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
         if self.micro is not None and self.micro > self.size:
             raise UsageError(f"batch.micro={self.micro} is larger than batch.size={self.size}")
@@ -132,12 +137,14 @@ class TrainerConfig:
         return max(count for count in range(1, 11) if self.log_every % count == 0)
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.eval_every, self.log_every, self.devices) < 1:
-            raise UsageError("trainer.steps, eval_every, log_every and devices must be at least 1")
+        at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
         at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
         at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
         if self.eval_every % self.log_every:
-            raise UsageError(f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}")
+            raise UsageError(
+                f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "
+                f"set trainer.log_every={math.gcd(self.log_every, self.eval_every)}"
+            )
         if self.eval_every > self.steps:
             raise UsageError(
                 f"trainer.eval_every={self.eval_every} is larger than trainer.steps={self.steps}: no validation"

@@ -34,6 +34,8 @@ def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
     import datasets.config
 
     local = os.path.isdir(source)
+    if not local and (source.startswith((".", "/", "~")) or source.count("/") > 1):  # no name on the Hub
+        raise UsageError(f"cannot load {name} from {source} (there is no such folder); name a copy: {mend}")
     reachable = local or _hub_answers()
     # Without a network the Hub's client retries for 24 seconds. Offline mode still finds what it has cached.
     before = datasets.config.HF_HUB_OFFLINE

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -158,13 +159,13 @@ class Slurm:
 
     def _executor(self) -> Any:
         submitit = _submitit()
+        if shutil.which("srun") is None:
+            raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster")
         try:
             FOLDER.mkdir(parents=True, exist_ok=True)
             executor = submitit.SlurmExecutor(FOLDER, max_num_timeout=TIME_LIMITS)
         except OSError as error:
             raise UsageError(f"cannot write to {FOLDER} ({error.strerror}): start in another folder") from None
-        except RuntimeError:
-            raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster") from None
         own, cpus = self.resources, self.resources.cpus
         asked = {"partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem}
         executor.update_parameters(

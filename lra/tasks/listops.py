@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.schema import at_most
+from lra.config.schema import at_least, at_most
 from lra.data import listops
 from lra.data.split import Split
 from lra.data.writer import Writer
@@ -78,8 +78,7 @@ class ListOps(TaskModule):
         max_length: int = 1999
 
         def __post_init__(self) -> None:
-            if min(self.train, self.val, self.test, self.fresh) < 1:
-                raise UsageError("task.train, task.val, task.test and task.fresh must be at least 1")
+            at_least(1, "task", self, "train", "val", "test", "fresh")
             at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
             at_most(MOST_TOKENS, "task", self, "max_length")
             only_generated(self, "train", "val", "test")

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.config.schema import at_most
+from lra.config.schema import at_least, at_most
 from lra.data.image import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.writer import Writer
-from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, only_generated
 
@@ -65,8 +64,7 @@ class PathfinderConfig:
     resolution: ClassVar[int]
 
     def __post_init__(self) -> None:
-        if min(self.train, self.val, self.test) < 1:
-            raise UsageError("task.train, task.val and task.test must be at least 1")
+        at_least(1, "task", self, "train", "val", "test")
         at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         only_generated(self, "train", "val", "test", "data_seed")
         check_data_seed(self)

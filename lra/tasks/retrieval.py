@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from lra.config.schema import at_most
+from lra.config.schema import at_least, at_most
 from lra.data import aan
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -62,8 +62,7 @@ class Retrieval(TaskModule):
         max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
 
         def __post_init__(self) -> None:
-            if self.max_length < 1:
-                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+            at_least(1, "task", self, "max_length")
             at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = RetrievalData

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lra.config.schema import at_most
+from lra.config.schema import at_least, at_most
 from lra.data import text
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
-from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
 
@@ -55,8 +54,7 @@ class Text(TaskModule):
 
         def __post_init__(self) -> None:
             check_data_seed(self)
-            if self.max_length < 1:
-                raise UsageError(f"task.max_length={self.max_length} must be at least 1")
+            at_least(1, "task", self, "max_length")
             at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = TextData

@@ -77,11 +77,11 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
     UsageError if it is damaged or of another program, or has weights that are not finite, which only `fault.pt` may.
     """
-    path = Path(path)
+    given = path = Path(path)
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
     if not os.path.isfile(path):
-        raise UsageError(f"no checkpoint at {path}: give a finished run's directory, a .ckpt or a .safetensors file")
+        raise UsageError(f"no checkpoint at {given}: give a finished run's directory, a .ckpt or a .safetensors file")
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
         _expect(weights, identity)

@@ -46,15 +46,17 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
-def configure(args: Sequence[str]) -> Composed:
+def _locate(args: Sequence[str]) -> str:
+    return str(RunDirectory(configure(args)).path)
+
+
+def configure(args: Sequence[str], locate: Callable[[tuple[str, ...]], str] = _locate) -> Composed:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
-    Where the recipe starts a run from another one, `init` is that one's directory. Without `recipe=` it is that of
-    the run that `init=` names, if it has the task, and else the task's.
+    Where the recipe starts a run from another one, `init` is that one's directory, as `locate` gives it. Without
+    `recipe=` it is that of the run that `init=` names, if it has the task, and else the task's.
     """
-    return compose(
-        RunConfig, REGISTRIES, args, lambda start: str(RunDirectory(configure(start)).path), _recipe_of_init(args)
-    )
+    return compose(RunConfig, REGISTRIES, args, locate, _recipe_of_init(args))
 
 
 def _recipe_of_init(args: Sequence[str]) -> str | None:
@@ -139,6 +141,7 @@ def fit(*args: str) -> dict[str, Any]:
         best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
         # now, as testing takes the callbacks back to the best checkpoint
         trained = facts() | {"val": {"accuracy": float(best)}}
+        _say(f"scoring {_sets(data)}")
         trainer.test(module, datamodule=data, ckpt_path=str(directory.best), weights_only=True, verbose=False)
         if not trainer.is_global_zero:
             return {}
@@ -204,6 +207,7 @@ def test(*args: str) -> dict[str, Any]:
     trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
     resolve_attention(module, trainer.strategy.root_device)
     data.prepare_data()
+    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
     try:
         trainer.test(module, datamodule=data, verbose=False)
     except torch.cuda.OutOfMemoryError:
@@ -315,6 +319,12 @@ def _leave_process_group() -> None:
     """Lightning leaves gloo's threads running, and a process that exits over them may abort."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _sets(data: TaskData) -> str:
+    """The test sets and how many sequences or pairs each has."""
+    splits = data.open().manifest["splits"]
+    return " and ".join(f"{name} of {splits[name]['count']:,}" for name in data.test_sets)
 
 
 @rank_zero_only

@@ -114,7 +114,8 @@ class Preemption(pl.Callback):
             self._end(trainer, number)
 
     def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
-        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: add resume=auto to go on")
+        kept = "add resume=auto to go on" if self.last.exists() else "nothing is kept yet, resume=auto starts over"
+        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: {kept}")
         launcher = trainer.strategy.launcher
         if launcher is not None and not self.training:  # ranks that wait for this one
             launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]

@@ -119,7 +119,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
 
 def test_the_pace_is_of_the_same_configuration_but_for_how_long_it_goes_on():
     (cell,) = cells(1)
-    other = GRID.cells(["listops"], ["flash"], 2, fields=["trainer.steps=800"])[1]
+    other = GRID.cells(["listops"], ["flash"], 2, fields=["trainer.steps=750"])[1]
     made(other, "finished", steps_per_second=7.0)
     assert accuracy.pace(cell) == 7.0
     larger = GRID.cells(["listops"], ["flash"], 1, fields=["batch.size=8"])[0]
