@@ -163,20 +163,14 @@ class Faults(pl.Callback):
         if trainer.global_step % (every := cast(TaskModule, pl_module).run.trainer.log_every) == 0:
             self._check(trainer, cast(TaskModule, pl_module), every)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        step = _step(pl_module)
-        if step.tally is not None:
-            step.counts = step.tally.read()  # of the steps after the last logged one
-            self._check(trainer, cast(TaskModule, pl_module), 0)
-
     def _check(self, trainer: pl.Trainer, module: TaskModule, every: int) -> None:
-        """Judges the counts that were read last, of `every` steps; 0: of those after the last logged one."""
+        """Judges the counts that were read last, of `every` steps."""
         counts = _step(module).counts
         assert counts is not None
         if module.run.trainer.on_nan == "stop":
             if counts.first >= 0:
                 self._stop(trainer, module, counts.first)
-        elif every and not counts.taken:
+        elif not counts.taken:
             self._stop(trainer, module, trainer.global_step - every)
         elif counts.skipped > self.told:
             new, self.told = counts.skipped - self.told, counts.skipped

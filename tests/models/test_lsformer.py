@@ -29,7 +29,7 @@ OPTIONS = [
     {"landmarks": 3, "window": 7},  # odd; and a length of one segment
     {"landmarks": 2, "window": 20},
     {"landmarks": 2, "window": 21},
-    {"landmarks": 2, "window": 10**12},
+    {"landmarks": 2, "window": 1 << 16},
 ]
 
 

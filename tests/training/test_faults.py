@@ -166,12 +166,6 @@ def test_nothing_but_faults_ends_a_run_that_skips(small, monkeypatch):
         small("name=bad", "trainer.on_nan=skip", "trainer.log_every=4")
 
 
-def test_a_fault_after_the_last_logged_step_is_found(small, monkeypatch):
-    inject(monkeypatch, "loss", 12)
-    with pytest.raises(UsageError, match="the training loss is nan at step 12"):
-        small("name=bad", "trainer.log_every=5", "trainer.eval_every=10")
-
-
 def test_a_tally_counts_on_from_where_it_was():
     bad, good = torch.tensor([1.0, torch.inf, 2.0]), torch.tensor([1.0, 1.0, 2.0])
     for skip, counts in ((False, Counts(2.0, 1, 1, 2)), (True, Counts(4.0, 2, 1, 1))):
