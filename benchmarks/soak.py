@@ -56,13 +56,8 @@ def step(file: Path) -> int:
 
 def gpu_memory(process: int) -> int | None:
     """Bytes of all GPUs that a process has; None where there is no GPU."""
-    line = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(line, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    rows = [row.split(", ") for row in found.stdout.splitlines()]
-    return sum(int(used) << 20 for owner, used in rows if owner == str(process)) if found.returncode == 0 else None
+    rows = environment.compute_processes("pid", "used_memory")
+    return None if rows is None else sum(int(used) << 20 for owner, used in rows if owner == str(process))
 
 
 def growth(samples: Sequence[dict[str, float]], name: str) -> dict[str, float]:

@@ -61,14 +61,19 @@ def command() -> str:
     return " ".join([*called, *(re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in sys.argv[1:])])
 
 
-def gpu_processes(uuid: str) -> int:
-    """How many processes compute on a GPU; 0 where nvidia-smi does not say, as in a container."""
-    line = ["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"]
+def compute_processes(*fields: str) -> list[list[str]] | None:
+    """These fields of each process on a GPU, as nvidia-smi names and shows them; None where it does not answer."""
+    line = ["nvidia-smi", f"--query-compute-apps={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(line, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(uuid in row for row in found.stdout.splitlines())
+        return None
+    return None if found.returncode else [row.split(", ") for row in found.stdout.splitlines()]
+
+
+def gpu_processes(uuid: str) -> int:
+    """How many processes compute on a GPU; 0 where nvidia-smi does not say, as in a container."""
+    return sum(uuid in owner for (owner,) in compute_processes("gpu_uuid") or ())
 
 
 def describe() -> dict[str, Any]:

@@ -6,6 +6,7 @@ aside and checked before the first run is put in place, and a run's directory ap
 
 from __future__ import annotations
 
+import csv
 import io
 import lzma
 import os
@@ -21,7 +22,7 @@ from typing import IO, Any, Literal, cast
 from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
-from lra.training import checkpoints
+from lra.training import checkpoints, curves
 from lra.training.run import RUNS, claimed, read_config, read_result, replacing
 
 ENDING = ".tar.xz"
@@ -90,6 +91,17 @@ class Run:
             return checkpoints.steps_done(last) if last.exists() else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
+
+    def check_curves(self) -> None:
+        """UsageError if it has a metrics.csv that reports could not read."""
+        file = self.path / "metrics.csv"
+        try:
+            if not all(row["step"].isdecimal() and "val/accuracy" in row for row in curves.read(file)):
+                raise ValueError
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, AttributeError, csv.Error):
+            raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
 
 
 def pack(args: Sequence[str]) -> list[str]:
@@ -257,6 +269,7 @@ def _checked(run: Run, file: Path) -> Run:
     """A run as unpacked, if its files are of one run, and of the one that its place says."""
     try:
         config, result = run.config(), run.result()
+        run.check_curves()
         run.steps()
         task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
     except (KeyError, TypeError):
@@ -291,9 +304,8 @@ def _decide(new: Run, old: Run) -> tuple[str, str]:
         return "kept", "it is finished here"
     if theirs:
         return "replaced", "it was unfinished here"
-    if new.steps() > old.steps():
-        return "replaced", f"{old.steps()} steps here, {new.steps()} there"
-    return "kept", f"{old.steps()} steps here, {new.steps()} there"
+    here, there = old.steps(), new.steps()
+    return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
 
 
 def _place(run: Run, target: Path, old: Path) -> None:

@@ -89,9 +89,8 @@ class Preemption(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.training = True  # before, while the first steps compile, there is nothing to lose
-        step = trainer.global_step
-        if step % self.run.trainer.eval_every == 0 or step >= self.run.trainer.steps:
-            return  # validation or the end follows
+        if trainer.global_step % self.run.trainer.eval_every == 0:
+            return  # validation follows
         if number := self.ranks.ask(self.arrived) if self.ranks else self.arrived:
             self.clock.stop(trainer)
             trainer.save_checkpoint(self.last)

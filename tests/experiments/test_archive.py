@@ -284,6 +284,8 @@ def test_a_damaged_archive_is_refused(runs, here):
         ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
+        ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
+        ({"last.ckpt": b""}, "last.ckpt can't be read"),
     ],
 )
 def test_a_run_that_is_not_whole_is_refused(runs, here, change, message):

@@ -341,6 +341,9 @@ ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
     "a configuration of another run": (
         _packed({f"{RUN}/config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}), ("a run of text",)
     ),
+    "curves of bytes": (
+        _packed({f"{RUN}/metrics.csv": b"\xff\xfe", f"{RUN}/last.ckpt": b""}), ("metrics.csv can't be read",)
+    ),
     "an empty checkpoint": (_packed({f"{RUN}/last.ckpt": b""}), ("last.ckpt can't be read",)),
     "empty": (_raw(lambda _: b""), ("get it anew",)),
     "nothing packed": (_raw(lambda _: lzma.compress(b"")), ("get it anew",)),
