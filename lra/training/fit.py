@@ -196,8 +196,9 @@ def test(*args: str) -> dict[str, Any]:
         raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
     path = inits[0].removeprefix("init=")
     weights, identity = checkpoints.read(path)
-    one = () if any(arg.startswith("trainer.devices=") for arg in args) else ("trainer.devices=1",)
-    run = restore(RunConfig, REGISTRIES, transfer.without_origin(identity["config"]), (*args, *one))
+    saved = transfer.without_origin(identity["config"])
+    saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
+    run = restore(RunConfig, REGISTRIES, saved, args)
     quiet()
     data, module = build(run)
     moved = transfer.apply(module, weights, identity, path, score=True)

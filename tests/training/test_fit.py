@@ -66,6 +66,18 @@ def test_test_scores_a_checkpoint_as_fit_did(finished):
     assert again["fresh"]["loss"] == pytest.approx(result["fresh"]["loss"], rel=1e-5)
 
 
+def test_a_checkpoint_is_scored_whatever_it_was_trained_on_and_for(finished, monkeypatch):
+    read = checkpoints.read
+
+    def trained_otherwise(path):
+        weights, identity = read(path)
+        identity["config"]["trainer"] |= {"steps": 10, "eval_every": 4, "devices": 2}
+        return weights, identity
+
+    monkeypatch.setattr(checkpoints, "read", trained_otherwise)
+    assert lra.test(f"init={finished}")["test"]["n"] == 20
+
+
 def test_load_gives_a_module_that_predicts(finished):
     from lra.data import listops
     from lra.data.split import Split
