@@ -119,7 +119,7 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="lra-learning-") as folder:
             command = [sys.executable, "-m", "lra", "fit", *job.args, "name=run"]
             done = subprocess.run(command, cwd=folder, env=os.environ | visible, capture_output=True, text=True)
-            record = job._asdict()
+            record = job._asdict() | {"environment": environment.describe()}
             files = list(Path(folder).rglob("result.json"))
             if not files:
                 return record | {"status": "failed", "error": done.stderr[-2000:]}
@@ -168,8 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records.append(future.result())
             compare(records)
             if options.out:  # rewritten after each run
-                result = {"environment": environment.describe(), "runs": records}
-                write(options.out, result)
+                write(options.out, {"runs": records})
     for task, name in sorted({(r["task"], r["variant"]) for r in records}):
         found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
         accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]

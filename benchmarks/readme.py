@@ -5,7 +5,7 @@
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
 `<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here,
 `<what>-profile.json` of counters.py, or `<what>-attention.json`, `<what>-butterfly-attention.json` (what is
-block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md, made before, has the accuracies.
+block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md and docs/table6.md, made before, have the accuracies.
 With --check nothing is written, and the exit code is 1 if README.md is not what would be.
 """
 
@@ -54,13 +54,21 @@ def attentions(_: Path) -> str:
     return table(header, (row(*entry) for entry in _catalogue(ATTENTIONS)))
 
 
-def accuracy(_: Path) -> str:
-    """The first table of docs/table3.md on the recipe that goes furthest, and how long its runs took."""
-    section = (pages.ROOT / "docs" / "table3.md").read_text(encoding="utf-8").partition("## Recipe `curriculum`")[2]
+def table3(_: Path) -> str:
+    return _accuracies("table3")
+
+
+def table6(_: Path) -> str:
+    return _accuracies("table6")
+
+
+def _accuracies(name: str) -> str:
+    """The first table of docs/<name>.md on the recipe that goes furthest, and how long its runs took."""
+    section = (pages.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("## Recipe `curriculum`")[2]
     parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ hours [^\n]*)")
     rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
     if not rows:
-        raise ValueError("docs/table3.md has no table of recipe `curriculum`: python -m benchmarks.tables")
+        raise ValueError(f"docs/{name}.md has no table of recipe `curriculum`: python -m benchmarks.tables")
     return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
 
 
@@ -286,7 +294,8 @@ MADE: dict[str, Callable[[Path], str]] = {
     for f in (
         tasks,
         attentions,
-        accuracy,
+        table3,
+        table6,
         speed,
         sparse,
         short,

@@ -106,7 +106,10 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
     for run in result["runs"]:
         runs.setdefault(run["part"], {}).setdefault((run["task"], run["variant"]), []).append(run)
     exact, noise = (dict(sorted(runs.get(part, {}).items())) for part in ("exact", "noise"))
-    made_with = _made_with(result["environment"])
+
+    def made_with(found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+        return "; ".join(sorted({_made_with(run["environment"]) for runs in found.values() for run in runs}))
+
     if exact:
         rows = [
             [*key, str(len(run["losses"])), f"{run['difference']:.1e}"]
@@ -114,10 +117,10 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
             else [*key, "", run["status"]]
             for key, (run,) in exact.items()
         ]
-        yield f"{EXACT} {made_with}."
+        yield f"{EXACT} {made_with(exact)}."
         yield table(["task", "variant", "steps", "difference"], rows)
     if noise:
-        yield f"{NOISE} {made_with}."
+        yield f"{NOISE} {made_with(noise)}."
         yield table(
             ["task", "variant", "accuracy", "seeds"], [[*key, *_accuracies(found)] for key, found in noise.items()]
         )

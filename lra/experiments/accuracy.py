@@ -79,7 +79,7 @@ def run(
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
-    todo = chosen if slurm else grid.with_stages(chosen)  # an array's task runs its cell's stages itself
+    todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
         states = {cell: cells.look(cell) for cell in todo}
         if not slurm:

@@ -76,6 +76,25 @@ def clear(cell: Cell) -> None:
         file.unlink(missing_ok=True)
 
 
+def with_stages(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells, each after the stages that it still needs: none before a run that is final already.
+
+    What is a cell itself, or several cells' stage, is there once.
+    """
+    cells = list(cells)
+    asked = {cell.directory.path: cell for cell in cells}
+    found: dict[Path, Cell] = {}
+    for cell in cells:
+        chain = [cell]
+        for stage in reversed(cell.stages):
+            if look(chain[0]).final:
+                break
+            chain.insert(0, stage)
+        for each in chain:
+            found.setdefault(path := each.directory.path, asked.get(path, each))
+    return list(found.values())
+
+
 def counted(states: Iterable[State]) -> str:
     """How many cells are in which state, in words."""
     counts = Counter(state.status for state in states)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -124,17 +123,6 @@ class Grid:
             for column in columns
             for attn in attns or self.attns
         ]  # fmt: skip
-
-
-def with_stages(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, each after its stages; what is a cell itself, or several cells' stage, is there once."""
-    cells = list(cells)
-    asked = {cell.directory.path: cell for cell in cells}
-    found: dict[Path, Cell] = {}
-    for cell in cells:
-        for each in (*cell.stages, cell):
-            found.setdefault(path := each.directory.path, asked.get(path, each))
-    return list(found.values())
 
 
 def read(name: str) -> Grid:

@@ -26,7 +26,7 @@ from filelock import FileLock
 from lra.bench.options import parse
 from lra.errors import UsageError
 from lra.experiments import cells
-from lra.experiments.grid import Cell, with_stages
+from lra.experiments.grid import Cell
 from lra.experiments.launch import FIT, Local, States
 from lra.training.run import RUNS, write
 
@@ -71,7 +71,7 @@ class Task:
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # also where tasks aren't bound to theirs
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
         try:
-            Local(with_stages([self.cell]), [None], say=print, command=self.command).work()
+            Local(cells.with_stages([self.cell]), [None], say=print, command=self.command).work()
         except SystemExit as end:
             # SIGTERM: of preemption while the job still runs, of scancel when it does not
             if end.code == 128 + signal.SIGTERM and _running():

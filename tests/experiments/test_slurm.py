@@ -289,15 +289,16 @@ def test_tasks_are_requeued_in_mid_training_and_end_as_if_unbroken(cluster, tmp_
     monkeypatch.chdir(tmp_path)
     args = ("seeds=2", "devices=2", *LONGER)
     first = Command(cluster, *args)
-    until(lambda: len(directories(tmp_path)) == 2, 120)
-    first.process.send_signal(signal.SIGINT)
-    said = first.end(130)
+    until(lambda: list((tmp_path / FOLDER).glob("*.json")), 60)
     (record,) = (tmp_path / FOLDER).glob("*.json")
-    assert f"array {record.stem} goes on" in said
+    first.process.send_signal(signal.SIGINT)
+    assert f"array {record.stem} goes on" in first.end(130)
     runs = [tmp_path / path for path in json.loads(record.read_text()).values()]
-    assert all(claimed(run) and not (run / "result.json").exists() for run in runs)
-    control(cluster, "scancel", "--signal=USR2", f"{record.stem}_0")  # as ahead of the time limit
-    control(cluster, "scancel", "--signal=TERM", f"{record.stem}_1")  # as at the beginning of a preemption
+    # each at once when it can be, for it is short: as ahead of the time limit, and as a preemption begins
+    for task, (run, name) in enumerate(zip(runs, ("USR2", "TERM"), strict=True)):
+        until((run / "last.ckpt").exists, 120)
+        assert claimed(run) and not (run / "result.json").exists()
+        control(cluster, "scancel", f"--signal={name}", f"{record.stem}_{task}")
     until(lambda: not any(map(claimed, runs)), 30)
     planned = Command(cluster, *args, "--dry-run").end(0)
     assert f"in the queue: {record.stem}_0, {record.stem}_1" in planned and "nothing would be submitted" in planned

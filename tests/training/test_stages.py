@@ -10,9 +10,11 @@ import pytest
 import lra
 from lra.config import compose
 from lra.experiments import cells
-from lra.experiments.grid import read, with_stages
+from lra.experiments.cells import with_stages
+from lra.experiments.grid import read
 from lra.experiments.launch import Local
 from lra.tasks import TASKS
+from tests.experiments.runs import made
 
 TINY = (
     "recipe=curriculum", "attn=flash", "trainer.accelerator=cpu", "trainer.precision=fp32", "trainer.steps=4",
@@ -143,6 +145,17 @@ def test_a_grid_runs_stages_first_and_none_twice(tmp_path, monkeypatch):
     states = Local(todo, [None, None], watch).work()
     assert {state.status for state in states.values()} == {"done"}
     assert order == [cell.column for cell in todo]
+
+
+def test_what_comes_before_a_finished_stage_is_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
+    first, second, last = with_stages(asked)
+    made(second, "finished")
+    assert with_stages(asked) == [second, last]
+    made(last, "finished")
+    assert with_stages(asked) == [last]
+    assert with_stages([*asked, first]) == [last, first], "unless it is asked for"
 
 
 def test_a_stage_that_fails_leaves_the_rest_undone(tmp_path, monkeypatch):
