@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from lra.training import checkpoints, curves
 from tests.faults.driver import Moment, fit
 from tests.training.conftest import arguments
 
-FIELDS = arguments("name=run", "batch.eval=8", "trainer.log_every=1")
+OWN = ("name=run", "batch.eval=8", "trainer.log_every=1")
+FIELDS = arguments(*OWN)
 RUN = Path("checkpoints/runs/listops/flash/run-s0")
 SPENT = (
     "train_seconds",
@@ -35,6 +37,8 @@ SPENT = (
     "session_seconds",
     "resumed",
     "environment",
+    "peak_gpu_bytes",
+    "runs_per_device",
 )
 
 # where an unbroken run can be killed, and how many such calls it has
@@ -119,7 +123,7 @@ def plain(value: Any) -> Any:
 
 def checkpoint(folder: Path, file: str) -> Any:
     """All that a checkpoint holds but the time that training took, and a score that Lightning saves and never reads."""
-    held = torch.load(folder / RUN / file, weights_only=True)
+    held = torch.load(folder / RUN / file, map_location="cpu", weights_only=True)
     del held["callbacks"]["Clock"]
     for state in held["callbacks"].values():
         state.pop("current_score", None)
@@ -141,7 +145,7 @@ def inspect(folder: Path, whole: Path) -> None:
     for file in run.glob("[!.]*"):
         if file.suffix == ".ckpt":
             assert zipfile.ZipFile(file).testzip() is None
-            assert torch.load(file, weights_only=True)["global_step"] in (4, 8, 12)
+            assert torch.load(file, map_location="cpu", weights_only=True)["global_step"] in (4, 8, 12)
     if (run / "model.safetensors").exists():
         assert (run / "model.safetensors").read_bytes() == (whole / RUN / "model.safetensors").read_bytes()
         load_file(run / "model.safetensors")
@@ -174,18 +178,49 @@ def test_the_same_command_twice_computes_the_same(tmp_path, whole):
     assert steps == [*range(1, 13)]
 
 
-@pytest.mark.parametrize("moments", [pytest.param(CHAIN, id="chain"), *map(slow, range(16))])
-def test_a_killed_run_ends_as_an_unbroken_one(tmp_path, whole, moments):
-    for number, moment in enumerate(moments):
-        code, output = fit(tmp_path, *FIELDS, "resume=auto", kill=moment)
-        if code == 0:  # no such moment in what was left to do
-            assert number and moments is not CHAIN
+def killed(folder: Path, whole: Path, moments: list[Moment], fields: Sequence[str] = FIELDS) -> int:
+    """A run that is killed at these moments, one after the other, and goes on to its end; returns how many there were.
+
+    What is left to do after the first kill may have no such moment any more.
+    """
+    kills = 0
+    for moment in moments:
+        code, output = fit(folder, *fields, "resume=auto", kill=moment)
+        if code == 0:
             break
         assert code == -9, output
-        inspect(tmp_path, whole)
-    code, output = fit(tmp_path, *FIELDS, "resume=auto")
+        kills += 1
+        inspect(folder, whole)
+    code, output = fit(folder, *fields, "resume=auto")
     assert code == 0, output
-    same(tmp_path, whole)
+    same(folder, whole)
+    return kills
+
+
+MOMENTS = [pytest.param(CHAIN, id="chain"), *map(slow, range(16))]
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_killed_run_ends_as_an_unbroken_one(tmp_path, whole, moments):
+    assert killed(tmp_path, whole, moments) >= (len(CHAIN) if moments is CHAIN else 1)
+
+
+@pytest.fixture(scope="module")
+def whole_on_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, list[str]]:
+    """As `whole`, and the fields, of an engine on a GPU."""
+    folder = tmp_path_factory.mktemp(request.param)
+    fields = arguments(*OWN, "trainer.accelerator=gpu", "attn.deterministic=true", f"engine={request.param}")
+    code, output = fit(folder, *fields)
+    assert code == 0, output
+    return folder, fields
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole_on_gpu", ["eager", "captured"], indirect=True)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_run_killed_on_a_gpu_ends_as_an_unbroken_one(tmp_path, whole_on_gpu, moments):
+    whole, fields = whole_on_gpu
+    assert killed(tmp_path, whole, moments, fields) >= (len(CHAIN) if moments is CHAIN else 1)
 
 
 @pytest.mark.slow
