@@ -19,9 +19,7 @@ PACKAGES = (
 
 
 def cache_root() -> Path:
-    """The folder of what lra keeps between runs: `$LRA_DATA`, else `lra` in the user's cache folder."""
-    if chosen := os.environ.get("LRA_DATA"):
-        return Path(chosen).expanduser().absolute()
+    """`lra` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
 
 

@@ -37,9 +37,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def data_root(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Prepared data goes to a folder of this session, never the user's; xdist's workers share it."""
+def caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prepared data and caches go to folders of this session, never the user's; xdist's workers share them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    os.environ["LRA_DATA"] = str(folder / "lra-data")
+    os.environ |= {"LRA_DATA": str(folder / "lra-data"), "XDG_CACHE_HOME": str(folder / "cache")}

@@ -15,6 +15,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from lra import environment
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # a stream goes on with state += GOLDEN; its bits are mix(state)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
@@ -40,7 +42,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _cache() -> str:
     here = Path(__file__).parent
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.rglob("*.py")))).hexdigest()[:16]
-    folders = here / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra-compiled"
+    folders = here / "__pycache__", environment.cache_root() / "compiled"
     return str((folders[0] if os.access(here, os.W_OK) else folders[1]) / sources)
 
 

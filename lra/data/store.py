@@ -42,8 +42,9 @@ STATED = (
 
 
 def root() -> Path:
-    """The folder of all prepared stores."""
-    return environment.cache_root()
+    """The folder of all prepared stores: `$LRA_DATA`, which may be one of many users, else the user's cache."""
+    chosen = os.environ.get("LRA_DATA")
+    return Path(chosen).expanduser().absolute() if chosen else environment.cache_root()
 
 
 def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:

@@ -25,8 +25,8 @@ def gpu(monkeypatch, tmp_path):
     """As on a Hopper GPU called "NVIDIA Test" with a good ptxas, with no tables; attributes may be changed."""
     pytest.importorskip("triton")
     fake = SimpleNamespace(capability=(9, 0), ptxas=GOOD, shipped=tmp_path / "tuned" / "sm_90.json")
-    fake.user = tmp_path / "cache" / "tiles" / "NVIDIA-Test.json"
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "cache"))
+    fake.user = tmp_path / "lra" / "tiles" / "NVIDIA-Test.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "HERE", tmp_path)
     monkeypatch.setattr(tuning, "capability", lambda device=None: fake.capability)
     monkeypatch.setattr(tuning, "ptxas", lambda capability: fake.ptxas)
@@ -264,7 +264,7 @@ def test_without_a_gpu_nothing_is_measured():
 
 @pytest.mark.gpu
 def test_tuning_writes_a_table_that_is_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("LRA_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     args = ["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"]
     trials = list(tuner.tune(tuner.parse(args)))
     assert any(trial.microseconds for trial in trials)

@@ -202,7 +202,7 @@ def tables() -> list[Table]:
 
 
 def user_table(gpu: str) -> Path:
-    """Where `lra tune` keeps what it measured: in the folder of prepared data, for each model of GPU."""
+    """Where `lra tune` keeps what it measured: in the user's cache folder, for each model of GPU."""
     return environment.cache_root() / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
 
 
