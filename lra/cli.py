@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +29,9 @@ bench_app = typer.Typer(help="Measure attentions and training steps: speed, memo
 app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
+
+# click's UsageError, which each version of Typer has elsewhere
+Misused: type[Exception] = typer.BadParameter.__mro__[1]
 
 Fields = Annotated[
     list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
@@ -344,7 +347,21 @@ def main() -> None:
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
-        app()
+        sys.exit(app(standalone_mode=False))
+    except Misused as error:
+        _refuse(error)
     except UsageError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(_visible(str(error)))}")
+        _complain(str(error))
+
+
+def _refuse(error: Any) -> NoReturn:
+    """As Typer does, but in one line."""
+    command, text = error.ctx.command_path if error.ctx else "lra", error.format_message()
+    if not text:  # nothing was asked for, and the help is printed already
         sys.exit(2)
+    _complain(f"{text} (see {command} --help)")
+
+
+def _complain(text: str) -> NoReturn:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(_visible(text))}")
+    sys.exit(2)

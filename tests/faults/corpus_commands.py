@@ -255,10 +255,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "results pack out=file/x.tar.xz runs=.": ("runs=.", "no run"),
     "results pack out=x.tar.xz runs=nowhere": ("runs=nowhere", "no run"),
     "results pack out=x.tar.xz checkpoints=some": ("checkpoints=some", "last, best, all"),
-}
-
-# what Typer refuses in a box of its own, with the name of the bad thing -> words
-TYPER: dict[str, tuple[str, ...]] = {
+    # what Typer refuses
     "fits": ("'fits'", "'fit'"),
     "ls task": ("'task'", "'tasks'"),
     "config shw": ("'shw'", "'show'"),

@@ -85,13 +85,6 @@ def test_a_command(command, around):
     refuses(around, tuple(command.split()), corpus_commands.VERBS[command])
 
 
-@pytest.mark.parametrize("command", corpus_commands.TYPER)
-def test_what_typer_refuses(command, around):
-    before, done = snapshot(around), lra(*command.split())
-    assert done.code == 2 and "Traceback" not in done.err and snapshot(around) == before
-    assert all(word in done.err for word in corpus_commands.TYPER[command]), done.err
-
-
 @pytest.mark.parametrize("case", corpus.LISTOPS)
 def test_listops_files(case, around):
     spoil, words = corpus.LISTOPS[case]
