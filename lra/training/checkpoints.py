@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from lra.config.compose import flatten
+from lra.data.store import vocabulary_hash
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training.run import replacing
@@ -133,18 +134,22 @@ def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return weights, checkpoint["lra"]
 
 
+def check_vocabulary(task: type[TaskModule], identity: dict[str, Any], path: str | Path) -> None:
+    """UsageError if a checkpoint reads its ids otherwise."""
+    if identity["vocabulary"] != vocabulary_hash(task.Data.vocabulary):
+        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {task.name}@{task.facts.version}"
+        raise UsageError(f"{other}: choose a checkpoint of this task")
+
+
 def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
-    """UsageError naming all in which a checkpoint is of another model: its vocabulary, and the fields in `SHAPE`."""
-    here, there, model = module.identity(), identity["config"]["model"], vars(module.run.model)
+    """UsageError if a checkpoint is of another vocabulary, or naming all fields in which it is of another model."""
+    check_vocabulary(type(module), identity, path)
+    there, model = identity["config"]["model"], vars(module.run.model)
     wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
     # where a pretraining begins or ends the head is fresh, and CLS can be
     if a_token_more and pretraining(identity) == module.run.pretrain:
         wrong.append(f"model.pooling {there['pooling']} here {model['pooling']}")
-    if identity["vocabulary"] != here["vocabulary"]:
-        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {here['task']}"
-        also = f" (and it has {', '.join(wrong)})" if wrong else ""
-        raise UsageError(f"{other}: choose a checkpoint of this task{also}")
     if wrong:
         raise UsageError(f"{path} does not fit this model: {', '.join(wrong)}; use the model fields of its config.yaml")
 

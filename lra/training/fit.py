@@ -199,6 +199,7 @@ def test(*args: str) -> dict[str, Any]:
     saved = transfer.without_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
     run = restore(RunConfig, REGISTRIES, saved, args)
+    checkpoints.check_vocabulary(TASKS.get(run.task.name), identity, path)  # whose model may not even be possible
     quiet()
     data, module = build(run)
     moved = transfer.apply(module, weights, identity, path, score=True)
