@@ -32,7 +32,8 @@ from lra.training.run import RUNS
 
 RELEASES = pages.ROOT / "checkpoints"
 FILES = ("config.yaml", "model.safetensors", "result.json")
-LARGER = {"pathfinder": "path64", "path64": "pathx", "pathx": "path256"}  # what a card starts from its weights
+# what lit pixels' weights are known to begin, and how: from those of Path-64 nobody learned Path-X yet
+LARGER = {"pathfinder": ("path64", "positions.scale=image"), "pathx": ("path256",)}
 MADE = "<!-- made by benchmarks/release.py of result.json: make docs -->"
 HEAD = """# Checkpoints
 
@@ -163,10 +164,11 @@ def command(result: Result) -> str:
 
 def further(name: str, result: Result) -> str:
     """What trains another run from a release, on larger images where there are any."""
-    task = LARGER.get(_task(result), _task(result))
-    kept = (text for text in result["overrides"] if text.startswith(("model.", "task.tokens=")))
-    begin = ["lra", "fit", *_selectors(result, task), *kept, f"init={RELEASES.name}/{name}"]
-    return shlex.join(begin if task != _task(result) else [*begin, f"seed={result['seed'] + 1}"])
+    kept = [text for text in result["overrides"] if text.startswith(("model.", "task.tokens="))]
+    lit = "task.tokens=lit" in kept
+    again = (_task(result), f"seed={result['seed'] + 1}")
+    task, *fields = LARGER.get(_task(result), again) if lit else again
+    return shlex.join(["lra", "fit", *_selectors(result, task), *kept, f"init={RELEASES.name}/{name}", *fields])
 
 
 def _selectors(result: Result, task: str) -> tuple[str, str, str]:

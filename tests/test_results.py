@@ -54,9 +54,11 @@ def test_readme_is_what_the_results_make_it(run_here):
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_a_result_says_where_it_comes_from(file):
     result = json.loads(file.read_text(encoding="utf-8"))
-    made_with = result["environment"]
-    assert made_with["command"] and made_with["date"] and made_with["versions"]["torch"]
-    assert "gpu" in made_with  # null on a CPU
+    measured = [result] if "environment" in result else result["runs"]  # each where they are of several days
+    assert measured
+    for made_with in (each["environment"] for each in measured):
+        assert made_with["command"] and made_with["date"] and made_with["versions"]["torch"]
+        assert "gpu" in made_with  # null on a CPU
     if "attn" in result:  # of a run
         task, name = result["task"].partition("@")[0], result["config"]["name"] or result["recipe"]
         start, end = f"{task}-{result['attn']}-{name}", f"-s{result['seed']}"
