@@ -277,6 +277,7 @@ def test_without_a_home(around, monkeypatch):
     """The user's folder is then the one that the system knows."""
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("LRA_DATA")
+    monkeypatch.delenv("XDG_CACHE_HOME")
     done = process("data", "info", *DATA, "task.data_seed=4294967295")
     check(done, ("listops is not prepared", ".cache/lra/listops@1-", "lra data prepare"))
 
