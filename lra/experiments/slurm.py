@@ -257,9 +257,14 @@ def _submitit() -> Any:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignores SIGINT, as do processes started meanwhile."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Puts SIGINT off until the end, for this process and those that it starts meanwhile."""
+    arrived: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))  # any thread may be given it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not a handler
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if arrived:
+        signal.raise_signal(signal.SIGINT)

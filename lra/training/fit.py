@@ -101,7 +101,7 @@ def fit(*args: str) -> dict[str, Any]:
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     attention = resolve_attention(module, trainer.strategy.root_device)
-    engine = "captured" if module.step.captures(module, trainer.strategy.root_device) else "eager"
+    engine = resolve_engine(module, trainer.strategy.root_device)
     checkpoint, origin = directory.checkpoint(), transfer.Origin()
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
@@ -208,6 +208,7 @@ def test(*args: str) -> dict[str, Any]:
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
     resolve_attention(module, trainer.strategy.root_device)
+    resolve_engine(module, trainer.strategy.root_device)
     data.prepare_data()
     _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
     try:
@@ -289,6 +290,14 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
     precision = module.run.trainer.precision
     used = {part.resolve(device, precision) for part in module.modules() if isinstance(part, Attention)}
     return ", ".join(sorted(used))
+
+
+def resolve_engine(module: TaskModule, device: torch.device) -> str:
+    """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
+    if not module.step.captures(module, device):
+        return "eager"
+    module.step.compile_evaluation(module)
+    return "captured"
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:

@@ -114,6 +114,20 @@ def test_what_is_queued_or_worked_on_is_not_submitted_again(here):
     assert "an array of 3 tasks, at most 3 at once" in array(todo).plan()[1]
 
 
+def test_an_interruption_waits_until_what_is_submitted_is_written_down(here):
+    sbatch = here / "bin/sbatch"
+    text = sbatch.read_text().replace("/bin/sh", "/bin/bash")  # dash would take no signal as put off
+    sbatch.write_text(text.replace("cp ", "kill -INT $PPID $$; cp ", 1))  # as a terminal does
+    said: list[str] = []
+    with pytest.raises(SystemExit) as left:
+        array(cells(), said).work()
+    assert left.value.code == 130 and (FOLDER / "1.json").exists()
+    assert said == [
+        "submitted: array 1, 2 tasks, at most 2 at once",
+        "array 1 goes on: the same command watches it again, scancel 1 ends it",
+    ]
+
+
 def test_it_watches_until_the_runs_have_ended_and_while_the_controller_is_down(here):
     todo, said, looks = cells(), [], []
 

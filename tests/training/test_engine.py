@@ -67,6 +67,28 @@ def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_the_test_set_is_scored_by_the_same_code_whatever_came_before(small, without_graphs, monkeypatch):
+    compiled: list[str] = []
+
+    def compile(function: Any) -> Any:
+        compiled.append(function.__name__)
+        return function
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(step_module.torch, "compile", compile)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(fit_module.checkpoints, "save_weights", fail)
+        small("name=whole")
+    assert compiled == ["forward", "loss", "judge"]
+    compiled.clear()
+    result = small("name=whole", "resume=true")
+    assert compiled == ["forward"]  # nothing is left to be trained
+    lra.test(f"init={result['directory']}")
+    assert compiled == ["forward", "forward"]
+
+
 def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
     def run(*args: str) -> tuple[Step, Any]:
         config: RunConfig = configure(arguments(*args)).config
