@@ -150,7 +150,7 @@ class Step:
     def capture(self, module: TaskModule, optimizer: torch.optim.Optimizer) -> CapturedStep:
         """The step of a module and its `optimizer`, whose own step becomes that of the captured one."""
         assert isinstance(optimizer, AdamW)
-        run, compiled = self.run, compile_kept(module.loss)
+        run, compiled = self.run, self.compile(module.loss)
 
         def loss(batch: Batch) -> Tensor:
             # what autocast keeps of the weights would be this step's in every later one
@@ -162,14 +162,23 @@ class Step:
             optimizer.update()
 
         tally = self.tally = self.tally or Tally(module.device)
-        tally.judge = compile_kept(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
+        tally.judge = self.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
         engine = CapturedStep(loss, trained(module), optimizer, update, module.device, tally)
         optimizer.captured, optimizer.left_out = engine.finish, tally.left_out
         return engine
 
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled function, whose kernels later processes find; /tmp, where PyTorch keeps them, is emptied.
+
+        PyTorch picks reductions by timing them, and so in another order with each empty cache: not where attention has
+        to be deterministic.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))
+        return torch.compile(function, options={"deterministic": getattr(self.run.attn, "deterministic", False)})
+
     def compile_evaluation(self, module: TaskModule) -> None:
         """Compiles what scores batches. From the beginning: a run that has only its test set left scores as others."""
-        evaluate = compile_kept(module.forward)  # not captured: evaluation is not where a run's time goes
+        evaluate = self.compile(module.forward)  # not captured: evaluation is not where a run's time goes
 
         def scores(batch: Batch) -> Tensor:
             mark_rows(batch)
@@ -188,12 +197,6 @@ class Step:
         mean = counts.total / counts.taken if counts.taken else math.nan
         self.logged = mean  # not by module.log: Lightning would fetch it from the device in every step
         record(module.trainer, {"train/loss": mean, "lr": rate})
-
-
-def compile_kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function, whose kernels later processes find; /tmp, where PyTorch keeps them, is emptied."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))
-    return torch.compile(function)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
