@@ -169,7 +169,7 @@ def report(table: Grid, states: States) -> Report:
         {
             "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
             "accuracy": state.accuracy,
-            "status": "ok" if state.status in ("done", "OOM") else "WRONG",  # for the exit code
+            "status": "ok" if state.final and state.status != "failed" else "WRONG",  # for the exit code
         }
         for cell, state in states.items()
     ]  # fmt: skip

@@ -24,8 +24,13 @@ class State:
 
     status: Status
     result: dict[str, Any] | None = None  # result.json, of a run that ended by itself
-    final: bool = False  # nothing is left to do: done, OOM, or failed for the second time
+    final: bool = False  # nothing is left to do: done, out of a GPU's memory alone, or failed for the second time
     resumes: bool = False  # there is a last.ckpt to go on from
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the run was out of memory beside others, and is to have a GPU to itself."""
+        return self.status == "OOM" and not self.final
 
     @property
     def accuracy(self) -> float | None:
@@ -37,7 +42,9 @@ class State:
             return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"
         if self.status in ("failed", "OOM"):
             error = str((self.result or {}).get("error", "")).partition("\n")[0]
-            again = "" if self.status == "OOM" else " twice" if self.final else ", to be retried once"
+            again = " twice" if self.status == "failed" else ""
+            if not self.final:
+                again = " beside other runs, to be retried alone" if self.crowded else ", to be retried once"
             return f"{self.status}{again}" + (f": {error}" if error else "")
         if self.status == "interrupted":
             return "interrupted, goes on from last.ckpt" if self.resumes else "interrupted, starts over"
@@ -63,14 +70,16 @@ def settled(cell: Cell) -> State:
     if result is None:
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
-    final = status != "failed" or _before(directory.path).exists()
+    final = {
+        "done": True, "OOM": result.get("runs_per_device", 1) == 1, "failed": _before(directory.path).exists()
+    }[status]  # fmt: skip
     return State(status, result, final, directory.last.exists())
 
 
 def clear(cell: Cell) -> None:
-    """Makes room for the next result, under the claim: the first failure is kept aside, a damaged file goes."""
+    """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
     file = cell.directory.path / "result.json"
-    if read_result(file):
+    if (result := read_result(file)) and result["status"] == "failed":
         file.replace(_before(cell.directory.path))
     else:
         file.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from lra.training.run import CLAIMED, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
-DEATHS = 2  # processes that end without a result, after which a call gives a cell up
+DEATHS = 2  # processes that end without a result, or for want of memory beside others, before a call gives a cell up
 
 Slot = str | None  # what CUDA_VISIBLE_DEVICES is set to; None leaves it as it is
 States = Mapping[Cell, State]
@@ -50,14 +50,16 @@ def slots(devices: int | None) -> Sequence[Slot]:
 
 @dataclass(frozen=True)
 class Child:
-    """A process and the slot that it has."""
+    """A process and the slots that it has, all of one GPU."""
 
     process: subprocess.Popen[bytes]
-    slot: Slot
+    slots: Sequence[Slot]
 
 
 class Local:
     """Works on cells until each is done, out of memory, failed twice, or given up as its processes just die.
+
+    A cell that was out of memory beside others is run again with all slots of a GPU.
 
     Args:
         todo: the cells, in this order.
@@ -128,12 +130,19 @@ class Local:
         for cell in self._left():
             if not self.free:
                 break
-            before = self._before(cell)
+            before, state = self._before(cell), self.states[cell]
             ready = before is None or self.states[before].status == "done"
-            if ready and self.states[cell].status != "running elsewhere":
-                self._start(cell)
+            if ready and state.status != "running elsewhere" and (room := self._room(alone=state.crowded)):
+                self._start(cell, room)
 
-    def _start(self, cell: Cell) -> None:
+    def _room(self, alone: bool) -> Sequence[Slot]:
+        """A free slot, or all slots of a GPU that has no run; none where that is not to be had."""
+        if not alone:
+            return self.free[:1]
+        whole = (name for name in self.free if self.free.count(name) == self.slots.count(name))
+        return next(([name] * self.slots.count(name) for name in whole), [])
+
+    def _start(self, cell: Cell, room: Sequence[Slot]) -> None:
         path = cell.directory.path
         held = claim(path)
         if held is None:
@@ -145,24 +154,26 @@ class Local:
                 return
             cells.clear(cell)
             arguments = [*self.command, *cell.args, "resume=auto"]
-            slot = self.free.pop(0)
+            for slot in room:
+                self.free.remove(slot)
             with (path / "log.txt").open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
-                    arguments, env=self._environment(slot) | {CLAIMED: str(path)}, stdin=subprocess.DEVNULL, stdout=log,
+                    arguments, env=self._environment(room) | {CLAIMED: str(path)}, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=subprocess.STDOUT, pass_fds=(held,),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command
                 )  # fmt: skip
-            self.children[cell] = Child(process, slot)
+            self.children[cell] = Child(process, room)
             self.states[cell] = State("running")
         finally:
             os.close(held)  # the process has it now
 
-    def _environment(self, slot: Slot) -> dict[str, str]:
+    def _environment(self, room: Sequence[Slot]) -> dict[str, str]:
+        slot = room[0]
         share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take
         threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
-        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot))}
+        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot) // len(room))}
         return shared if slot is None else shared | {"CUDA_VISIBLE_DEVICES": slot}
 
     def _ended(self) -> Iterator[tuple[Cell, Child]]:
@@ -172,7 +183,7 @@ class Local:
                 with suppress(ProcessLookupError, PermissionError):  # what it has left behind would keep its claim
                     os.killpg(child.process.pid, signal.SIGKILL)
                 del self.children[cell]
-                self.free.append(child.slot)
+                self.free += child.slots
                 yield cell, child
 
     def _reap(self) -> None:
@@ -182,6 +193,8 @@ class Local:
                 self.deaths[cell] += 1
                 again = "given up until the next call" if self.deaths[cell] == DEATHS else "taken up once more"
                 self.say(f"{cell}: ended without a result ({_ending(cell, child.process.returncode)}), {again}")
+            elif state.crowded:  # by others than this command's, perhaps, which are still there
+                self.deaths[cell] += 1
 
     def _stop(self, signals: Sequence[int]) -> None:
         """Ends the processes that are left: after a signal, or an error."""

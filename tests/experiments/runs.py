@@ -47,7 +47,10 @@ if does == "gate":
         time.sleep(0.02)
 time.sleep(entry["seconds"])
 result = {"status": "failed", "config": {}, "error": "oh", "traceback": f"start {starts}"}
-if does != "fail":
+if does == "oom":
+    result = {"status": "oom", "config": {}, "error": "too much"}
+    result["runs_per_device"] = int(os.environ["LRA_RUNS_PER_DEVICE"])
+if does in ("finish", "wait", "gate"):
     result = {"status": "finished", "config": {}, "test": {"accuracy": 0.5}}
 (path / ".aside").write_text(json.dumps(result))
 (path / ".aside").replace(path / "result.json")
@@ -71,7 +74,7 @@ def made(cell: Cell, status: str | None = None, accuracy: float = 0.4, **more: A
 
 
 def stub(todo: Sequence[Cell], *does: str, seconds: float = 0.0) -> list[str]:
-    """The command whose first start of a cell does the first of die, wait, gate, fail, finish; later ones the next."""
+    """The command whose first start of a cell does the first of these, later ones the next: see STUB, or finish."""
     entries = {
         " ".join([*cell.args, "resume=auto"]): {
             "path": str(cell.directory.path), "config": yaml.safe_dump(cell.directory.config), "does": does,

@@ -98,6 +98,29 @@ def test_out_of_memory_is_not_run_again():
     assert not started()
 
 
+def test_out_of_memory_beside_others_is_run_again_alone():
+    todo = cells(2, ("listops",), ("flash", "standard"))
+    states, said = work(todo, stub(todo, "oom", "finish", seconds=0.1), slots=2)
+    assert [state.status for state in states] == ["done"] * 4 and not said
+    assert sorted(started()) == sorted(2 * [str(cell.directory.path) for cell in todo])
+    first, second = cells(2, ("text",))
+    made(first, "oom", runs_per_device=2)
+    assert not look(first).final and str(look(first)).startswith("OOM beside other runs, to be retried alone: ")
+    (path,) = {str(first.directory.path)}
+    log = first.directory.path / "log.txt"
+    (state, other), _ = work([first, second], stub([first, second], "oom", "finish", seconds=0.1), slots=2)
+    assert str(state) == "OOM: too much" and state.final and (state.result or {})["runs_per_device"] == 1
+    assert other.status == "done" and started().count(path) == 1 and log.read_text().count("start ") == 1
+
+
+def test_out_of_memory_beside_strangers_is_given_up_in_the_end(monkeypatch):
+    todo = cells(1)
+    monkeypatch.setattr(Local, "_environment", lambda *_: {**os.environ, "LRA_RUNS_PER_DEVICE": "2"})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (state,), _ = work(todo, stub(todo, "oom"))
+    assert state.crowded and len(started()) == 2
+
+
 def test_a_run_that_dies_is_taken_up_once_in_a_call_and_again_in_the_next():
     todo = cells(1)
     (state,), said = work(todo, stub(todo, "die"))
@@ -175,7 +198,7 @@ def test_a_run_knows_how_many_share_its_gpu():
 def test_a_run_sees_its_slots_gpu_and_the_users_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     local = Local([], ["3", "GPU-a"])
-    environment = local._environment("GPU-a")
+    environment = local._environment(["GPU-a"])
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("GPU-a", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert local._environment(None)["CUDA_VISIBLE_DEVICES"] == ""
+    assert local._environment([None])["CUDA_VISIBLE_DEVICES"] == ""
