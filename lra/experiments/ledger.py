@@ -29,6 +29,7 @@ NOT_COMPARED = (
     "batch.micro", "batch.eval",  # in which portions: a step's gradient and a test set's scores are those of the whole
     "trainer.log_every",  # what is written down
 )  # fmt: skip
+NAMED = 5  # results of no cell, at most
 CURVES = {"result.json": "metrics.csv"}  # of a run's directory; beside a flat file its name with .csv
 
 Identity = dict[str, Any]
@@ -108,17 +109,19 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     wanted, defaults = _identities(cells)
     for entry in sorted(entries, key=lambda entry: (entry.date, str(entry.path))):
         config = entry.result["config"]
-        default = defaults.get((config["task"]["name"], config["attn"]["name"]), {})
-        cell = wanted.get(_key(entry.result["task"], identity(config, default)))
+        default = defaults.get((config["task"]["name"], config["attn"]["name"]))
+        cell = wanted.get(_key(entry.result["task"], identity(config, default or {})))
         if cell is None:
-            strangers.append(entry.path)
+            strangers.append((default is None, str(entry.path.relative_to(folder))))
             continue
         if older := ledger.entries.get(cell):
             ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
         ledger.entries[cell] = entry
     if strangers:
-        named = ", ".join(str(path.relative_to(folder)) for path in sorted(strangers))
-        ledger.notes.append(f"of no cell of this table, as configured otherwise: {named}")
+        named = [name for _, name in sorted(strangers)]  # those of the table's tasks and attentions first
+        if len(named) > NAMED:
+            named[NAMED:] = [f"and {len(named) - NAMED} more"]
+        ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
     return ledger
 
 

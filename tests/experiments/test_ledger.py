@@ -50,7 +50,7 @@ def test_committed_results_are_found():
         f"listops {attn} seed 0": f"listops-{attn}-xiong2021-s0.json" for attn in ("standard", "flash", "linear")
     }
     [note] = found.notes
-    assert note.startswith("of no cell of this table") and "listops-flash-short-s0.json" in note
+    assert note.startswith("of no cell of this table, as configured otherwise: listops-flash-") and "more" in note
     assert "h200-attention.json" not in note  # no result of a run
 
 
@@ -84,6 +84,16 @@ def test_another_computation_is_of_no_cell(tmp_path, section, field, value):
     put(tmp_path / "result.json", made)
     found = ledger.match(CELLS, tmp_path)
     assert not found.entries and found.notes == ["of no cell of this table, as configured otherwise: result.json"]
+
+
+def test_of_many_results_of_no_cell_the_nearest_are_named(tmp_path):
+    for number in range(9):
+        put(tmp_path / f"a{number}.json", result(cell("flash", 0), task="listops@0"))
+    other = result(cell("flash", 0))
+    other["config"]["task"]["name"] = "text"
+    put(tmp_path / "a.json", other)
+    (note,) = ledger.match(CELLS, tmp_path).notes
+    assert note.endswith("as configured otherwise: a0.json, a1.json, a2.json, a3.json, a4.json, and 5 more")
 
 
 def test_another_version_of_the_task_is_of_no_cell(tmp_path):
