@@ -76,8 +76,9 @@ class Clock(pl.Callback):
         self.validation += time.perf_counter() - self._entered
         self.start(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._look_around(trainer)  # who else has the memory that ran out
+    def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, torch.cuda.OutOfMemoryError):  # who else has the memory that ran out
+            self._look_around(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "steps": self.steps, "sharing": self.sharing}

@@ -168,9 +168,11 @@ def _recorded(
     try:
         yield
     except torch.cuda.OutOfMemoryError:
-        advice = _smaller(run, trainer)
+        known, advice = facts(), _smaller(run, trainer)
+        if others := known["runs_per_device"] - 1:
+            advice += f"; {others} more on this GPU have their share of it"
         if trainer.is_global_zero:
-            directory.finish("oom", facts() | {"error": advice})
+            directory.finish("oom", known | {"error": advice})
         raise UsageError(advice) from None
     except Exception as error:
         full = disk_full(error)
