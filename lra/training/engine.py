@@ -19,13 +19,6 @@ from lra.batch import Batch
 from lra.training.faults import Tally
 
 
-def mark_rows(batch: Batch) -> None:
-    """What is compiled for a packed batch is compiled once, for all numbers of rows."""
-    for rows in () if batch.padded else (batch.tokens, batch.positions):
-        if rows is not None:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
-
-
 class Graph:
     """A function without arguments or result. Its second call captures it; from then on it is replayed."""
 
@@ -93,7 +86,6 @@ class CapturedStep:
         shape = batch.tokens.numel(), batch.size, batch.max_length
         if shape not in self.micro_batches:
             static = dataclasses.replace(batch, seed=self.seed)
-            mark_rows(static)
             self.micro_batches[shape] = static, Graph(lambda: self._add(static), self.pool)
         static, graph = self.micro_batches[shape]
         if static.tokens is not batch.tokens:

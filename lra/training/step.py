@@ -19,7 +19,7 @@ from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
-from lra.training.engine import CapturedStep, mark_rows
+from lra.training.engine import CapturedStep
 from lra.training.faults import Counts, Tally
 from lra.training.seeding import derive, seed_generators
 
@@ -162,29 +162,34 @@ class Step:
             optimizer.update()
 
         tally = self.tally = self.tally or Tally(module.device)
-        tally.judge = self.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
+        tally.judge = torch.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
         engine = CapturedStep(loss, trained(module), optimizer, update, module.device, tally)
         optimizer.captured, optimizer.left_out = engine.finish, tally.left_out
         return engine
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled function, whose kernels later processes find; /tmp, where PyTorch keeps them, is emptied.
-
-        PyTorch picks reductions by timing them, and so in another order with each empty cache: not where attention has
-        to be deterministic.
-        """
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))
-        return torch.compile(function, options={"deterministic": getattr(self.run.attn, "deterministic", False)})
-
     def compile_evaluation(self, module: TaskModule) -> None:
         """Compiles what scores batches. From the beginning: a run that has only its test set left scores as others."""
-        evaluate = self.compile(module.forward)  # not captured: evaluation is not where a run's time goes
+        module.evaluate = self.compile(module.forward)  # not captured: evaluation is not where a run's time goes
 
-        def scores(batch: Batch) -> Tensor:
-            mark_rows(batch)
-            return evaluate(batch)
+    def compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """A compiled function, whose kernels later processes find; /tmp, where PyTorch keeps them, is emptied.
 
-        module.evaluate = scores
+        What is compiled for a packed batch is compiled once, for all numbers of rows. Then kernels depend on the batch
+        that came first, and on what is the fastest of several: not where attention has to be deterministic.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))
+        if getattr(self.run.attn, "deterministic", False):
+            torch._dynamo.config.recompile_limit = 64  # shapes; what comes after them would not be compiled
+            return torch.compile(function, dynamic=False, options={"deterministic": True})
+        compiled = torch.compile(function)
+
+        def run(batch: Batch) -> Tensor:
+            for rows in () if batch.padded else (batch.tokens, batch.positions):
+                if rows is not None:
+                    torch._dynamo.maybe_mark_dynamic(rows, 0)
+            return compiled(batch)
+
+        return run
 
     def _clip(self, module: nn.Module) -> None:
         if self.run.optim.clip is not None:

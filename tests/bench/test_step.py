@@ -48,7 +48,7 @@ def one_thread():
 def without_graphs(monkeypatch):
     """Captured steps on a CPU, neither compiled nor in graphs."""
     monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, options: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
 
 
 def test_loops_on_a_cpu(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def losses(result: dict[str, Any]) -> list[float]:
 def without_graphs(monkeypatch):
     """Steps go through the captured step's buffers on a CPU, neither compiled nor in graphs."""
     monkeypatch.setattr(Step, "captures", lambda *_: True)
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, options: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
 def test_the_test_set_is_scored_by_the_same_code_whatever_came_before(small, without_graphs, monkeypatch):
     compiled: list[str] = []
 
-    def compile(function: Any, options: Any) -> Any:
+    def compile(function: Any) -> Any:
         compiled.append(function.__name__)
         return function
 
@@ -89,13 +89,21 @@ def test_the_test_set_is_scored_by_the_same_code_whatever_came_before(small, wit
     assert compiled == ["forward", "forward"]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_what_is_compiled_for_deterministic_attention_is_deterministic(monkeypatch, deterministic):
-    run: RunConfig = configure(arguments(f"attn.deterministic={str(deterministic).lower()}")).config
-    step: Step = build(run)[1].step  # type: ignore[assignment]
-    monkeypatch.setattr(step_module.torch, "compile", lambda function, options: options)
-    assert step.compile(len) == {"deterministic": deterministic}  # type: ignore[comparison-overlap]
-    assert "deterministic" in torch._inductor.list_options()
+def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(monkeypatch):
+    asked: list[dict[str, Any]] = []
+
+    def compile(function: Any, **how: Any) -> Any:
+        asked.append(how)
+        return lambda batch: [getattr(rows, "_dynamo_weak_dynamic_indices", None) for rows in (batch.tokens,)]
+
+    monkeypatch.setattr(step_module.torch, "compile", compile)
+    marked = []
+    for deterministic in ("false", "true"):
+        run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
+        step: Step = build(run)[1].step  # type: ignore[assignment]
+        marked += step.compile(len)(filled_batch(0, torch.device("cpu")))  # type: ignore[arg-type]
+    assert asked == [{}, {"dynamic": False, "options": {"deterministic": True}}]
+    assert marked == [{0}, None] and "deterministic" in torch._inductor.list_options()
 
 
 def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
