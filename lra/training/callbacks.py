@@ -37,7 +37,7 @@ class Clock(pl.Callback):
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
-        self.sharing = int(os.environ.get(RUNS_PER_DEVICE, "1"))
+        self.sharing = _planned()
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
         self.validation = 0.0  # seconds, of this session
         self._entered = 0.0  # training, or validation
@@ -77,7 +77,8 @@ class Clock(pl.Callback):
         self.start(trainer)
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, torch.cuda.OutOfMemoryError):  # who else has the memory that ran out
+        if isinstance(exception, torch.cuda.OutOfMemoryError):  # who else has the memory that ran out, now
+            self.sharing = _planned()
             self._look_around(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,6 +260,10 @@ def _memory(trainer: pl.Trainer) -> str:
         return ""
     peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     return f", {peak / 1e9:.1f} of {total / 1e9:.0f} GB of GPU memory"
+
+
+def _planned() -> int:
+    return int(os.environ.get(RUNS_PER_DEVICE, "1"))
 
 
 def _synchronize(trainer: pl.Trainer) -> None:

@@ -155,7 +155,6 @@ def _before(args: Sequence[str]) -> None:
     fit(*args, "resume=auto")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # rank 0 has just written its result
-    torch.compiler.reset()  # what was compiled for its model is of no use, and counts against Dynamo's limits
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -298,6 +297,7 @@ def resolve_engine(module: TaskModule, device: torch.device) -> str:
     """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
     if not module.step.captures(module, device):
         return "eager"
+    torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
     module.step.compile_evaluation(module)
     return "captured"
 

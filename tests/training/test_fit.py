@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,3 +278,8 @@ def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
     assert (first.sharing, later.sharing) == (3, 1)
     later.load_state_dict(first.state_dict())
     assert later.sharing == 3
+    on_cpu = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    later.on_exception(on_cpu, None, RuntimeError())  # type: ignore[arg-type]
+    assert later.sharing == 3
+    later.on_exception(on_cpu, None, torch.cuda.OutOfMemoryError())  # type: ignore[arg-type]
+    assert later.sharing == 1  # alone it was out of memory
