@@ -12,7 +12,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import End, claimed, read_config, read_result
+from lra.training.run import End, alone, claimed, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -70,9 +70,7 @@ def settled(cell: Cell) -> State:
     if result is None:
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
-    final = {
-        "done": True, "OOM": result.get("runs_per_device", 1) == 1, "failed": _before(directory.path).exists()
-    }[status]  # fmt: skip
+    final = {"done": True, "OOM": alone(result), "failed": _before(directory.path).exists()}[status]
     return State(status, result, final, directory.last.exists())
 
 

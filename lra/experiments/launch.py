@@ -86,7 +86,7 @@ class Local:
 
     def work(self) -> States:
         """Returns the final states; on SIGINT and SIGTERM, SystemExit with 130 or 143 when all processes have ended."""
-        with _caught() as signals:
+        with caught(signal.SIGINT, signal.SIGTERM) as signals:
             try:
                 self.watch(self.states)
                 while self.children or self._left():
@@ -223,10 +223,10 @@ def _ending(cell: Cell, code: int) -> str:
 
 
 @contextmanager
-def _caught() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that arrive meanwhile, in their order."""
+def caught(*numbers: signal.Signals) -> Iterator[list[int]]:
+    """Those of these signals that arrive meanwhile, in their order."""
     arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in numbers}
     for number in before:
         signal.signal(number, lambda number, _: arrived.append(number))
     try:

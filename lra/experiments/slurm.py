@@ -27,7 +27,7 @@ from lra.bench.options import parse
 from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.grid import Cell
-from lra.experiments.launch import FIT, Local, States
+from lra.experiments.launch import FIT, Local, States, caught
 from lra.training.run import RUNS, write
 
 FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
@@ -258,13 +258,11 @@ def _submitit() -> Any:
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Puts SIGINT off until the end, for this process and those that it starts meanwhile."""
-    arrived: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))  # any thread may be given it
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not a handler
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+    with caught(signal.SIGINT) as arrived:  # any thread may be given it
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not a handler
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if arrived:
         signal.raise_signal(signal.SIGINT)

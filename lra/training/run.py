@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
@@ -180,6 +180,11 @@ def read_result(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return result if whole else None
+
+
+def alone(result: Mapping[str, Any]) -> bool:
+    """Whether a run had its GPU to itself: its speed and its want of memory are then its own. Old results don't say."""
+    return result.get("runs_per_device", 1) == 1
 
 
 class _Plain(yaml.SafeLoader):

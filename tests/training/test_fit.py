@@ -219,7 +219,7 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
     monkeypatch.setattr(TaskModule, "validation_step", full)
     with pytest.raises(UsageError, match=r"memory at batch.eval=250: set batch.eval=125$"):
         small("name=validation")
-    monkeypatch.setenv("LRA_RUNS_PER_DEVICE", "3")
+    monkeypatch.setenv(RUNS_PER_DEVICE, "3")
     with pytest.raises(UsageError, match=r"set batch.eval=125; 2 more on this GPU have their share of it$"):
         small("name=beside")
 
