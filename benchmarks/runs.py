@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import pages
 from benchmarks.release import accuracy
 from lra.experiments.ledger import gpus
+from lra.training.run import spent
 
 PAGE = pages.ROOT / "docs" / "runs.md"
 HEAD = (
@@ -42,9 +43,7 @@ def runs(results: Path) -> str:
 def _run(file: Path, result: dict[str, Any]) -> Sequence[str]:
     recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
     ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    seconds, peak, gpu = result.get("session_seconds"), result["peak_gpu_bytes"], result["environment"]["gpu"]
-    if result["resumed"]:
-        seconds = peak = None  # of the last session only: the whole was not measured
+    (seconds, peak), gpu = spent(result), result["environment"]["gpu"]
     return (
         f"[{_task(result)}](../benchmarks/results/{file.name})",
         result["attn"],

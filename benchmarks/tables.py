@@ -19,6 +19,7 @@ from benchmarks import pages
 from lra.config.compose import read_recipe, recipes
 from lra.experiments import grid, ledger, report
 from lra.experiments.grid import Grid
+from lra.training.run import spent
 
 HEAD = (
     "# {title}\n\n<!-- made by benchmarks/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
@@ -64,7 +65,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         yield f"**{title}**\n\n{pages.table(header, rows)}"
     tasks = {column.task for column in table.columns.values()}
     runs = [run for run in own if run["config"]["task"]["name"] in tasks]
-    hours = sum(run.get("session_seconds") or run["train_seconds"] for run in runs) / 3600
+    hours = sum(spent(run)[0] or run["train_seconds"] for run in runs) / 3600
     took = f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
     yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
 

@@ -118,7 +118,8 @@ def pack(args: Sequence[str]) -> list[str]:
         notes += [f"left out: {run.name}, {why}"] if why else []
     count = len({run.path for run, _ in packed})
     if not count:
-        raise UsageError(f"runs={folder} has no run that can be packed: {'; '.join(notes) or 'it has none at all'}")
+        why = "; ".join(notes) or "name the folder above <task>/<attn>/<run>"
+        raise UsageError(f"runs={folder} has no run that can be packed: {why}")
     try:
         with (
             replacing(out) as plain,

@@ -20,7 +20,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
-from lra.training.run import ENDS, alone
+from lra.training.run import ENDS, alone, spent
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -159,13 +159,13 @@ def row(table: Grid, cell: Cell, entry: Entry | None) -> Row:
     if entry is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
-    made_with, peak = result["environment"], result.get("peak_gpu_bytes")
+    made_with, (_, peak) = result["environment"], spent(result)
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
         "train_seconds": result.get("train_seconds") if alone(result) else None,
         "steps_per_second": result.get("steps_per_second") if alone(result) else None,
-        "memory_gb": None if peak is None or result.get("resumed") else peak / 1e9,
+        "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
         "commit": made_with.get("commit") or "",

@@ -30,18 +30,36 @@ RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 
 
 class Clock(pl.Callback):
-    """Seconds spent on training steps, over every session of the run; validation and the first steps are apart.
+    """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
 
-    `sharing` is how many processes have the GPU that the time was measured on, at most, at a beginning or an end.
+    `seconds` are of `steps` training steps; validation and the first steps are apart. `sharing` is how many processes
+    have the GPU that the time was measured on, at most, at a beginning or an end.
     """
 
     def __init__(self) -> None:
         self.seconds, self.steps = 0.0, 0
+        self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
+        self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
+        self._trained = False
         self.sharing = _planned()
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
         self.validation = 0.0  # seconds, of this session
         self._entered = 0.0  # training, or validation
         self._started: tuple[float, int] | None = None  # when, and after which step
+
+    def begin(self) -> None:
+        """Now, as all is there that a run needs; what this process had on the GPU before is not the run's."""
+        self._began = time.perf_counter()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+
+    def wall(self) -> float | None:
+        return None if self._wall is None else self._wall + time.perf_counter() - self._began
+
+    def peak(self) -> int | None:
+        """The most memory of a GPU, in bytes; None without one."""
+        used = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        return max(self._peak, used) or None
 
     def start(self, trainer: pl.Trainer) -> None:
         self._started = time.perf_counter(), trainer.global_step
@@ -82,11 +100,18 @@ class Clock(pl.Callback):
             self._look_around(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "steps": self.steps, "sharing": self.sharing}
+        spent = {"wall": self.wall(), "peak": self.peak() or 0}
+        return {"seconds": self.seconds, "steps": self.steps, "sharing": self.sharing} | spent
+
+    def on_fit_end(self, *_: Any) -> None:
+        self._trained = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._trained:  # testing takes callbacks back to the best checkpoint
+            return
         self.seconds, self.steps = state["seconds"], state["steps"]
-        self.sharing = max(self.sharing, state.get("sharing", 1))  # older checkpoints have none
+        self.sharing = max(self.sharing, state.get("sharing", 1))  # older checkpoints have none, nor the next two
+        self._wall, self._peak = state.get("wall"), state.get("peak", 0)
 
     def _look_around(self, trainer: pl.Trainer) -> None:
         if (device := trainer.strategy.root_device).type == "cuda":

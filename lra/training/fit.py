@@ -7,7 +7,6 @@ import gc
 import logging
 import math
 import os
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -115,15 +114,13 @@ def fit(*args: str) -> dict[str, Any]:
         origin.transfer = asdict(moved)
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
-    started = time.perf_counter()
-    if torch.cuda.is_initialized():  # by the run before this one: its peak of memory is not this one's
-        torch.cuda.reset_peak_memory_stats()
+    clock.begin()
 
     def facts() -> dict[str, Any]:
         known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
         counts = module.step.counts  # type: ignore[attr-defined]
         known |= {"attention": attention, "engine": engine, "skipped_updates": counts.skipped if counts else 0}
-        return result.facts(composed, module, trainer, clock) | known | result.spent(trainer, started)
+        return result.facts(composed, module, trainer, clock) | known | result.spent(clock)
 
     preemption = Preemption(run, directory.last, clock)
     trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
@@ -147,7 +144,7 @@ def fit(*args: str) -> dict[str, Any]:
             return {}
         checkpoints.save_weights(module, directory.weights)
         scores = result.scores(module, data, trainer)
-        return directory.finish("finished", trained | scores | result.spent(trainer, started))
+        return directory.finish("finished", trained | scores | result.spent(clock))
 
 
 def _before(args: Sequence[str]) -> None:

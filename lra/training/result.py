@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 
 from lra import environment
 from lra.config.compose import Composed
@@ -39,13 +37,10 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
     }
 
 
-def spent(trainer: pl.Trainer, started: float) -> dict[str, Any]:
-    """What this session took so far: seconds since `started` of perf_counter, and the most memory of one GPU."""
-    device = trainer.strategy.root_device
-    return {
-        "session_seconds": round(time.perf_counter() - started, 1),
-        "peak_gpu_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-    }
+def spent(clock: Clock) -> dict[str, Any]:
+    """What the run took so far, over all its sessions: seconds, and the most memory of one GPU."""
+    wall = clock.wall()
+    return {"wall_seconds": None if wall is None else round(wall, 1), "peak_gpu_bytes": clock.peak()}
 
 
 def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:

@@ -187,6 +187,13 @@ def alone(result: Mapping[str, Any]) -> bool:
     return result.get("runs_per_device", 1) == 1
 
 
+def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """(seconds of the whole run, most bytes of a GPU). Old results of resumed runs know those of the last session."""
+    if "wall_seconds" in result:
+        return result["wall_seconds"], result["peak_gpu_bytes"]
+    return (None, None) if result.get("resumed") else (result.get("session_seconds"), result.get("peak_gpu_bytes"))
+
+
 class _Plain(yaml.SafeLoader):
     """YAML as lra writes it: no key twice, and no aliases, a few lines of which make a tree of any size."""
 

@@ -34,7 +34,7 @@ SPENT = (
     "steps_per_second",
     "first_step_seconds",
     "validation_seconds",
-    "session_seconds",
+    "wall_seconds",
     "resumed",
     "environment",
     "peak_gpu_bytes",

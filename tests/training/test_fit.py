@@ -17,9 +17,9 @@ import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
-from lra.training import checkpoints, curves
+from lra.training import callbacks, checkpoints, curves
 from lra.training.callbacks import RUNS_PER_DEVICE, Clock
-from lra.training.run import claim
+from lra.training.run import claim, spent
 from lra.training.step import Step
 from tests.training.conftest import arguments
 
@@ -268,6 +268,31 @@ def test_processes_that_share_a_gpu_are_counted(monkeypatch, tmp_path):
     assert [environment.gpu_processes(uuid) for uuid in ("12-ab", "34-cd", "56-ef")] == [2, 1, 0]
     smi.unlink()
     assert environment.gpu_processes("12-ab") == 0
+
+
+def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
+    now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    first = Clock()
+    first.begin()
+    saved = first.state_dict() | {"peak": 7}
+    assert saved["wall"] == 15
+    later = Clock()
+    later.load_state_dict(saved)
+    later.begin()
+    assert (later.wall(), later.peak()) == (15, 7)
+    later.on_fit_end()
+    later.load_state_dict(saved | {"wall": 99.0, "peak": 99})  # testing loads the best checkpoint
+    assert later.peak() == 7
+
+
+def test_what_a_run_took_before_it_was_counted_is_unknown():
+    clock = Clock()
+    clock.load_state_dict({"seconds": 1.0, "steps": 2})
+    assert clock.wall() is None
+    assert spent({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
+    assert spent({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
+    assert spent({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
 
 
 def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
