@@ -78,7 +78,7 @@ class Row:
     steps: int | None = None
     train_seconds: float | None = None
     steps_per_second: float | None = None
-    memory_gb: float | None = None  # peak of one GPU, 10^9 bytes; of a resumed run it is not known
+    memory_gb: float | None = None  # peak of one GPU, 10^9 bytes
     hardware: str = ""
     engine: str = ""
     commit: str = ""
