@@ -12,7 +12,7 @@ import torch
 BUDGET_MS = 500.0  # of repetitions, for one attention at one size
 FEWEST, MOST = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
 SLOW_MS = 1000.0  # what takes longer is not repeated
-PAUSE = 2_000_000  # cycles, about a millisecond: longer than launching a pass takes
+PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
 
 
 Steps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
@@ -29,50 +29,58 @@ class Pass(NamedTuple):
 def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, Pass]:
     """Runs `prepare` once, and the steps with what it returns again and again.
 
-    On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, and the L2 cache is
-    overwritten before each step. On a CPU it is the wall clock's. The caller has warmed up.
+    On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, a longer one if the
+    GPU was done with it before the last launch, and the L2 cache is overwritten before each step. On a CPU it is the
+    wall clock's. The caller has warmed up.
     """
     memory = _memory(prepare, steps, device) if device.type == "cuda" else dict.fromkeys(steps)
     flush = None
     if device.type == "cuda":
         flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    inputs = prepare()
-    medians = _repeat(inputs, steps, 1, flush)
+    inputs, pauses = prepare(), dict.fromkeys(steps, PAUSE)
+    medians = _repeat(inputs, steps, 1, flush, pauses)
     once, repetitions = sum(medians.values()), 1
     if once < SLOW_MS:
         repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, once))))
-        medians = _repeat(inputs, steps, repetitions, flush)
+        medians = _repeat(inputs, steps, repetitions, flush, pauses)
     return {name: Pass(medians[name], repetitions, memory[name]) for name in steps}
 
 
-def _repeat(inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None) -> dict[str, float]:
-    """Each step's median milliseconds."""
+def _repeat(
+    inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
+) -> dict[str, float]:
+    """Each step's median milliseconds. `pauses` grow where the GPU waited for the host, and that does not count."""
     clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
-    for _ in range(repetitions):
+    while min(map(len, clocks.values())) < repetitions:
         result = inputs
         for name, step in steps.items():
-            result, clock = _clocked(step, result, flush)
-            clocks[name].append(clock)
+            result, clock, waited = _clocked(step, result, flush, pauses[name])
+            if waited and pauses[name] < LONGEST_PAUSE:
+                pauses[name] *= 2
+            else:
+                clocks[name].append(clock)
         del result
     if flush is not None:
         torch.cuda.synchronize(flush.device)
     return {name: statistics.median(clock() for clock in these) for name, these in clocks.items()}
 
 
-def _clocked(step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None) -> tuple[Any, Callable[[], float]]:
-    """The step's result and what reads its milliseconds, on a GPU after a synchronisation."""
+def _clocked(
+    step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None, pause: int
+) -> tuple[Any, Callable[[], float], bool]:
+    """The step's result, what reads its milliseconds, after a synchronisation, and whether the GPU may have waited."""
     if flush is None:
         begin = time.perf_counter()
         result = step(given)
         spent = 1e3 * (time.perf_counter() - begin)
-        return result, lambda: spent
+        return result, lambda: spent, False
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
-    torch.cuda._sleep(PAUSE)
+    torch.cuda._sleep(pause)
     begin_event.record()
     result = step(given)
     end_event.record()
-    return result, lambda: begin_event.elapsed_time(end_event)
+    return result, lambda: begin_event.elapsed_time(end_event), begin_event.query()
 
 
 def _memory(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, float]:

@@ -85,7 +85,7 @@ class Split:
             longest = max_length + head
             begins, total = np.arange(count) * longest, count * longest
         elif layout == "packed":
-            longest = int(lengths.max(initial=0))
+            longest = int(lengths.max(initial=1))  # of empty ones alone, too: no dimension is 0
             if multiple > 1:
                 longest = max_length + head
                 filling = _shares(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))

@@ -74,6 +74,8 @@ class _Places(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad_TD,), (start_B, length_B) = grads, ctx.saved_tensors
+        if not len(grad_TD):
+            return grad_TD.new_zeros(ctx.places, grad_TD.shape[1]), None, None, None
         place_N = torch.arange(ctx.places, device=grad_TD.device)
         row_BN = (start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
         real_BN1 = (place_N < length_B[:, None])[:, :, None]

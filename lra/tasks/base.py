@@ -115,7 +115,7 @@ class EvalBatches:
 
 def _multiple(batch: Batch) -> int:
     """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s."""
-    return 1 if batch.padded else 1 << (batch.tokens.numel() // 12).bit_length() - 1
+    return 1 if batch.padded else 1 << max(1, (batch.tokens.numel() // 12).bit_length()) - 1
 
 
 class TaskData(pl.LightningDataModule):

@@ -40,6 +40,22 @@ def quick(monkeypatch, request):
     torch.set_num_threads(threads)
 
 
+def test_a_time_counts_once_launching_fits_in_the_pause(monkeypatch):
+    """Launching takes 3 million cycles here, and 10 ms longer where the GPU has to wait."""
+
+    def clocked(step, given, flush, pause):
+        waited = pause < 3_000_000
+        return step(given), lambda: 15.0 if waited else 5.0, waited
+
+    monkeypatch.setattr(timing, "_clocked", clocked)
+    pauses = {"forward": timing.PAUSE}
+    assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 5.0}
+    assert pauses == {"forward": 2 * timing.PAUSE}
+    pauses = {"forward": timing.LONGEST_PAUSE}
+    monkeypatch.setattr(timing, "_clocked", lambda step, given, flush, pause: (given, lambda: 15.0, True))
+    assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 15.0}  # some always wait
+
+
 @pytest.fixture
 def broken(monkeypatch):
     """Attentions that are wrong, each in one way, registered beside the real ones for one test."""
@@ -158,7 +174,7 @@ def test_records_tables_and_json(tmp_path):
     args = tiny("attns=flash,sdpa,standard,cudnn", f"out={out}", f"plots={folder}")
     result = bench(args, progress=lines.append)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result))
-    assert result["environment"]["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert result["environment"]["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
     assert len(lines) == 8 and len(result["cells"]) == 24
     by_name = {(r["attention"], r["N"], r["pass"]): r for r in result["cells"]}
     record = by_name["flash", 32, "both"]

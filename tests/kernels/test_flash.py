@@ -128,9 +128,10 @@ def test_dropout_changes_with_every_half_of_the_seed_and_is_reproducible(device)
 
 
 def test_gradients_are_deterministic(device):
-    case = Case((60, 31), dropout=0.1, dtype=HALF)
+    case = Case((150, 31), dropout=0.1, dtype=HALF)  # several tiles of keys add to a row of dq
     inputs = make_inputs(case, device)
-    assert all(map(torch.equal, attention(inputs, case), attention(inputs, case)))
+    first, again = (attention(inputs, case, deterministic=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
 
 
 def test_seed_overwritten_before_backward_is_noticed(device):

@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor, library
 
+from lra.kernels.block_sparse import layouts
+from lra.kernels.block_sparse.api import block_sparse_attention
+from lra.kernels.flash.api import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
 from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
@@ -200,6 +203,22 @@ def test_autocast_does_not_reach_inside(device):
     with torch.autocast(device.type, torch.bfloat16):
         actual = results(inputs, case)
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        (softmax_attention, {"impl": "torch"}),
+        (flash_attention, {"impl": "sdpa"}),
+        (block_sparse_attention, {"impl": "gather", "layout": layouts.butterfly(40, 8)}),
+    ],
+    ids=["torch", "sdpa", "gather"],
+)
+def test_nor_into_the_paths_for_any_device(attention, options):
+    q = torch.randn(2, 40, 2, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention(q, q, q, **options)
+    assert inside.dtype == torch.float32 and torch.equal(inside, attention(q, q, q, **options))
 
 
 ROWS = torch.zeros(2, 3, 2, 16)

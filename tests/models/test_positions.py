@@ -133,6 +133,12 @@ def test_gradients_of_places_are_summed_over_the_sequences(padded):
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_gradients_of_no_place_are_zeros():
+    table, nothing = torch.randn(11, 3, requires_grad=True), torch.zeros(1, dtype=torch.int32)
+    _Places.apply(table, torch.zeros(0, dtype=torch.int64), nothing, nothing).sum().backward()
+    assert table.grad is not None and table.grad.shape == table.shape and not table.grad.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(600,), (20, 30)])
 @pytest.mark.parametrize("compiled", [False, True])

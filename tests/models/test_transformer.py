@@ -65,6 +65,15 @@ def test_an_empty_sequence_pools_to_zeros(pooling):
         assert not pooled[1].any() and pooled.isfinite().all()
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("attn", HERE)
+def test_a_batch_may_have_no_token_at_all(attn, layout):
+    model = encoder(attn)
+    pooled = model(sequences((0, 0), model, layout))
+    pooled.sum().backward()
+    assert pooled.shape == (2, 32) and not pooled.any()
+
+
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("axes", [1, 2])
 def test_order_matters(positions, axes):

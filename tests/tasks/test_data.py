@@ -251,10 +251,12 @@ def test_evaluation_over_three_ranks_covers_each_row_once(count, size):
     assert sorted(seen) == list(range(count))
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize(("count", "size"), [(20, 4), (19, 4), (2, 4)])
-def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(count, size):
+def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(count, size, layout):
     """What is compiled for one of them serves all."""
-    batches = list(EvalBatches(numbered(count), size, Rank(0, 1, CPU), WHOLE, few_shapes=True))
+    gather = {**WHOLE, "layout": layout}
+    batches = list(EvalBatches(numbered(count), size, Rank(0, 1, CPU), gather, few_shapes=True))
     assert len({batch.size for batch in batches}) == 1
     counted = [batch.start[batch.label != IGNORED].long() for batch in batches]
     rows = [token for batch, start in zip(batches, counted, strict=True) for token in batch.tokens[start].tolist()]

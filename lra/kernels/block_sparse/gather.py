@@ -12,9 +12,13 @@ from lra.kernels.flash.problem import Problem
 
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """Block-sparse attention of `[T, H, D]` rows, `[T, H, D]`; dropout draws from PyTorch's generator."""
+    """Block-sparse attention of `[T, H, D]` rows, `[T, H, D]`; dropout draws from PyTorch's generator.
+
+    The softmax is in fp32, or in fp64 as q is.
+    """
     layout = problem.pattern
     assert layout is not None
+    precise = torch.promote_types(q.dtype, torch.float32)
     position = torch.arange(problem.max_length)
     blocks_seen = (layout.kinds(*layout.block) != NONE).any(0)  # by any head
     head = torch.arange(q.shape[1]) % len(layout.blocks)
@@ -29,7 +33,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tenso
         rows, columns = rows.to(q.device), columns.to(q.device)
         seen = seen & real[:, columns][:, None, None]
         any_key = seen.any(-1, keepdim=True)
-        scores = q_BHND[:, :, rows] @ k_BHND[:, :, columns].transpose(2, 3) * problem.scale
+        scores = (q_BHND[:, :, rows] @ k_BHND[:, :, columns].transpose(2, 3)).to(precise) * problem.scale
         weights = scores.masked_fill(~seen, float("-inf")).masked_fill(~any_key, 0.0).softmax(-1) * any_key
-        parts.append(dropout(weights, problem.dropout) @ v_BHND[:, :, columns])
+        parts.append(dropout(weights, problem.dropout).to(v.dtype) @ v_BHND[:, :, columns])
     return unpad(torch.cat(parts, 2), slot, len(q))

@@ -112,7 +112,8 @@ def attention(
     problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic, key)
 
     if impl == other:
-        return elsewhere(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
+        with torch.autocast(q.device.type, enabled=False):  # as in the kernels: the result has the dtype of q
+            return elsewhere(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
     _check_triton(q, layout, other)
     out, _ = flash_forward(q_rows, k_rows, v_rows, *problem)
     return out.view(q.shape)

@@ -52,7 +52,8 @@ def takes(problem: Problem, *tensors: Tensor) -> bool:
 
 def contiguous_heads(x: Tensor) -> bool:
     """Whether TMA can read `[T, H, D]` as `[T, H * D]`: a row's heads side by side, rows at multiples of 16 bytes."""
-    return x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    apart = x.stride(0) > 0 and x.stride(0) % 8 == 0  # 0: one row, expanded, as a sum's gradient is
+    return x.stride()[1:] == (x.shape[2], 1) and apart and x.data_ptr() % 16 == 0
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:

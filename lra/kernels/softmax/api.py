@@ -53,7 +53,8 @@ def softmax_attention(
         raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
     if impl == "torch":
-        return torch_attention(q, k, v, length, scale, threshold / 256)
+        with torch.autocast(q.device.type, enabled=False):  # as in the kernel: the result has the dtype of q
+            return torch_attention(q, k, v, length, scale, threshold / 256)
     seed, index = randomness(seed, index, len(length), q.device) if threshold else (None, None)
     return softmax_forward(q, k, v, length, scale, threshold, seed, index)[0]
 

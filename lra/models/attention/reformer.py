@@ -28,9 +28,9 @@ class ReformerAttention(Attention):
     """Reformer: each token sees those that a random rotation hashes near it.
 
     Keys are the queries of length 1. In each round a sequence is sorted by bucket and cut into chunks of `bucket`
-    tokens, and a chunk sees itself and the one before it: all their tokens, as in the published code, not only those
-    of one bucket. The first sees itself alone, as in the paper's equation 5; in the published code it sees the last
-    chunk of the round before, which may be padding. Buckets are about as many as the sequence has chunks, whatever
+    tokens, and a chunk sees itself and the one before it: all their tokens, as in reformer-pytorch, not only those of
+    one bucket. The first sees itself alone, as in the paper's equation 5; in reformer-pytorch it sees the last chunk
+    of the round before, which may be padding. Buckets are about as many as the sequence has chunks, whatever
     the batch. Rotations are drawn once and saved with the model; heads share them.
     """
 
