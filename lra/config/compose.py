@@ -278,8 +278,10 @@ class _Tree:
         literals = [value for option in options for value in typing.get_args(option)]
         if str in options or any(isinstance(value, str) for value in literals):
             return text
-        if "#" in text:
-            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what # begins")
+        if int in options and text.removeprefix("-").isdecimal():
+            return int(text)  # YAML takes 010 for 8
+        if "#" in text or (":" in text and {int, float} & {*options}):  # and 1:30 for 90
+            raise UsageError(f"command line: {field}={text} can't be read as a value: write it without # and :")
         try:
             return typing.cast(Any, OmegaConf.create(f"value: {text}")).value
         except (OmegaConfBaseException, yaml.YAMLError):

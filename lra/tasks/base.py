@@ -23,7 +23,7 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
-from lra.data.split import IGNORED, Examples, Split
+from lra.data.split import IGNORED, Examples, Pairs, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -59,7 +59,7 @@ class TrainBatches:
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
         self.share, self.micro = run.batch.divide(rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(self.step(0)[0])}
+            self.gather = {**gather, "multiple": _multiple(self.step(0)[0], split, gather)}
 
     def __iter__(self) -> Iterator[Iterator[list[Batch]]]:
         step, config = self.current(), self.run.trainer
@@ -96,8 +96,8 @@ class EvalBatches:
     def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any], few_shapes: bool = False):
         self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
         self.rows = np.arange(rank.rank, len(split), rank.world)
-        if few_shapes and len(self.rows):
-            self.gather = {**gather, "multiple": _multiple(next(iter(self)))}
+        if few_shapes:
+            self.gather = {**gather, "multiple": _multiple(next(iter(self)), split, gather)}
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.size)
@@ -113,9 +113,17 @@ class EvalBatches:
             yield batch
 
 
-def _multiple(batch: Batch) -> int:
-    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s."""
-    return 1 if batch.padded else 1 << max(1, (batch.tokens.numel() // 12).bit_length()) - 1
+def _multiple(batch: Batch, split: Examples, gather: Mapping[str, Any]) -> int:
+    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s.
+
+    Where all sequences of the split, not just of this batch, have one length, there is one shape.
+    """
+    documents = split.documents if isinstance(split, Pairs) else split
+    lengths = np.minimum(documents.lengths, gather["max_length"])
+    alike = gather.get("threshold") is None and lengths.min() == lengths.max()
+    if gather.get("layout") == "padded" or alike:
+        return 1
+    return 1 << max(batch.tokens.numel() // 12, 1).bit_length() - 1
 
 
 class TaskData(pl.LightningDataModule):
@@ -195,6 +203,13 @@ class TaskData(pl.LightningDataModule):
                 f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}; "
                 f"run: {self.command()} force=true"
             )
+
+    def check_ranks(self, count: int) -> None:
+        """UsageError if one of `count` ranks would have nothing of a part that is scored."""
+        parts = self.splits(self.open())
+        for name in ("val", *self.test_sets):
+            if (size := len(parts[name])) < count:
+                raise UsageError(f"{name} has {size} examples for {count} devices: set trainer.devices={size} or less")
 
     def open(self) -> Store:
         """The prepared store; UsageError if it is not there or damaged."""
@@ -362,11 +377,10 @@ class TaskModule(pl.LightningModule):
     def _score(self, split: str) -> None:
         """The metrics of all batches at once: of each alone they would take as long as a small model."""
         accuracy, loss = cast(Metric, self.accuracy[split]), cast(Metric, self.mean_loss[split])
-        if batches := self.scored.pop(split, []):  # a rank may have none
-            scores, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-            scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
-            accuracy.update(scores, labels)
-            loss.update(F.cross_entropy(scores, labels, reduction="none"))
+        scores, labels = (torch.cat(parts) for parts in zip(*self.scored.pop(split), strict=True))
+        scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
+        accuracy.update(scores, labels)
+        loss.update(F.cross_entropy(scores, labels, reduction="none"))
         for name, metric in (("accuracy", accuracy), ("loss", loss)):
             self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
 

@@ -12,6 +12,7 @@ from lra.data import text
 from lra.data.split import Examples
 from lra.data.store import Store
 from lra.data.writer import Writer
+from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
 
@@ -54,6 +55,8 @@ class Text(TaskModule):
 
         def __post_init__(self) -> None:
             check_data_seed(self)
+            if self.protocol == "lra" and self.data_seed:
+                raise UsageError("task.data_seed: nothing is held out with task.protocol=lra; leave one of them out")
             at_least(1, "task", self, "max_length")
             at_most(MOST_TOKENS, "task", self, "max_length")
 

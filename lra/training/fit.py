@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.config.compose import Composed, compose, read_recipe, restore
+from lra.config.compose import Composed, compose, differences, flatten, read_recipe, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, disk_full
 from lra.models.attention import ATTENTIONS
@@ -105,8 +105,11 @@ def fit(*args: str) -> dict[str, Any]:
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
-        checkpoints.load(module, *checkpoints.read(checkpoint), checkpoint)
-        done = 0 if directory.best.exists() else checkpoints.steps_done(checkpoint)
+        weights, identity = checkpoints.read(checkpoint)
+        _refuse_other(identity["config"], directory.config, checkpoint)
+        checkpoints.load(module, weights, identity, checkpoint)
+        scoring = directory.best.exists() and checkpoint.parent == directory.path  # may be what is left to do
+        done = 0 if scoring else checkpoints.steps_done(checkpoint)
         if done >= run.trainer.steps:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
     elif run.init:
@@ -114,6 +117,7 @@ def fit(*args: str) -> dict[str, Any]:
         origin.transfer = asdict(moved)
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
+    data.check_ranks(trainer.world_size)
     clock.begin()
 
     def facts() -> dict[str, Any]:
@@ -145,6 +149,17 @@ def fit(*args: str) -> dict[str, Any]:
         checkpoints.save_weights(module, directory.weights)
         scores = result.scores(module, data, trainer)
         return directory.finish("finished", trained | scores | result.spent(clock))
+
+
+def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
+    """UsageError if a checkpoint is of a run that differs in more than its name, its steps and where it ran."""
+    free = ("name", "trainer.steps", "trainer.accelerator", "trainer.devices")
+    old, new = ({field: v for field, v in flatten(config) if field not in free} for config in (there, here))
+    if changed := differences(old, new):
+        raise UsageError(
+            f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
+            f"give its fields, or take its weights alone, init={checkpoint}"
+        )
 
 
 def _before(args: Sequence[str]) -> None:
@@ -196,6 +211,7 @@ def test(*args: str) -> dict[str, Any]:
     weights, identity = checkpoints.read(path)
     saved = transfer.without_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
+    saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
     run = restore(RunConfig, REGISTRIES, saved, args)
     checkpoints.check_vocabulary(TASKS.get(run.task.name), identity, path)  # whose model may not even be possible
     quiet()
@@ -208,6 +224,7 @@ def test(*args: str) -> dict[str, Any]:
     resolve_attention(module, trainer.strategy.root_device)
     resolve_engine(module, trainer.strategy.root_device)
     data.prepare_data()
+    data.check_ranks(trainer.world_size)
     _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
     try:
         trainer.test(module, datamodule=data, verbose=False)

@@ -18,6 +18,8 @@ from lra.tasks.base import TaskModule
 from lra.training import checkpoints
 from lra.training.checkpoints import SCALE, TABLES
 
+# of a generator: expression i of a seed is its i-th that fits the lengths, so with others it is mostly the same one
+SAME_STREAM = {"tokens", "train", "val", "test", "fresh", "min_length", "max_length"}
 EMBEDDING = "encoder.embedding.weight"
 Grid = tuple[int, int]
 
@@ -124,7 +126,7 @@ def _refuse_seen(task: Any, trained: dict[str, Any], path: str | Path) -> None:
     """UsageError if the test set is among what was trained on: generated splits follow one another in one stream."""
     here: dict[str, Any] = {name: getattr(task, name, None) for name in trained}
     other = [name for name in trained if here[name] != trained[name]]
-    if trained.get("source") != "generate" or not other or {*other} - {"tokens", "train", "val", "test", "fresh"}:
+    if trained.get("source") != "generate" or not other or {*other} - SAME_STREAM:
         return
     if here["train"] + here["val"] < trained["train"]:
         raise UsageError(
@@ -181,7 +183,7 @@ def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], 
     if asked is None and 1 in (old[0], new[0]):
         raise UsageError(
             f"learned positions of {_text(old)} for {_text(new)}: positions.resize=bilinear stretches them along the "
-            "sequence, task.max_length= keeps the length, model.positions=rotary has none to learn"
+            "sequence, task.max_length= keeps the length"
         )
     how = asked or "bilinear"
     first = int(run.model.axes == 1 and run.model.pooling == "cls")  # the place of the CLS token

@@ -102,7 +102,12 @@ def test_the_result_is_frozen():
         ((*BASE, "optim.lr=${seed}"), "write the value itself"),
         ((*BASE, "name=${oc.env:HOME}"), "write the value itself"),
         ((*BASE, "name=???"), "write the value itself"),
-        ((*BASE, "seed=1 # one"), "leave out what # begins"),
+        ((*BASE, "trainer.steps=1:30"), "trainer.steps=1:30 can't be read as a value: write it without"),
+        (
+            ("task=text", "attn=flash", "task.protocol=lra", "task.data_seed=1"),
+            "nothing is held out with",
+        ),
+        ((*BASE, "seed=1 # one"), "write it without # and :"),
         ((*BASE, "optim.lr=nan"), "optim.lr=nan must be a finite number"),
         ((*BASE, "batch.micro=0"), "must be at least 1"),
         ((*BASE, "model.d_model=100000"), "model.d_model=100000 is too large: use at most 16384"),
@@ -156,3 +161,7 @@ def test_a_saved_configuration_takes_another_attention_and_fields():
 def test_differences_name_the_fields():
     old, new = (to_dict(make(*BASE, f"model.d_ff={n}").config) for n in (8, 9))
     assert differences(old, new) == ["model.d_ff: 8 -> 9"]
+
+
+def test_a_number_may_begin_with_zeros():
+    assert configure((*BASE, "seed=010", "model.dropout=00.1")).config.seed == 10

@@ -263,6 +263,16 @@ def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(c
     assert sorted(rows) == list(range(count))
 
 
+def test_shapes_are_few_although_the_first_batch_has_no_gap():
+    lengths = np.array([256, *range(100, 250)])
+    offsets = np.concatenate(([0], lengths.cumsum()))
+    split = Split.from_offsets(np.zeros(offsets[-1], np.uint8), offsets)
+    batches = EvalBatches(split, 1, Rank(0, 1, CPU), {"max_length": 256}, few_shapes=True)
+    assert {batch.tokens.numel() % 16 for batch in batches} == {0}
+    nothing = EvalBatches(numbered(2), 1, Rank(0, 1, CPU), {"max_length": 2}, few_shapes=True)
+    assert [batch.tokens.numel() for batch in nothing] == [1, 1]
+
+
 def trainer_of(run: Any, step: int = 0) -> Any:
     """As much of a Trainer as the data module asks for."""
     strategy = SimpleNamespace(root_device=CPU)

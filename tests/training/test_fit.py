@@ -165,6 +165,37 @@ def test_another_configuration_in_a_directory_is_refused(small):
         small("name=mine", "model.d_ff=64")
 
 
+def test_a_checkpoint_of_another_configuration_is_not_gone_on_from(small, finished, tmp_path):
+    last = f"resume={finished}/last.ckpt"
+    for field, differs in (
+        ("seed=3", "seed: 0 -> 3"),
+        ("trainer.log_every=4", "trainer.log_every: 2 -> 4"),  # Lightning counts strides
+        ("task.train=50", "task.train: 100 -> 50"),
+    ):
+        with pytest.raises(UsageError, match=rf"another configuration \({differs}\).* init="):
+            small("trainer.steps=24", last, field)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_finished_checkpoint_of_another_directory_is_no_beginning(small, finished, tmp_path):
+    """Also where a best.ckpt is there already."""
+    own = Path(small("name=own")["directory"])
+    (own / "result.json").unlink()
+    with pytest.raises(UsageError, match="has 12 steps behind it: raise trainer.steps"):
+        small("name=own", f"resume={finished}/last.ckpt")
+
+
+def test_fewer_examples_than_devices_are_refused(small, tmp_path):
+    with pytest.raises(UsageError, match="val has 1 examples for 2 devices: set trainer.devices=1 or less"):
+        small("task.val=1", "trainer.devices=2")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_with_dropout_is_scored_with_an_attention_that_has_none(finished, monkeypatch):
+    monkeypatch.chdir(finished.parents[4])
+    assert 0 <= lra.test(f"init={finished}", "attn=linear")["test"]["accuracy"] <= 1
+
+
 def test_nothing_to_resume_is_an_error_for_true_and_none_for_auto(small, tmp_path):
     with pytest.raises(UsageError, match="resume=true, but"):
         small("resume=true")

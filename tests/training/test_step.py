@@ -12,7 +12,7 @@ from lra.errors import UsageError
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
-from lra.training.step import learning_rate
+from lra.training.step import AdamW, learning_rate
 
 
 def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
@@ -66,3 +66,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
     with pytest.raises(UsageError, match=r"training loss is (nan|inf) at step"):
         small("optim.lr=1e30", "optim.clip=null", "optim.warmup=0", "name=nan")
     assert '"status": "failed"' in (tmp_path / "checkpoints/runs/listops/flash/nan-s0/result.json").read_text()
+
+
+def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says():
+    weight = torch.nn.Parameter(torch.ones(3))
+    before, after = (AdamW([weight], fused=fused) for fused in (False, True))
+    weight.grad = torch.ones(3)
+    before.step()
+    after.load_state_dict(before.state_dict())
+    assert after.param_groups[0]["fused"] and not before.param_groups[0]["fused"]
+    after.step()
+    assert after.state[weight]["step"] == 2

@@ -197,6 +197,8 @@ def test_a_test_set_that_was_trained_on_is_refused(saved):
     refused(
         "as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), "task.train=20", "task.val=5"
     )
+    shorter = ("task.train=20", "task.val=5", "task.max_length=1500")  # of most numbers the same expression
+    refused("as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), *shorter)
 
 
 def test_the_head_is_kept_or_fresh(saved):
