@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks import pages
 from lra.config.compose import read_recipe, recipes
 from lra.experiments import grid, ledger, report
+from lra.experiments.cells import with_stages
 from lra.experiments.grid import Grid
 from lra.training.run import spent
 
@@ -63,10 +64,12 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    tasks = {column.task for column in table.columns.values()}
-    runs = [run for run in own if run["config"]["task"]["name"] in tasks]
-    hours = sum(spent(run)[0] or run["train_seconds"] for run in runs) / 3600
-    took = f"{hours:.1f} hours of {len(runs)} runs, compilation and stages included; runs on one GPU at once count each"
+    chain = with_stages(table.cells(shown, seeds=seeds, recipe=recipe))
+    counted = [entry.result for entry in ledger.match(chain, pages.RESULTS).entries.values()]
+    hours = sum(spent(run)[0] or run["train_seconds"] for run in counted) / 3600
+    took = (
+        f"{hours:.1f} hours of {len(counted)} runs, compilation and stages included; runs on one GPU at once count each"
+    )
     yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
 
 

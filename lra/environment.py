@@ -36,7 +36,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    """The checkout's commit, with `+` if what computes differs from it; None outside a checkout."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -44,7 +44,10 @@ def commit() -> str | None:
         sha = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
         )
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "--", "lra", "benchmarks/*.py"],
+            cwd=root, capture_output=True, text=True, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return None
     return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lra.bench.options import parse
@@ -104,6 +105,8 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
     for cell in chosen:
+        if (asked := cell.composed.config.pretrain) != "none":
+            raise UsageError(f"pretrain={asked} scores hidden tokens, no table's figure: lra fit pretrains, for init=")
         if (path := cell.directory.path) in owners:
             raise UsageError(f"{owners[path]} and {cell} are both {path}: name each once, and leave out name=")
         owners[path] = cell
@@ -115,7 +118,8 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
 def plan(states: States, devices: int) -> Report:
     """What there is and what is left, and how long that takes as measured with other seeds."""
     paces: dict[tuple[str, str], float | None] = {}
-    rows, expected, unknown = [], 0.0, 0
+    rows: list[list[str]] = []
+    times: dict[Path, float] = {}  # of what is left, as far as they are known
     left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
     for cell, state in states.items():
         text = ""
@@ -124,15 +128,16 @@ def plan(states: States, devices: int) -> Report:
                 paces[place] = pace(cell)
             seconds = _seconds(cell, state, paces[place])
             text = "unknown" if seconds is None else duration(seconds)
-            if cell in left:
-                expected, unknown = expected + (seconds or 0.0), unknown + (seconds is None)
+            if cell in left and seconds is not None:
+                times[cell.directory.path] = seconds
         rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
     lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {devices}"]
-    if known := len(left) - unknown:
-        # no more slots are used than there are cells
-        spent = duration(expected / min(devices, len(left)))
-        lines.append(f"time for {known} of them, from steps per second of other seeds: {spent} of training")
-    if unknown:
+    if times:
+        # one run takes one slot, and a chain of stages one after the other
+        chains = [sum(times.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
+        spent = duration(max(*chains, sum(times.values()) / devices))
+        lines.append(f"time for {len(times)} of them, from steps per second of other seeds: {spent} of training")
+    if unknown := len(left) - len(times):
         lines.append(f"time for {unknown} of them: unknown, as no other seed of theirs is done")
     header = ["column", "attention", "seed", "state", "training left", "directory"]
     return Report([("cells", header, rows)], lines, [])
@@ -150,7 +155,8 @@ def pace(cell: Cell) -> float | None:
     found = [
         result["steps_per_second"]
         for result in results
-        if result and result["status"] == "finished" and result.get("steps_per_second")
+        if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
+        and result["steps_per_second"] > 0
         and compared(result["config"]) == compared(cell.directory.config)
     ]  # fmt: skip
     return statistics.median(found) if found else None

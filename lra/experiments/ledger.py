@@ -20,7 +20,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
-from lra.training.run import ENDS, alone, spent
+from lra.training.run import ENDS, FAILED_BEFORE, alone, spent
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -129,8 +129,8 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
     """Every result below `folder`, and a note for each file that is none and should be one."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue  # being written
+        if path.name == FAILED_BEFORE or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue  # of a first try, or being written
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -242,7 +242,8 @@ def _lacking(content: Mapping[str, Any]) -> str:
         there["val.accuracy"] = "val" not in content or _is_number(_mapping(content["val"]).get("accuracy"))
         there["fresh with all scores"] = "fresh" not in content or _scored(_mapping(content["fresh"]))
     for name in ("steps", "steps_per_second", "train_seconds", "peak_gpu_bytes", "world_size"):
-        there[f"a number as {name}"] = content.get(name) is None or _is_number(content[name])
+        there[f"a number as {name}"] = content.get(name) is None or (_is_number(content[name]) and content[name] >= 0)
+    there["a text as engine"] = isinstance(content.get("engine"), str | None)
     for name in ("gpu", "commit"):
         there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
     return ", ".join(what for what, found in there.items() if not found)

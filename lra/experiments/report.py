@@ -123,17 +123,19 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
         [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
         + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
     )  # fmt: skip
+    stated = ["paper"] if any("speedup" in table.paper.get(a, {}) for a in attns) else []
+    compared = [c for c in columns if not table.columns[c].apart]
     for place in hardware(rows):
         here = [row for row in rows if row.hardware == place]
         if values(here, "steps_per_second"):
             yield (
-                f"steps per second on {place} (times {STANDARD}); speedup: geometric mean (columns), the paper's",
-                ["attention", *columns, "speedup", "paper"],
+                f"steps per second on {place} (times {STANDARD}); speedup: geometric mean (columns)"
+                + (", the paper's" if stated else ""),
+                ["attention", *columns, "speedup", *stated],
                 [
                     [
                         a, *(_speed(here, a, c) for c in columns),
-                        _speedup(here, a, [c for c in columns if c in averaged]),
-                        _number(table.paper.get(a, {}).get("speedup")),
+                        _speedup(here, a, compared), *(_number(table.paper.get(a, {}).get("speedup")) for _ in stated),
                     ]
                     for a in attns
                 ],

@@ -13,11 +13,13 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
 from lra import environment
 from lra.bench import step
@@ -139,13 +141,13 @@ def run(
     if device.type == "cpu":
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
+    if _lacking(wanted, result) and not dry_run:
+        with _alone(path):
+            result = _open(path, stated, made)
+            _same_environment(path, result, made)
+            _measure(path, result, _lacking(wanted, result), device, progress)
     records: Records = result["cells"]
-    done = {_key(record) for record in records}
-    lacking = [one for one in wanted if one.key not in done]
-    if lacking and not dry_run:
-        _same_environment(path, result, made)
-        _measure(path, result, lacking, device, progress)
-        lacking = []
+    lacking = _lacking(wanted, result)
     lines = [f"paper: {table.source}", *notes(records)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
@@ -280,6 +282,30 @@ def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> dict[str,
             f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
         )
     return result
+
+
+def _lacking(wanted: Sequence[Measurement], result: dict[str, Any]) -> list[Measurement]:
+    done = {_key(record) for record in result["cells"]}
+    return [one for one in wanted if one.key not in done]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """UsageError if another process measures for a file: each would replace the other's records, and slow it down."""
+    held = path.with_name(f".{path.name}.lock")
+    lock = FileLock(held)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UsageError(f"another process measures for {path}: wait for it") from None
+    except OSError as error:
+        raise UsageError(f"out={path} can't be written ({error.strerror or error}): name another file") from error
+    try:
+        yield
+    finally:
+        held.unlink(missing_ok=True)  # nobody waits for it
+        lock.release()
 
 
 def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) -> None:

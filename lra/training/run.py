@@ -26,6 +26,7 @@ RUNS = Path("checkpoints") / "runs"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
+FAILED_BEFORE = "failed.json"  # in a run's directory: the result of a first try that failed
 # fields that choose or continue a run, not what it computes
 NOT_NAMED = ("seed", "name", "resume")
 
@@ -190,7 +191,7 @@ def alone(result: Mapping[str, Any]) -> bool:
 def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """(seconds of the whole run, most bytes of a GPU). Old results of resumed runs know those of the last session."""
     if "wall_seconds" in result:
-        return result["wall_seconds"], result["peak_gpu_bytes"]
+        return result["wall_seconds"], result.get("peak_gpu_bytes")
     return (None, None) if result.get("resumed") else (result.get("session_seconds"), result.get("peak_gpu_bytes"))
 
 

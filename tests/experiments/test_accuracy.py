@@ -66,6 +66,10 @@ def stubbed(monkeypatch):
         (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
         (["resume=auto"], "resume=auto can't be one for every cell: give nothing, every run is resumed"),
         (["trainer.devices=2"], "trainer.devices=2, but a cell has one device: give devices=, for runs at once"),
+        (
+            ["pretrain=masked", "tasks=listops"],
+            "pretrain=masked scores hidden tokens, no table's figure",
+        ),
         (["tasks=text,text"], "text standard seed 0 and text standard seed 0 are both checkpoints/runs/text/standard/"),
         (["tasks=pathfinder,pathfinder-lit", "name=x"], "are both checkpoints/runs/pathfinder/standard/x-s0: name"),
     ],
@@ -115,6 +119,8 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
         "time for 7 of them: unknown, as no other seed of theirs is done",
     ]
     assert report.records == []
+    shared = accuracy.run("table3", (*args, "per_device=3"), dry_run=True)
+    assert shared.lines[2].endswith(": 2 min of training"), "one run has one slot"
 
 
 def test_the_pace_is_of_the_same_configuration_but_for_how_long_it_goes_on():

@@ -142,11 +142,14 @@ def test_what_is_not_whole_is_named(tmp_path):
     put(tmp_path / "untested.json", {key: value for key, value in good.items() if key != "test"})
     put(tmp_path / "share.json", good | {"test": good["test"] | {"accuracy": 36.0}})
     put(tmp_path / "speed.json", good | {"steps_per_second": "fast"})
+    put(tmp_path / "less.json", good | {"peak_gpu_bytes": -1})
+    put(tmp_path / "engine.json", good | {"engine": [1]})
+    put(tmp_path / "failed.json", good)  # of a first try: no result of the run
     found = ledger.match(CELLS, tmp_path)
     assert not found.entries
-    names = ("cut", "bytes", "bare", "state", "untested", "share", "speed")
+    names = ("cut", "bytes", "bare", "state", "untested", "share", "speed", "less", "engine")
     named = {name: note for note in found.notes for name in names if f"{name}.json" in note}
-    assert len(named) == len(found.notes) == 7
+    assert len(named) == len(found.notes) == 9
     assert "can't be read" in named["cut"] and "can't be read" in named["bytes"]
     assert "lacks test with all scores" in named["untested"] and "steps_per_second" in named["speed"]
 

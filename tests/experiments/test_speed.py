@@ -163,6 +163,20 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
 
 
+def test_two_commands_do_not_measure_for_one_file(fake, monkeypatch):
+    measured, refusals = speed.step.measured, []
+
+    def again(*args):
+        with pytest.raises(UsageError, match=r"another process measures for .*speed\.json: wait for it"):
+            speed.run(SMALL, [arg for arg in TWO if not arg.startswith("speed=")])
+        refusals.append(args)
+        return measured(*args)
+
+    monkeypatch.setattr(speed.step, "measured", again)
+    accuracy.run("table3", TWO)
+    assert len(refusals) == len(fake) == len(read()["cells"]) == 8
+
+
 def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     def oom(*_):
         raise torch.OutOfMemoryError("much\nmore")
