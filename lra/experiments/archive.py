@@ -1,7 +1,7 @@
 """`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
 
 An archive holds `<task>/<attn>/<run>/<file>`, as below `checkpoints/runs`. It is not trusted: everything is unpacked
-aside and checked before the first run is put in place, and a run's directory appears whole.
+aside and checked before the first run is put in place, and a run's directory, or a file that it lacked, appears whole.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.training import checkpoints, curves
-from lra.training.run import RUNS, claimed, read_config, read_result, replacing
+from lra.training.run import CLAIM, ENDS, FIRST_FAILURE, LOG, RUNS, End, claimed, read_config, read_result, replacing
 
 ENDING = ".tar.xz"
-SMALL = ("config.yaml", "env.json", "metrics.csv", "result.json")
+SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
 CHECKPOINTS = {
     "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
     "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
@@ -65,6 +65,9 @@ class Run:
         """`<task>/<attn>/<run>`."""
         return "/".join(self.path.parts[-3:])
 
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
     def config(self) -> dict[str, Any]:
         config = read_config(self.path / "config.yaml")
         if config is None:
@@ -73,10 +76,18 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
-        file = self.path / "result.json"
+        return self._ended("result.json", ENDS)
+
+    def failure(self) -> dict[str, Any] | None:
+        """The first result of a run that failed and was tried again; UsageError if it is another one."""
+        return self._ended(FIRST_FAILURE, ("failed",))
+
+    def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
+        file = self.path / name
         result = read_result(file)
-        if result is None and file.exists():
-            raise UsageError(f"{self.name}/result.json is no whole result: make the run anew, or leave it out")
+        if file.exists() and (result is None or result["status"] not in ends):
+            status = " or ".join(ends)
+            raise UsageError(f"{self.name}/{name} is no whole result, {status}: make the run anew, or leave it out")
         return result
 
     def finished(self) -> dict[str, Any] | None:
@@ -113,9 +124,9 @@ def pack(args: Sequence[str]) -> list[str]:
     folder, out = Path(options.runs), Path(options.out)
     packed, notes = [], []
     for run in _runs(folder):
-        names, why = _chosen(run, options.checkpoints)
-        packed += [(run, name) for name in names if (run.path / name).is_file()]
-        notes += [f"left out: {run.name}, {why}"] if why else []
+        names, note = _chosen(run, options.checkpoints)
+        packed += [(run, name) for name in names if run.has(name)]
+        notes += [note] if note else []
     count = len({run.path for run, _ in packed})
     if not count:
         why = "; ".join(notes) or "name the folder above <task>/<attn>/<run>"
@@ -139,9 +150,10 @@ def pack(args: Sequence[str]) -> list[str]:
 def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     """Adds an archive's runs to those below `runs`; returns what to print.
 
-    A finished run stays, and one that a process works on; another unfinished one gives way to a finished one or to one
-    with more steps. Raises UsageError, and changes nothing, for an archive with anything wrong in it, for another
-    configuration in a run's directory, and for another finished result of the same one.
+    A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
+    way to a finished one, to one with more steps, and, if it has not ended, to one that has with as many. Raises
+    UsageError, and changes nothing, for an archive with anything wrong in it, for another configuration in a run's
+    directory, and for another finished result of the same one.
     """
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     if not file.is_file():
@@ -153,11 +165,14 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
         if refused := [why for _, action, why in decided if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
         for run, action, _ in decided:
-            if action != "kept":
+            if action == "completed":
+                for name in _lacking(Run(folder / run.name), run):
+                    os.replace(run.path / name, folder / run.name / name)
+            elif action != "kept":
                 _place(run, folder / run.name, staging / "old" / run.name)
     lines = [f"{run.name}: {action}{', ' + why if why else ''}" for run, action, why in decided]
-    counts = {action: [entry[1] for entry in decided].count(action) for action in ("added", "replaced", "kept")}
-    return [*lines, ", ".join(f"{count} {action}" for action, count in counts.items())]
+    actions = [action for _, action, _ in decided]
+    return [*lines, ", ".join(f"{actions.count(each)} {each}" for each in ("added", "replaced", "completed", "kept"))]
 
 
 @contextmanager
@@ -185,20 +200,21 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 
 def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
-    """The files of a run to pack, or why it is left out."""
+    """The files of a run to pack, and a note on what is left out of what was asked for."""
     try:
-        result = run.result()
+        result, _ = run.result(), run.failure()
     except UsageError as error:
-        return (), str(error)
+        return (), f"left out: {run.name}, {error}"
     if result and result["status"] == "finished":
-        return (*SMALL, *CHECKPOINTS[checkpoints]), ""
-    if checkpoints != "none" and (run.path / "last.ckpt").is_file():
+        asked = CHECKPOINTS[checkpoints]
+        missing = ", ".join(name for name in asked if not run.has(name))
+        return (*SMALL, *asked), f"{run.name}: has no {missing}" if missing else ""
+    if checkpoints != "none" and run.has("last.ckpt"):
         return (*SMALL, "best.ckpt", "last.ckpt"), ""
     if result:  # out of memory, or failed: a table shows it
         return SMALL, ""
-    return (), "unfinished" + (
-        ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
-    )
+    why = ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
+    return (), f"left out: {run.name}, unfinished{why}"
 
 
 def _unpack(file: Path, folder: Path) -> None:
@@ -269,7 +285,7 @@ class _Limited(io.RawIOBase):
 def _checked(run: Run, file: Path) -> Run:
     """A run as unpacked, if its files are of one run, and of the one that its place says."""
     try:
-        config, result = run.config(), run.result()
+        config, results = run.config(), {"result.json": run.result(), FIRST_FAILURE: run.failure()}
         run.check_curves()
         run.steps()
         task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
@@ -279,34 +295,47 @@ def _checked(run: Run, file: Path) -> Run:
         raise UsageError(f"{file}: {error}") from None
     if run.path.parts[-3:-1] != (task, attn) or not run.path.name.endswith(f"-s{seed}"):
         raise UsageError(f"{file}: {run.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
-    if result and (changed := differences(config, result["config"])):
-        raise UsageError(
-            f"{file}: config.yaml and result.json of {run.name} differ ({'; '.join(changed)}): get it anew"
-        )
-    if not result and not (run.path / "last.ckpt").exists():
+    for name, result in results.items():
+        if result and (changed := differences(config, result["config"])):
+            raise UsageError(f"{file}: config.yaml and {name} of {run.name} differ ({'; '.join(changed)}): get it anew")
+    if not results["result.json"] and not (run.path / "last.ckpt").exists():
         raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
     return run
 
 
 def _decide(new: Run, old: Run) -> tuple[str, str]:
-    """What becomes of a run, `added`, `replaced`, `kept` or `refused`, and why."""
+    """What becomes of a run, `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files."""
     if old.path.is_dir() and claimed(old.path):
         return "kept", "a process works on it here"
     if not (old.path / "config.yaml").exists():
-        if old.path.exists():
-            return "refused", f"{old.path} is no run's directory: move it away"
-        return "added", ""
+        if _vacant(old.path):
+            return "added", ""
+        return "refused", f"{old.path} is no run's directory: move it away"
     if changed := differences(old.config(), new.config()):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:
         return "refused", f"{old.path} has another finished result of the same configuration: remove one of them"
+    if theirs and ours and (lacking := _lacking(old, new)):
+        return "completed", ", ".join(lacking)
     if ours:
         return "kept", "it is finished here"
     if theirs:
         return "replaced", "it was unfinished here"
     here, there = old.steps(), new.steps()
+    if here == there and new.result() and not old.result():
+        return "replaced", "it had not ended here"
     return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
+
+
+def _vacant(path: Path) -> bool:
+    """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
+    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
+
+
+def _lacking(old: Run, new: Run) -> list[str]:
+    """The checkpoints of `new` that `old` has not."""
+    return [name for name in CHECKPOINTS["all"] if new.has(name) and not old.has(name)]
 
 
 def _place(run: Run, target: Path, old: Path) -> None:

@@ -12,7 +12,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import FAILED_BEFORE, End, alone, claimed, read_config, read_result
+from lra.training.run import FIRST_FAILURE, End, alone, claimed, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -128,7 +128,7 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
 
 
 def _before(path: Path) -> Path:
-    return path / FAILED_BEFORE
+    return path / FIRST_FAILURE
 
 
 def _check(cell: Cell, ended: bool) -> None:

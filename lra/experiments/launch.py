@@ -25,7 +25,7 @@ from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
 from lra.training.callbacks import RUNS_PER_DEVICE
-from lra.training.run import CLAIMED, claim
+from lra.training.run import CLAIMED, LOG, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
@@ -156,7 +156,7 @@ class Local:
             arguments = [*self.command, *cell.args, "resume=auto"]
             for slot in room:
                 self.free.remove(slot)
-            with (path / "log.txt").open("ab") as log:
+            with (path / LOG).open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
@@ -216,7 +216,7 @@ class Local:
 
 def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
-    log = cell.directory.path / "log.txt"
+    log = cell.directory.path / LOG
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return f"{how}, {log}: {said[-1]}" if said and not said[-1].startswith("$ ") else f"{how}, {log}"

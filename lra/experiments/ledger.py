@@ -20,7 +20,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
-from lra.training.run import ENDS, FAILED_BEFORE, alone, spent
+from lra.training.run import ENDS, FIRST_FAILURE, alone, spent
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -129,7 +129,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
     """Every result below `folder`, and a note for each file that is none and should be one."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
-        if path.name == FAILED_BEFORE or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue  # of a first try, or being written
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

@@ -23,10 +23,11 @@ from lra.config.compose import Composed, differences
 from lra.errors import UsageError
 
 RUNS = Path("checkpoints") / "runs"
+# what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
+CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
-FAILED_BEFORE = "failed.json"  # in a run's directory: the result of a first try that failed
 # fields that choose or continue a run, not what it computes
 NOT_NAMED = ("seed", "name", "resume")
 
@@ -132,7 +133,7 @@ def claim(path: Path) -> int | None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / "claim", os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
     if _lock(file, fcntl.LOCK_EX, path):
@@ -144,7 +145,7 @@ def claim(path: Path) -> int | None:
 def claimed(path: Path) -> bool:
     """Whether somebody works in a run's directory."""
     try:
-        file = os.open(path / "claim", os.O_RDONLY)
+        file = os.open(path / CLAIM, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -159,7 +160,7 @@ def _lock(file: int, kind: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        raise UsageError(f"{path}/claim can't be locked ({error.strerror}): start on another file system") from None
+        raise UsageError(f"{path}/{CLAIM} can't be locked ({error.strerror}): start on another file system") from None
     return True
 
 

@@ -23,7 +23,7 @@ from lra.errors import UsageError
 from lra.experiments import archive
 from lra.experiments.archive import merge, pack
 from lra.training.curves import COLUMNS
-from lra.training.run import claim
+from lra.training.run import CLAIM, FIRST_FAILURE, LOG, claim
 from tests.experiments.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -86,7 +86,7 @@ def here(tmp_path):
     return tmp_path / "here"
 
 
-SMALL = set(archive.SMALL)
+SMALL = set(archive.SMALL) - {FIRST_FAILURE}
 CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
 
 
@@ -116,14 +116,21 @@ def test_what_is_left_out_is_named_and_nothing_lies_aside(runs, tmp_path):
     }
 
 
+def test_a_finished_run_without_the_checkpoint_asked_for_is_named(runs, tmp_path):
+    (runs / DONE / "model.safetensors").unlink()
+    args = [f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"]
+    assert pack([*args, "checkpoints=weights"])[:-1] == [f"{DONE}: has no model.safetensors"]
+    assert pack([*args, "checkpoints=last"])[:-1] == []
+
+
 def test_merging_brings_the_same_files_and_again_nothing(runs, here):
     file = packed(runs, "checkpoints=all")
-    assert merge(file, [f"runs={here}"])[-1] == "3 added, 0 replaced, 0 kept"
+    assert merge(file, [f"runs={here}"])[-1] == "3 added, 0 replaced, 0 completed, 0 kept"
     there = listed(runs)
     del there[f"{GOING}/model.safetensors"], there[f"{FAILED}/model.safetensors"]
     before = listed(here)
     assert before == there
-    assert merge(file, [f"runs={here}"])[-1] == "0 added, 0 replaced, 3 kept"
+    assert merge(file, [f"runs={here}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
     assert listed(here) == before and {path.name for path in here.iterdir()} == {"listops"}
 
 
@@ -133,6 +140,22 @@ def test_a_finished_run_stays(runs, here):
     before = listed(here / GOING)
     assert "it is finished here" in merge(packed(runs, "checkpoints=all"), [f"runs={here}"])[2]
     assert listed(here / GOING) == before
+
+
+def test_a_finished_run_gets_the_checkpoints_that_it_lacks(runs, here):
+    merge(packed(runs), [f"runs={here}"])
+    (here / DONE / "last.ckpt").write_bytes(b"its own")
+    file = packed(runs, "checkpoints=all")
+    lines = merge(file, [f"runs={here}"])
+    assert f"{DONE}: completed, best.ckpt, model.safetensors" in lines
+    assert lines[-1] == "1 added, 1 replaced, 1 completed, 0 kept"  # the others go on from their last.ckpt
+    assert listed(here / DONE) == listed(runs / DONE) | {"last.ckpt": b"its own"}
+    assert merge(file, [f"runs={here}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
+
+
+def test_no_checkpoint_of_an_unfinished_run_completes_a_finished_one(runs, here):
+    (make(here, GOING) / "last.ckpt").unlink()
+    assert f"{GOING}: kept, it is finished here" in merge(packed(runs, "checkpoints=last"), [f"runs={here}"])
 
 
 def test_another_finished_result_is_refused_by_name_and_nothing_is_added(runs, here):
@@ -167,14 +190,48 @@ def test_a_run_that_a_process_works_on_stays(runs, here):
     assert {name: content for name, content in listed(here).items() if FAILED not in name} == before
     for file_held in held:
         os.close(file_held or 0)
-    (here / DONE / "claim").unlink()
-    (here / DONE).rmdir()
-    assert merge(file, [f"runs={here}"])[-1] == "1 added, 1 replaced, 1 kept"
+    assert merge(file, [f"runs={here}"])[-1] == "1 added, 1 replaced, 0 completed, 1 kept"
 
 
 def test_what_cannot_be_continued_replaces_nothing(runs, here):
     make(here, FAILED, None, 250)
     assert f"{FAILED}: kept, 250 steps here, 0 there" in merge(packed(runs), [f"runs={here}"])
+
+
+@pytest.mark.parametrize("marks", [(), (CLAIM, LOG)])
+def test_what_a_cell_refused_early_leaves_gives_way(runs, here, marks):
+    (here / DONE).mkdir(parents=True)
+    for name in marks:
+        (here / DONE / name).touch()
+    assert f"{DONE}: added" in merge(packed(runs), [f"runs={here}"])
+    assert set(listed(here / DONE)) == SMALL
+
+
+def test_a_place_with_something_else_is_refused(runs, here):
+    (here / DONE).mkdir(parents=True)
+    (here / DONE / "notes.txt").touch()
+    with pytest.raises(UsageError, match=f"{DONE} is no run's directory: move it away"):
+        merge(packed(runs), [f"runs={here}"])
+
+
+def test_a_run_that_failed_twice_stays_so(runs, here):
+    folder = make(runs, FAILED, "failed")
+    shutil.copy(folder / "result.json", folder / FIRST_FAILURE)
+    merge(packed(runs), [f"runs={here}"])
+    assert set(listed(here / FAILED)) == SMALL | {FIRST_FAILURE}
+
+
+@pytest.mark.parametrize("steps", [0, 500])
+@pytest.mark.parametrize("status", ["oom", "failed"])
+def test_a_run_that_ended_replaces_one_that_has_not_and_is_no_further(runs, here, status, steps):
+    make(runs, FAILED, status, steps)
+    make(here, FAILED, None, steps)
+    if not steps:
+        (here / FAILED / "last.ckpt").unlink()
+    file = packed(runs, "checkpoints=last" if steps else "checkpoints=none")
+    assert f"{FAILED}: replaced, it had not ended here" in merge(file, [f"runs={here}"])
+    assert json.loads((here / FAILED / "result.json").read_text())["status"] == status
+    assert f"{FAILED}: kept, {steps} steps here, {steps} there" in merge(file, [f"runs={here}"])
 
 
 def test_another_configuration_is_refused_with_its_fields(runs, here):
@@ -215,7 +272,7 @@ def crafted(path: Path, members: Mapping[str, bytes | tarfile.TarInfo]) -> Path:
 
 
 def whole(runs: Path, name: str = DONE) -> dict[str, bytes | tarfile.TarInfo]:
-    return {f"{name}/{file}": (runs / name / file).read_bytes() for file in archive.SMALL}
+    return {f"{name}/{file}": (runs / name / file).read_bytes() for file in sorted(SMALL)}
 
 
 def special(name: str, kind: bytes, target: str = "/etc/passwd") -> tarfile.TarInfo:
@@ -284,6 +341,9 @@ def test_a_damaged_archive_is_refused(runs, here):
         ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
+        ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result, failed"),
+        ({FIRST_FAILURE: b'{"status": "failed", "config": {}}'}, "config.yaml and failed.json of"),
+        ({FIRST_FAILURE: b'{"status": "finished", "config": {}, "test": {"accuracy": 1}}'}, "no whole result, failed"),
         ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
         ({"last.ckpt": b""}, "last.ckpt can't be read"),
     ],
@@ -318,6 +378,6 @@ def test_the_commands(runs, here, tmp_path):
     done = CliRunner().invoke(app, ["results", "pack", f"runs={runs}", f"out={out}"])
     assert done.exit_code == 0 and "2 runs, 8 files" in done.output, done.output
     done = CliRunner().invoke(app, ["results", "merge", out, f"runs={here}"])
-    assert done.exit_code == 0 and "2 added, 0 replaced, 0 kept" in done.output, done.output
+    assert done.exit_code == 0 and "2 added, 0 replaced, 0 completed, 0 kept" in done.output, done.output
     shutil.rmtree(here)
     assert isinstance(CliRunner().invoke(app, ["results", "merge", str(here)]).exception, UsageError)

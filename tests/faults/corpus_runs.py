@@ -333,6 +333,7 @@ ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
     "a bomb": (_xz_bomb, ("more bytes", "get it anew")),
     "no configuration": (_packed({f"{RUN}/config.yaml": None}), (f"no {RUN}/config.yaml", "get it anew")),
     "no result": (_packed({f"{RUN}/result.json": None}), ("neither a result.json nor a last.ckpt",)),
+    "a failure that is none": (_packed({f"{RUN}/failed.json": b'{"status": "oom"}'}), ("is no whole result",)),
     "half a result": (_packed({f"{RUN}/result.json": b'{"status": "fin'}), ("is no whole result",)),
     "a configuration of aliases": (_packed({f"{RUN}/config.yaml": _BOMB}), ("no configuration", "get it anew")),
     "a configuration with a tag": (
