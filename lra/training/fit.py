@@ -38,6 +38,10 @@ from lra.training.seeding import derive
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
+# fields that a checkpoint leaves free: how far a run goes, and what computes it in which portions
+MAY_CHANGE = (
+    "name", "engine", "batch.micro", "batch.eval", "trainer.steps", "trainer.accelerator", "trainer.devices"
+)  # fmt: skip
 # fields that change no score of trained weights, beside those of optim
 OF_TRAINING = (
     "name", "resume", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size", "batch.micro",
@@ -152,9 +156,8 @@ def fit(*args: str) -> dict[str, Any]:
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
-    """UsageError if a checkpoint is of a run that differs in more than its name, its steps and where it ran."""
-    free = ("name", "trainer.steps", "trainer.accelerator", "trainer.devices")
-    old, new = ({field: v for field, v in flatten(config) if field not in free} for config in (there, here))
+    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
+    old, new = ({field: v for field, v in flatten(config) if field not in MAY_CHANGE} for config in (there, here))
     if changed := differences(old, new):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "

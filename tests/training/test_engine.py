@@ -189,6 +189,14 @@ def test_a_captured_run_resumes_on_a_gpu(small, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["captured", "eager"])
+def test_a_run_begun_on_a_cpu_goes_on_on_a_gpu(small, engine):
+    begun = small("name=begun")
+    gpu = ("trainer.accelerator=gpu", f"engine={engine}", f"resume={begun['directory']}/last.ckpt")
+    assert small("name=longer", "trainer.steps=24", *gpu)["steps"] == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["captured", "eager"])
 def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
     class Strict(Clock):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
