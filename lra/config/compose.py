@@ -280,8 +280,10 @@ class _Tree:
             return text
         if int in options and text.removeprefix("-").isdecimal():
             return int(text)  # YAML takes 010 for 8
-        if "#" in text or (":" in text and {int, float} & {*options}):  # and 1:30 for 90
-            raise UsageError(f"command line: {field}={text} can't be read as a value: write it without # and :")
+        if ":" in text and {int, float} & {*options}:
+            raise UsageError(f"command line: {field}={text} can't be read as a value: write one number")  # not 1:30
+        if "#" in text:
+            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what # begins")
         try:
             return typing.cast(Any, OmegaConf.create(f"value: {text}")).value
         except (OmegaConfBaseException, yaml.YAMLError):

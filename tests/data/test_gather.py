@@ -137,7 +137,7 @@ def test_of_a_subset_positions_go_with_their_tokens():
 
 def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():
     batch = make().gather([1, 2], "cpu", max_length=20, threshold=256)
-    assert batch.length.tolist() == [0, 0] and batch.tokens.numel() == 0 and batch.max_length == 0
+    assert batch.length.tolist() == [0, 0] and batch.tokens.numel() == 0 and batch.max_length == 1
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
