@@ -49,8 +49,9 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     if not some:
         return
     seeds = 1 + max(run["seed"] for run in own)
-    matched = ledger.match(table.cells(some, seeds=seeds, recipe=recipe), pages.RESULTS).entries
-    if not (found := {cell.column for cell in matched}):
+    cells = table.cells(some, seeds=seeds, recipe=recipe)
+    matched = ledger.match(with_stages(cells), pages.RESULTS).entries
+    if not (found := {cell.column for cell in matched} & {*some}):
         return
     # a column of the paper's is shown empty where its task was run by another protocol alone
     stated = {name for figures in table.paper.values() for name in figures}
@@ -64,11 +65,9 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    chain = with_stages(table.cells(shown, seeds=seeds, recipe=recipe))
-    counted = [entry.result for entry in ledger.match(chain, pages.RESULTS).entries.values()]
-    hours = sum(spent(run)[0] or run["train_seconds"] for run in counted) / 3600
+    hours = sum(spent(entry.result)[0] or entry.result["train_seconds"] for entry in matched.values()) / 3600
     took = (
-        f"{hours:.1f} hours of {len(counted)} runs, compilation and stages included; runs on one GPU at once count each"
+        f"{hours:.1f} hours of {len(matched)} runs, compilation and stages included; runs on one GPU at once count each"
     )
     yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
 

@@ -25,7 +25,7 @@ from lra.experiments.launch import Local, States, slots
 from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.callbacks import duration
-from lra.training.run import RUNS, read_result
+from lra.training.run import FIRST_FAILURE, LOG, RUNS, read_result
 
 # of `lra fit`, but set by the grid or by the command
 SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
@@ -168,9 +168,9 @@ def report(table: Grid, states: States) -> Report:
     for cell, state in states.items():
         path = cell.directory.path
         if state.status == "failed":
-            lines.append(f"{cell}: {state}; tracebacks in {path}: remove failed.json there to try again")
+            lines.append(f"{cell}: {state}; tracebacks in {path}: remove {FIRST_FAILURE} there to try again")
         elif state.status != "done":
-            lines.append(f"{cell}: {state}" + (f"; see {path}/log.txt" if state.status == "interrupted" else ""))
+            lines.append(f"{cell}: {state}" + (f"; see {path / LOG}" if state.status == "interrupted" else ""))
     records = [
         {
             "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,

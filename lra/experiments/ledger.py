@@ -20,13 +20,12 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
-from lra.training.run import ENDS, FIRST_FAILURE, alone, spent
+from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, alone, spent
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
     "name", "resume",  # where a run writes, and how it was called
-    "engine", "trainer.accelerator", "trainer.devices",  # what computes: the same steps of the same global batches
-    "batch.micro", "batch.eval",  # in which portions: a step's gradient and a test set's scores are those of the whole
+    *COMPUTING,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
 NAMED = 5  # results of no cell, at most

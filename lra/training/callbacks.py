@@ -40,6 +40,7 @@ class Clock(pl.Callback):
         self.seconds, self.steps = 0.0, 0
         self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
         self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
+        self._on_gpu = False
         self._trained = False
         self.sharing = _planned()
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
@@ -47,9 +48,10 @@ class Clock(pl.Callback):
         self._entered = 0.0  # training, or validation
         self._started: tuple[float, int] | None = None  # when, and after which step
 
-    def begin(self) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Now, as all is there that a run needs; what this process had on the GPU before is not the run's."""
         self._began = time.perf_counter()
+        self._on_gpu = trainer.strategy.root_device.type == "cuda"
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
 
@@ -58,7 +60,7 @@ class Clock(pl.Callback):
 
     def peak(self) -> int | None:
         """The most memory of a GPU, in bytes; None without one."""
-        used = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        used = torch.cuda.max_memory_allocated() if self._on_gpu else 0
         return max(self._peak, used) or None
 
     def start(self, trainer: pl.Trainer) -> None:

@@ -33,15 +33,12 @@ from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
 from lra.training.curves import Curves
 from lra.training.preemption import Preemption
-from lra.training.run import RunDirectory
+from lra.training.run import COMPUTING, RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-# fields that a checkpoint leaves free: how far a run goes, and what computes it in which portions
-MAY_CHANGE = (
-    "name", "engine", "batch.micro", "batch.eval", "trainer.steps", "trainer.accelerator", "trainer.devices"
-)  # fmt: skip
+MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
 # fields that change no score of trained weights, beside those of optim
 OF_TRAINING = (
     "name", "resume", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size", "batch.micro",
@@ -122,7 +119,7 @@ def fit(*args: str) -> dict[str, Any]:
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     data.check_ranks(trainer.world_size)
-    clock.begin()
+    clock.begin(trainer)
 
     def facts() -> dict[str, Any]:
         known = {"resumed": checkpoint is not None, "transfer": origin.transfer}

@@ -28,6 +28,8 @@ CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
+# fields of what computes, in which portions: the same steps of the same global batches, and the same scores
+COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that choose or continue a run, not what it computes
 NOT_NAMED = ("seed", "name", "resume")
 

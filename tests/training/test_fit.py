@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lra.training.step import Step
 from tests.training.conftest import arguments
 
 FILES = {"config.yaml", "env.json", "metrics.csv", "best.ckpt", "last.ckpt", "model.safetensors", "result.json"}
+ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
 
 
 def test_a_run_leaves_its_files_and_a_whole_result(finished):
@@ -305,12 +307,12 @@ def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
     now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
     first = Clock()
-    first.begin()
+    first.begin(ON_CPU)
     saved = first.state_dict() | {"peak": 7}
     assert saved["wall"] == 15
     later = Clock()
     later.load_state_dict(saved)
-    later.begin()
+    later.begin(ON_CPU)
     assert (later.wall(), later.peak()) == (15, 7)
     later.on_fit_end()
     later.load_state_dict(saved | {"wall": 99.0, "peak": 99})  # testing loads the best checkpoint
@@ -334,8 +336,7 @@ def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
     assert (first.sharing, later.sharing) == (3, 1)
     later.load_state_dict(first.state_dict())
     assert later.sharing == 3
-    on_cpu = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
-    later.on_exception(on_cpu, None, RuntimeError())  # type: ignore[arg-type]
+    later.on_exception(ON_CPU, ON_CPU, RuntimeError())
     assert later.sharing == 3
-    later.on_exception(on_cpu, None, torch.cuda.OutOfMemoryError())  # type: ignore[arg-type]
+    later.on_exception(ON_CPU, ON_CPU, torch.cuda.OutOfMemoryError())
     assert later.sharing == 1  # alone it was out of memory
