@@ -50,7 +50,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         return
     seeds = 1 + max(run["seed"] for run in own)
     cells = table.cells(some, seeds=seeds, recipe=recipe)
-    matched = ledger.match(with_stages(cells), pages.RESULTS).entries
+    matched = ledger.match(with_stages(cells, begun=lambda cell: False), pages.RESULTS).entries
     if not (found := {cell.column for cell in matched} & {*some}):
         return
     # a column of the paper's is shown empty where its task was run by another protocol alone

@@ -174,7 +174,7 @@ def test_what_is_not_one_finished_run_is_not_released(run, tmp_path):
     with pytest.raises(UsageError, match="starts from .*level=intermediate.*: release that run first, or copy"):
         release.release(directory, "new", releases, tmp_path / "none")
     (directory / "model.safetensors").unlink()
-    refused("no checkpoint at")
+    refused("has a result and no weights")
 
 
 def test_two_results_of_one_stage_are_not_chosen_between(run, tmp_path):

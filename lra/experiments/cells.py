@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -83,8 +83,14 @@ def clear(cell: Cell) -> None:
         file.unlink(missing_ok=True)
 
 
-def with_stages(cells: Iterable[Cell]) -> list[Cell]:
-    """The cells, each after the stages that it still needs: none before a run that is final already.
+def begun(cell: Cell) -> bool:
+    """Whether a cell needs no run to start from: it is final, or goes on from a checkpoint of its own."""
+    state = look(cell)
+    return state.final or state.resumes
+
+
+def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) -> list[Cell]:
+    """The cells, each after the stages that it still needs: none before a run that has `begun`.
 
     What is a cell itself, or several cells' stage, is there once.
     """
@@ -94,7 +100,7 @@ def with_stages(cells: Iterable[Cell]) -> list[Cell]:
     for cell in cells:
         chain = [cell]
         for stage in reversed(cell.stages):
-            if look(chain[0]).final:
+            if begun(chain[0]):
                 break
             chain.insert(0, stage)
         for each in chain:

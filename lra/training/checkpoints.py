@@ -82,6 +82,11 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
     if not os.path.isfile(path):
+        if os.path.isfile(given / "result.json"):  # merged from an archive
+            raise UsageError(
+                f"{given} has a result and no weights: merge an archive packed with checkpoints=weights, "
+                "or remove the directory, and it is trained again"
+            )
         raise UsageError(f"no checkpoint at {given}: give a finished run's directory, a .ckpt or a .safetensors file")
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)

@@ -219,6 +219,10 @@ def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):
         small(f"init={finished}", "model.d_ff=64")
     with pytest.raises(UsageError, match="no checkpoint at"):
         small("init=nowhere")
+    (merged := tmp_path / "merged").mkdir()
+    (merged / "result.json").write_text("{}")
+    with pytest.raises(UsageError, match="merged has a result and no weights: .* checkpoints=weights, or remove"):
+        small(f"init={merged}")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((finished / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(UsageError, match="can't be read as a checkpoint"):

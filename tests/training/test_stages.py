@@ -14,7 +14,7 @@ from lra.experiments.cells import with_stages
 from lra.experiments.grid import read
 from lra.experiments.launch import Local
 from lra.tasks import TASKS
-from tests.experiments.runs import made
+from tests.experiments.runs import made, stub
 
 TINY = (
     "recipe=curriculum", "attn=flash", "trainer.accelerator=cpu", "trainer.precision=fp32", "trainer.steps=4",
@@ -157,6 +157,23 @@ def test_what_comes_before_a_finished_stage_is_not_run_again(tmp_path, monkeypat
     made(last, "finished")
     assert with_stages(asked) == [last]
     assert with_stages([*asked, first]) == [last, first], "unless it is asked for"
+
+
+def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
+    first, second, last = with_stages(asked)
+    made(last, "finished")
+    (last.directory.path / "result.json").unlink()
+    assert with_stages(asked) == [first, second, last], "it starts over"
+    last.directory.last.touch()
+    assert with_stages(asked) == [last]
+    assert with_stages(asked, begun=lambda cell: False) == [first, second, last]
+    made(second, "failed")
+    (second.directory.path / "failed.json").touch()  # for the second time: nothing can start from it any more
+    todo = [second, last]
+    states = Local(todo, [None], command=stub(todo, "finish")).work()
+    assert [states[cell].status for cell in todo] == ["failed", "done"]
 
 
 def test_a_stage_that_fails_leaves_the_rest_undone(tmp_path, monkeypatch):
