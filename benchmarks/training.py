@@ -39,7 +39,9 @@ EXACT = (
 NOISE = "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation, and each seed's."
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
-    "growth per hour by a line, over the second half. Disk grows by the curves, a row for each logged loss."
+    "growth per hour by a line, over the second half, after the most of the first. Memory on a CPU goes up and down by "
+    "tens of MB with what the C allocator keeps of freed blocks, of a new size for each batch; compare both halves' "
+    "most. Disk grows by the curves, a row for each logged loss. `shared`: tests ran beside it."
 )
 SCALING = "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`."
 
@@ -159,14 +161,16 @@ def _long(files: Sequence[Path]) -> Iterator[str]:
         rows = [
             [
                 _link(path), f"{r['minutes']:g}", f"{r['steps']:,}", name.replace("_", " "),
-                *(f"{found[key] / unit:,.{digits}f}" for key in ("least", "most", "per_hour")),
+                *(f"{value / unit:,.{digits}f}" for value in (early, *map(found.get, ("least", "most", "per_hour")))),
                 _made_with(r["environment"]),
             ]
             for path, r in results
             for name, found in r["growth"].items()
             for unit, digits in [(1e6, 2) if name in ("memory", "gpu_memory", "disk") else (1, 0)]
+            for early in [max(sample[name] for sample in r["samples"][: len(r["samples"]) // 2])]
         ]  # fmt: skip
-        yield table(["run", "minutes", "steps", "what (bytes in MB)", "least", "most", "per hour", "made with"], rows)
+        what = ("what (bytes in MB)", "most, first half", "least", "most", "per hour")
+        yield table(["run", "minutes", "steps", *what, "made with"], rows)
 
 
 def _link(path: Path) -> str:

@@ -8,6 +8,7 @@ attention and the task < command line.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -207,7 +208,7 @@ def _nested(field: str, value: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], value)
 
 
-@functools.cache  # it takes half of the time of composing; a merge copies the node
+@functools.cache  # it takes half of the time of composing
 def _defaults(schema: type, *nodes: tuple[str, type]) -> tuple[Any, Any]:
     """A `schema` of defaults, with these dataclasses as nodes, and OmegaConf's form of it."""
     example = schema(**{name: node() for name, node in nodes})
@@ -218,18 +219,20 @@ class _Tree:
     """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
 
     def __init__(self, schema: type, nodes: dict[str, type]):
-        self.example, self.node = _defaults(schema, *nodes.items())
+        self.example, node = _defaults(schema, *nodes.items())
+        self.node = copy.deepcopy(node)  # once; what is merged into it is made for that
         self.nodes = nodes
         self.origin = dict.fromkeys(
             (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"
         )
 
     def merge(self, *layers: tuple[str, Mapping[str, Any]]) -> None:
-        """Sets the fields of layers: together, as each merge copies the tree; one by one if one of them is wrong."""
+        """Sets the fields of layers: together, as each merge takes its time; one by one if one of them is wrong."""
         flat = [(label, dict(flatten(values))) for label, values in layers]
         with suppress(OmegaConfBaseException):
             if all(fields.keys() <= self.origin.keys() for _, fields in flat):
-                self.node = OmegaConf.merge(self.node, *(typing.cast(dict[str, Any], values) for _, values in layers))
+                values = (typing.cast(dict[str, Any], fields) for _, fields in layers)
+                self.node = OmegaConf.unsafe_merge(self.node, *values)
                 for label, fields in flat:
                     self.origin |= dict.fromkeys(fields, label)
                 return
@@ -241,7 +244,7 @@ class _Tree:
         if field not in self.origin:
             raise UsageError(f"{label}: {self._unknown(field)}")
         try:
-            self.node = OmegaConf.merge(self.node, _nested(field, value))
+            self.node = OmegaConf.unsafe_merge(self.node, _nested(field, value))
         except OmegaConfBaseException as error:
             raise UsageError(f"{label}: {field}={value}: {str(error).splitlines()[0]}") from None
         self.origin[field] = label

@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from lra.training.step import Step
 from tests.experiments.runs import until
 from tests.faults import corpus, corpus_commands, corpus_runs, corpus_sources
+from tests.sampling import sampled
 from tests.test_cli import DATA, ROOT, RUN, SHORT, Done, lra, process
 
 PLACE = f"checkpoints/runs/{corpus_runs.RUN}"
@@ -67,12 +68,6 @@ def made(tmp_path_factory):
         patch.setenv("LRA_DATA", str(folder / "data"))
         assert lra("fit", *RUN, "name=done").code == 0
     return folder
-
-
-def sampled(cases: Iterable[Any], every: int = 3) -> list[Any]:
-    """One in `every` cases, and the others for make test-all."""
-    marks = [() if number % every == 0 else pytest.mark.slow for number, _ in enumerate(cases)]
-    return [pytest.param(case, marks=mark, id=ascii(case)) for case, mark in zip(cases, marks, strict=True)]
 
 
 @pytest.mark.parametrize("argument", sampled(corpus_commands.FIELDS, 6))

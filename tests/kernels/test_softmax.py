@@ -19,6 +19,7 @@ from lra.kernels.flash.api import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
 from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
+from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -72,7 +73,7 @@ def test_plain_path_within_budget(case):
     assert_within_budget(case, "cpu", "torch")
 
 
-@pytest.mark.parametrize("columns", [32, 64])
+@pytest.mark.parametrize("columns", sampled([64, 32]))
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
     from lra.kernels.softmax import kernels
@@ -172,7 +173,7 @@ def test_operators_keep_their_contracts(dropout, strides, device):
     library.opcheck(torch.ops.lra.softmax_backward.default, (*rows[:3], p, rows[3], *problem))
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", sampled(["triton", "torch"]))
 def test_compiled_equals_eager(impl, device):
     torch.compiler.reset()
     compiled: Any = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -69,10 +69,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...], bool]] = {
     "text": (imdb, ("batch.size=16", "trainer.steps=200"), True),
     "retrieval": (aan, ("batch.size=16", "trainer.steps=200"), True),
     "image": (cifar10, ("batch.size=4", "trainer.steps=200"), True),
-    "pathfinder": (generated(*FEW, "tokens=all"), ("batch.size=4", "trainer.steps=200"), False),
-    "path64": (generated(*FEW), ("batch.size=2", "trainer.steps=200"), False),
-    "pathx": (generated(*FEW), ("batch.size=1", "trainer.steps=200"), False),
-    "path256": (generated(*FEW), ("batch.size=1", "trainer.steps=200"), False),
+    "pathfinder": (generated(*FEW, "tokens=all"), ("batch.size=4", "trainer.steps=40"), False),
+    "path64": (generated(*FEW), ("batch.size=2", "trainer.steps=40"), False),
+    "pathx": (generated(*FEW), ("batch.size=1", "trainer.steps=40"), False),
+    "path256": (generated(*FEW), ("batch.size=1", "trainer.steps=40"), False),
 }
 
 

@@ -22,6 +22,7 @@ from lra.training import callbacks, checkpoints, curves
 from lra.training.callbacks import RUNS_PER_DEVICE, Clock
 from lra.training.run import claim, spent
 from lra.training.step import Step
+from tests.sampling import sampled
 from tests.training.conftest import arguments
 
 FILES = {"config.yaml", "env.json", "metrics.csv", "best.ckpt", "last.ckpt", "model.safetensors", "result.json"}
@@ -277,7 +278,7 @@ def test_the_run_does_not_depend_on_the_layout(small):
 
 
 @pytest.mark.parametrize(
-    "launcher", [["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"], ["-m", "lra"]]
+    "launcher", sampled([["-m", "lra"], ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"]])
 )
 def test_two_processes_share_a_batch(launcher, tmp_path, small):
     """Under torchrun and under Lightning's own launcher: the same sequences and dropout, so the same result."""

@@ -101,7 +101,7 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
         pytest.param("step", 1, USR1, 0, (), marks=pytest.mark.slow),  # the first stride compiles
         ("step", 6, TERM, 6, ()),
         pytest.param("step", 4, TERM, 4, (), marks=pytest.mark.slow),  # validation is next
-        ("validation", 1, USR1, 4, ()),
+        pytest.param("validation", 1, USR1, 4, (), marks=pytest.mark.slow),
         pytest.param("checkpoint", 1, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("checkpoint", 2, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("step", 12, TERM, 12, (), marks=pytest.mark.slow),
