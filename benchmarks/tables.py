@@ -44,12 +44,13 @@ def page(table: Grid) -> str | None:
 
 def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     own = [run for run in runs if run["recipe"] == recipe]
-    ran = {run["config"]["task"]["name"] for run in own}
-    some = [name for name, column in table.columns.items() if column.task in ran]
+    ran = {(run["config"]["task"]["name"], run["config"]["attn"]["name"], run["seed"]) for run in own}
+    some = [name for name, column in table.columns.items() if column.task in {task for task, _, _ in ran}]
     if not some:
         return
     seeds = 1 + max(run["seed"] for run in own)
     cells = table.cells(some, seeds=seeds, recipe=recipe)
+    cells = [cell for cell in cells if (table.columns[cell.column].task, cell.attn, cell.seed) in ran]
     matched = ledger.match(with_stages(cells, begun=lambda cell: False), pages.RESULTS).entries
     if not (found := {cell.column for cell in matched} & {*some}):
         return

@@ -107,7 +107,7 @@ class Grid:
         """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
 
         By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
-        for every cell. Raises UsageError for an unknown name.
+        for every cell, also in place of what a column sets beside its task. Raises UsageError for an unknown name.
         """
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or [name for name, column in self.columns.items() if not column.apart]
@@ -115,9 +115,14 @@ class Grid:
             for name in given:
                 if name not in known:
                     raise UsageError(unknown(kind, name, known))
+        replaced = {text.partition("=")[0] for text in fields if not text.startswith("task")}
+        own = {
+            column: [text for text in self.columns[column].fields if text.partition("=")[0] not in replaced]
+            for column in columns
+        }
         return [
             Cell(column, attn, seed, (
-                *self.columns[column].fields, f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *fields
+                *own[column], f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *fields
             ))
             for seed in range(self.seeds if seeds is None else seeds)
             for column in columns

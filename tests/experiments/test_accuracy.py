@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,16 @@ def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
         f"listops standard seed 1: failed twice: it broke; tracebacks in {path}: remove failed.json there to try again",
     ]
     assert [record["status"] for record in report.records] == ["ok", "ok", "ok", "WRONG"]
+
+
+def test_the_command_line_replaces_what_a_column_sets_beside_its_task():
+    def cell(*fields: str) -> Any:
+        return grid.read("table3").cells(["scisumm"], ["flash"], 1, "curriculum", fields)[0].composed.config
+
+    assert (cell().trainer.steps, cell().trainer.eval_every) == (3000, 300)
+    assert (cell("trainer.steps=600").trainer.steps, cell("trainer.steps=600").trainer.eval_every) == (600, 300)
+    with pytest.raises(UsageError, match="task.dataset= is given twice"):
+        cell("task.dataset=lra")
 
 
 def test_an_average_is_there_when_all_columns_are():
