@@ -193,7 +193,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("on_nan", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.slow  # two processes that import PyTorch
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_ranks_agree_on_a_fault_of_one(tmp_path, monkeypatch, on_nan):
     monkeypatch.chdir(tmp_path)
     seed = Step(configure(arguments()).config).seeds(6, 0)[1]
