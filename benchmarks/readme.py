@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- e
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
 Row = Sequence[str]
+Measured = tuple[Path, dict[str, Any]]
 
 
 def tasks(_: Path) -> str:
@@ -134,7 +136,10 @@ def _covered(result: dict[str, Any]) -> str:
 
 def speed(results: Path) -> str:
     """TFLOP/s, forward / backward, of what `lra bench attention` timed without a preset of the paper."""
-    measured = [pair for pair in _dense(results) if pair[1]["options"]["table"] is None]
+    return _by_gpu([pair for pair in _dense(results) if pair[1]["options"]["table"] is None], _speed)
+
+
+def _speed(measured: Sequence[Measured]) -> str:
     names = list(dict.fromkeys(cell["attention"] for _, result in measured for cell in result["cells"]))
     rows: dict[Any, dict[Any, str]] = {}
     for file, result in measured:
@@ -145,14 +150,13 @@ def speed(results: Path) -> str:
             value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
     header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
-    made = table(
+    return table(
         header,
         (
             (f"[{d}](benchmarks/results/{name})", dropout, length, batch, *(_both(row, attn) for attn in names))
             for (name, d, dropout, length, batch), row in rows.items()
         ),
     )
-    return "\n".join([made, *(f"\n{_made_with(result)}" for _, result in measured[:1])])
 
 
 def _both(row: dict[Any, str], attention: str) -> str:
@@ -164,15 +168,27 @@ def _ended(cell: dict[str, Any]) -> str:
     return "" if cell["status"] == "unsupported" else cell["status"]
 
 
-def _dense(results: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _by_gpu(measured: Sequence[Measured], make: Callable[[Sequence[Measured]], str]) -> str:
+    """A table for each GPU, that of most measurements first, and below it what they were made with."""
+    parts = []
+    for gpu, _ in Counter(result["environment"]["gpu"] for _, result in measured).most_common():
+        ours = [pair for pair in measured if pair[1]["environment"]["gpu"] == gpu]
+        parts += [make(ours), _made_with(ours[0][1])]
+    return "\n\n".join(parts)
+
+
+def _dense(results: Path) -> list[Measured]:
     measured = _measured(results, "-attention")
     return [(file, result) for file, result in measured if not file.stem.endswith("-butterfly-attention")]
 
 
 def sparse(results: Path) -> str:
     """Milliseconds, forward / backward, of butterfly, dense attention and FlexAttention with the same blocks."""
+    return _by_gpu(_measured(results, "-butterfly-attention"), _sparse)
+
+
+def _sparse(measured: Sequence[Measured]) -> str:
     rows: dict[Any, dict[Any, str]] = {}
-    measured = _measured(results, "-butterfly-attention")
     for file, result in measured:
         for cell in result["cells"]:
             name, *options = cell["attention"].split(":")
@@ -193,14 +209,13 @@ def sparse(results: Path) -> str:
         "`butterfly` / (density × `flash`)",
     )  # fmt: skip
     values = ("butterfly", "flash", "flex", "ratio")
-    made = table(
+    return table(
         header,
         (
             (f"[{d}](benchmarks/results/{file})", *facts, *(_both(row, column) for column in values))
             for (file, d, *facts), row in rows.items()
         ),
     )
-    return "\n".join([made, *(f"\n{_made_with(result)}" for _, result in measured[:1])]) if rows else ""
 
 
 def _ms(cells: Sequence[dict[str, Any]]) -> str:
@@ -317,7 +332,7 @@ def make(text: str, results: Path = pages.RESULTS) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{MADE[match[2]](results)}\n{match[3]}", text)
 
 
-def _measured(results: Path, ending: str) -> list[tuple[Path, dict[str, Any]]]:
+def _measured(results: Path, ending: str) -> list[Measured]:
     """The files whose name ends so, before `.json`, and what they hold."""
     files = sorted(results.glob(f"[!.]*{ending}.json"))
     return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]

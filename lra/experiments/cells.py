@@ -84,9 +84,9 @@ def clear(cell: Cell) -> None:
 
 
 def begun(cell: Cell) -> bool:
-    """Whether a cell needs no run to start from: it is final, or goes on from a checkpoint of its own."""
+    """Whether a cell needs no run to start from: it is final, another process has it, or it has its own checkpoint."""
     state = look(cell)
-    return state.final or state.resumes
+    return state.final or state.resumes or state.status == "running elsewhere"
 
 
 def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) -> list[Cell]:

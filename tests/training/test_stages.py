@@ -1,6 +1,7 @@
 """Recipes that start a run from another one: what that one is given, and that it is trained first, once."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from lra.experiments.cells import with_stages
 from lra.experiments.grid import read
 from lra.experiments.launch import Local
 from lra.tasks import TASKS
+from lra.training.run import claim
 from tests.experiments.runs import made, stub
 
 TINY = (
@@ -166,6 +168,9 @@ def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     made(last, "finished")
     (last.directory.path / "result.json").unlink()
     assert with_stages(asked) == [first, second, last], "it starts over"
+    held = claim(last.directory.path)
+    assert with_stages(asked) == [last], "another process has started it"
+    os.close(held)
     last.directory.last.touch()
     assert with_stages(asked) == [last]
     assert with_stages(asked, begun=lambda cell: False) == [first, second, last]
