@@ -115,6 +115,7 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
     assert bare["tokens"] == 2 * 8 * 31 and bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
 
 
+@pytest.mark.slow
 def test_pixels_with_positions_of_their_own(without_graphs):
     fields = [field for field in tiny("loops=captured,bare", "profile=false") if not BY_TASK.match(field)]
     few = ("task.train=24", "task.val=6", "task.test=12", "task.tokens=lit", "batch.size=2")

@@ -84,6 +84,7 @@ def test_it_is_trained(lra, folder):
     assert result["status"] == "finished" and result["config"]["attn"] == {"name": "mine", "factor": 0.5}
 
 
+@pytest.mark.slow
 def test_it_is_measured(lra):
     done = lra("bench", "attention", "attns=mine:factor=2", "lengths=64", "head_dims=16", "tokens=128", "heads=2")
     assert done.returncode == 0, done.stdout + done.stderr

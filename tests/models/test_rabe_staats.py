@@ -173,7 +173,7 @@ def test_weights_of_many_keys_are_summed_in_fp32():
     torch.testing.assert_close(out, x)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
 def test_it_compiles(dropout):
     attention, batch, inputs = (
         build(dropout=dropout).train(), make_batch(LENGTHS, True, CPU), qkv(len(LENGTHS) * N, torch.float32)
