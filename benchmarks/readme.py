@@ -67,7 +67,7 @@ def table6(_: Path) -> str:
 def _accuracies(name: str) -> str:
     """The first table of docs/<name>.md on the recipe that goes furthest, and how long its runs took."""
     section = (pages.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("## Recipe `curriculum`")[2]
-    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ hours [^\n]*)")
+    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ GPU-hours [^\n]*)")
     rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
     if not rows:
         raise ValueError(f"docs/{name}.md has no table of recipe `curriculum`: python -m benchmarks.tables")

@@ -66,11 +66,20 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    hours = sum(spent(entry.result)[0] or entry.result["train_seconds"] for entry in matched.values()) / 3600
-    took = (
-        f"{hours:.1f} hours of {len(matched)} runs, compilation and stages included; runs on one GPU at once count each"
+    took = {cell: _gpu_hours(entry.result) for cell, entry in matched.items()}
+    total, first = sum(took.values()), sum(hours for cell, hours in took.items() if cell.seed == 0)
+    part = f", {first:.1f} of them of seed 0" if first < total else ""
+    time = (
+        f"{total:.1f} GPU-hours of {len(took)} runs{part}, compilation and stages included; "
+        "runs that shared a GPU count their part"
     )
-    yield "\n".join(f"- {note}" for note in (took, *made.notes) if not note.startswith(OTHERS))
+    yield "\n".join(f"- {note}" for note in (time, *made.notes) if not note.startswith(OTHERS))
+
+
+def _gpu_hours(result: dict[str, Any]) -> float:
+    """Old results don't say how many runs shared the GPU, and count whole."""
+    seconds = spent(result)[0] or result["train_seconds"]
+    return seconds / 3600 * (result.get("world_size") or 1) / result.get("runs_per_device", 1)
 
 
 def _resized(tasks: Collection[str]) -> Iterator[str]:

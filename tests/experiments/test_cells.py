@@ -45,7 +45,7 @@ def test_a_damaged_result_is_none(cell, text):
 
 def test_without_a_result_it_is_interrupted(cell):
     path = made(cell)
-    assert look(cell) == State("interrupted")
+    assert look(cell) == State("interrupted") and str(State("open")) == "open"
     (path / "last.ckpt").touch()
     assert str(look(cell)) == "interrupted, goes on from last.ckpt"
 
@@ -88,7 +88,7 @@ def test_a_claim_is_held_once_and_until_it_is_closed(cell):
     assert held is not None and claim(path) is None
     assert look(cell) == State("running elsewhere") and settled(cell) == State("interrupted")
     os.close(held)
-    assert look(cell) == State("interrupted")
+    assert look(cell) == State("interrupted") and str(State("open")) == "open"
     made(cell, "finished")
     held = claim(path)
     assert look(cell).status == "done"  # its process is just ending
@@ -108,6 +108,8 @@ def test_a_claim_is_that_of_the_process_that_works(cell):
 
 
 def test_steps_and_accuracy_are_those_of_the_curves(cell):
+    assert reached(cell) == (0, 0, None)
+    (made(cell) / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n")
     assert reached(cell) == (0, 0, None)
     rows = ["step,train/loss,lr,val/loss,val/accuracy", "1,2.0,0.1,,", "2,,,1.0,0.3", "4,,,1.0,0.2", "5,2.0,0.1,,", "x"]
     (made(cell) / "metrics.csv").write_text("\n".join(rows))

@@ -121,6 +121,12 @@ def test_a_missing_field_has_its_default(tmp_path):
     assert not ledger.match(CELLS, tmp_path).entries
 
 
+def test_a_recipes_start_is_of_the_same_seed(tmp_path):
+    cells = TABLE.cells(["listops"], ["flash"], 2, "curriculum")
+    put(tmp_path / "a.json", result(cells[1]))
+    assert list(ledger.match(cells, tmp_path).entries) == [cells[1]]
+
+
 def test_the_newer_of_two_counts_and_both_are_named(tmp_path):
     old = put(tmp_path / "z.json", dated(result(cell("flash", 0)), 1))
     new = put(tmp_path / "a.json", dated(result(cell("flash", 0)), 2))
@@ -140,7 +146,7 @@ def test_what_is_not_whole_is_named(tmp_path):
     put(tmp_path / "bare.json", {"status": "finished"})
     put(tmp_path / "state.json", good | {"status": "running"})
     put(tmp_path / "untested.json", {key: value for key, value in good.items() if key != "test"})
-    put(tmp_path / "share.json", good | {"test": good["test"] | {"accuracy": 36.0}})
+    put(tmp_path / "share.json", good | {"test": good["test"] | {"accuracy": 1.36}})
     put(tmp_path / "speed.json", good | {"steps_per_second": "fast"})
     put(tmp_path / "less.json", good | {"peak_gpu_bytes": -1})
     put(tmp_path / "engine.json", good | {"engine": [1]})
