@@ -162,3 +162,10 @@ def test_gather_on_the_gpu_is_gather_on_the_cpu(layout, dtype):
     for name in ("tokens", "start", "length", "label", "index"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
         assert getattr(there, name).dtype == getattr(here, name).dtype and getattr(there, name).data_ptr() % 16 == 0
+
+
+def test_a_threshold_is_the_least_id_that_stays():
+    tokens = np.array([7, 8, 9, 0, 8, 200, 3], np.uint8)
+    short = Split.from_offsets(tokens, np.array([0, 6, 7]), np.array([1, 0])).cut(5, threshold=8, head=1)
+    assert [short[row].tolist() for row in range(2)] == [[8, 9, 8], []]
+    assert short.positions is not None and short.positions.tolist() == [2, 3, 5]

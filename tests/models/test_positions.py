@@ -8,7 +8,15 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.errors import UsageError
-from lra.models.positions import LearnedPositions, RotaryPositions, SinusoidalPositions, _Places, coordinates, resize
+from lra.models.positions import (
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    _Places,
+    angles,
+    coordinates,
+    resize,
+)
 
 How = Literal["gridwise", "bilinear", "bicubic"]
 INTERPOLATED: tuple[How, ...] = ("bilinear", "bicubic")
@@ -97,6 +105,20 @@ def test_axes_have_factors_of_their_own():
     rotary.scale.copy_(torch.tensor([0.5, 1.0]))
     cosines, plain = rotary(torch.tensor([[4, 4]]))[0], RotaryPositions(16, 2)
     assert torch.equal(cosines, plain(torch.tensor([[2, 4]]))[0])
+
+
+def test_frequencies_are_those_of_the_papers():
+    found = angles(torch.tensor([[3, 50]]), 16)  # of 8 pairs 4 for each axis
+    expected = [place * 10000 ** (-pair / 4) for place in (3, 50) for pair in range(4)]
+    torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_a_prefixed_token_shares_the_first_pixels_place():
+    one = torch.ones(1, dtype=torch.int32)
+    batch = Batch(torch.zeros(6), 0 * one, 6 * one, 6, one, one)
+    rows_and_columns = [[0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [2, 0]]
+    assert coordinates(batch, 2, 2, prefixed=True).tolist() == rows_and_columns
+    assert coordinates(batch, 1, None, prefixed=True).tolist() == [[n] for n in range(6)]
 
 
 def test_weights_without_a_factor_are_of_factor_one():

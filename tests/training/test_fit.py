@@ -215,6 +215,18 @@ def test_init_starts_from_another_run(small, finished):
     assert all(torch.allclose(weights[key], after[key], atol=1e-6) for key in weights)
 
 
+def test_every_tensor_that_does_not_fit_is_named(finished):
+    weights, identity = checkpoints.read(finished)
+    bias, scale = weights.pop("head.2.bias"), weights["encoder.norm.weight"]
+    weights |= {"tail.bias": bias, "encoder.norm.weight": scale[1:]}
+    there, here = len(scale) - 1, len(scale)
+    message = (
+        rf"w does not fit this model: head.2.bias missing, norm.weight \[{there}\] here \[{here}\], tail.bias unknown"
+    )
+    with pytest.raises(UsageError, match=message):
+        checkpoints.load(lra.load(finished), weights, identity, "w")
+
+
 def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):
     with pytest.raises(UsageError, match=r"does not fit this model: model.d_ff 128 here 64; use the model fields"):
         small(f"init={finished}", "model.d_ff=64")
