@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield "\n".join(f"- {note}" for note in (time, *made.notes) if not note.startswith(OTHERS))
 
 
-def _gpu_hours(result: dict[str, Any]) -> float:
+def _gpu_hours(result: Mapping[str, Any]) -> float:
     """Old results don't say how many runs shared the GPU, and count whole."""
     seconds = spent(result)[0] or result["train_seconds"]
     return seconds / 3600 * (result.get("world_size") or 1) / result.get("runs_per_device", 1)

@@ -148,7 +148,9 @@ def test_every_recipe_composes_for_every_task_it_covers(recipe):
 
 def test_every_task_has_a_default_recipe():
     for task in TASKS.catalogue():
-        make(f"task={task}", "attn=flash")
+        composed = make(f"task={task}", "attn=flash")
+        assert composed.origin["recipe"] == f"task/{task}.yaml"
+        assert make(f"task={task}", "attn=flash", f"recipe={composed.config.recipe}").origin["recipe"] == module.GIVEN
 
 
 def test_a_saved_configuration_comes_back():

@@ -138,6 +138,12 @@ def test_every_kernel_has_a_default():
 def test_hopper_kernels_need_their_gpu_a_dtype_and_a_good_ptxas(gpu):
     half, single = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     assert tuning.use_hopper(half) and not tuning.use_hopper(single)
+    for minor in (3, 2):  # 13.3 is the first good one
+        gpu.ptxas = GOOD._replace(version=(13, minor))
+        tuning.forget()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if minor == 3 else "ignore")
+            assert tuning.use_hopper(half) == (minor == 3)
     gpu.ptxas = OLD
     tuning.forget()
     with pytest.warns(UserWarning, match=r"ptxas 12\.8 .*nvidia-cuda-nvcc>=13\.4.*TRITON_PTXAS_PATH=/") as caught:

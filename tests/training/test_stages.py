@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     (last.directory.path / "result.json").unlink()
     assert with_stages(asked) == [first, second, last], "it starts over"
     held = claim(last.directory.path)
-    assert with_stages(asked) == [last], "another process has started it"
+    assert held is not None and with_stages(asked) == [last], "another process has started it"
     os.close(held)
     last.directory.last.touch()
     assert with_stages(asked) == [last]
