@@ -28,6 +28,11 @@ class State:
     resumes: bool = False  # there is a last.ckpt to go on from
 
     @property
+    def begun(self) -> bool:
+        """Whether no run to start from is needed: it is final, has its own checkpoint, or another process has it."""
+        return self.final or self.resumes or self.status == "running elsewhere"
+
+    @property
     def crowded(self) -> bool:
         """Whether the run was out of memory beside others, and is to have a GPU to itself."""
         return self.status == "OOM" and not self.final
@@ -84,9 +89,8 @@ def clear(cell: Cell) -> None:
 
 
 def begun(cell: Cell) -> bool:
-    """Whether a cell needs no run to start from: it is final, another process has it, or it has its own checkpoint."""
-    state = look(cell)
-    return state.final or state.resumes or state.status == "running elsewhere"
+    """Whether a cell needs no run to start from."""
+    return look(cell).begun
 
 
 def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) -> list[Cell]:

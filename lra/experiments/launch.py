@@ -111,7 +111,7 @@ class Local:
 
     def _before(self, cell: Cell) -> Cell | None:
         """The cell from which the recipe starts this one, if it has not begun and that is among those to be done."""
-        start = cell.composed.config.init if cell.composed.start and not self.states[cell].resumes else None
+        start = cell.composed.config.init if cell.composed.start and not self.states[cell].begun else None
         return self.starts.get(Path(start)) if start else None
 
     def _reachable(self, cell: Cell) -> bool:

@@ -17,6 +17,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
+from tests.sampling import sampled
 
 CPU = torch.device("cpu")
 N, LENGTHS = 20, (20, 0, 13, 1, 8)
@@ -173,7 +174,7 @@ def test_weights_of_many_keys_are_summed_in_fp32():
     torch.testing.assert_close(out, x)
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.25])
+@pytest.mark.parametrize("dropout", sampled([0.25, 0.0]))
 def test_it_compiles(dropout):
     attention, batch, inputs = (
         build(dropout=dropout).train(), make_batch(LENGTHS, True, CPU), qkv(len(LENGTHS) * N, torch.float32)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,22 @@ def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     todo = [second, last]
     states = Local(todo, [None], command=stub(todo, "finish")).work()
     assert [states[cell].status for cell in todo] == ["failed", "done"]
+
+
+def test_a_run_of_another_process_is_waited_for_whatever_became_of_its_stage(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, second, last = with_stages(read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
+    made(second, "failed")
+    (second.directory.path / "failed.json").touch()
+    held = claim(last.directory.path)
+    assert held is not None
+
+    def end() -> None:
+        made(last, "finished")
+        os.close(held)
+
+    threading.Timer(0.3, end).start()
+    assert Local([second, last], [None]).work()[last].status == "done"
 
 
 def test_a_stage_that_fails_leaves_the_rest_undone(tmp_path, monkeypatch):
