@@ -48,9 +48,12 @@ class Block(nn.Module):
         qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
         # views: the attention reads them by their strides; of two projections the first is for queries and keys
         q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
-        if rotary is not None:
-            q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
-        o_THD = self._attend(q_THD, k_THD, v_THD, batch)
+        if rotary is not None and self.attention.facts.rotates:
+            o_THD = self.attention(q_THD, k_THD, v_THD, batch, rotary)
+        else:
+            if rotary is not None:
+                q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
+            o_THD = self._attend(q_THD, k_THD, v_THD, batch)
         x_TD = x_TD + drop(self.out(o_THD.flatten(1)), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
         return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)

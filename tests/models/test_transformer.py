@@ -118,6 +118,18 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert not torch.isclose(score(3, 8), score(3, 9))
 
 
+@pytest.mark.parametrize("attn", ["flash", "linear"])
+def test_a_rotary_model_sees_distances_alone(attn):
+    model = encoder(attn, positions="rotary", pooling="mean")
+    batch = sequences((9, 4), model)
+    place = torch.cat([torch.arange(9), torch.arange(4)])
+    here, there, stretched = (
+        model(dataclasses.replace(batch, positions=place_T)) for place_T in (place, place + 100, 2 * place)
+    )
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(stretched, here, atol=1e-3)
+
+
 def test_dropout_acts_in_training_alone():
     model = encoder(dropout=0.5, attn_dropout=0.0)
     batch = sequences((9, 4), model)

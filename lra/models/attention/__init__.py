@@ -15,11 +15,16 @@ class Capabilities:
     dropout: bool = True  # on attention probabilities
     causal: bool = False
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
+    rotates: bool = False  # takes the angles of rotary positions and turns its features, not the queries and keys
     shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone
     head_dims: tuple[int, int] = (1, 1024)  # smallest and largest
     head_dim_multiple: int = 1
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     needs_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rotates and not self.ragged:
+            raise ValueError("rotates=True needs ragged=True: angles are those of the packed tokens")
 
 
 ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, entry_points="lra.attentions")

@@ -8,6 +8,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
+from lra.models.positions import rotate
 
 EPS = 1e-6  # the normaliser is at least this, so that a query whose features are all 0 gives zeros
 
@@ -17,21 +18,34 @@ EPS = 1e-6  # the normaliser is at least this, so that a query whose features ar
     exact=False,
     cost="N",
     dropout=False,  # no probabilities
+    rotates=True,
     paper="Katharopoulos et al. 2020, arXiv 2006.16236",
 )
 class LinearAttention(Attention):
     """Linear attention with the feature map elu(x) + 1."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        past_BN = ~batch.mask()
-        q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """With rotary positions, `(cos, sin)` of each token, features are turned where they weigh v, and not in the
+        normaliser (Su et al. 2021, arXiv 2104.09864, equation 19): of turned queries and keys the features' products
+        would not depend on the distance alone.
+        """
+        past_B1N1 = ~batch.mask()[:, None, :, None]
+
+        def padded(x_THD: Tensor) -> Tensor:
+            return batch.pad(x_THD).transpose(1, 2)
+
         # the products with v are in its dtype, also under autocast; features and normaliser are in fp32
         with torch.autocast(q.device.type, enabled=False):
-            q_BHND, k_BHND = elu_plus_1(q_BHND), elu_plus_1(k_BHND).masked_fill(past_BN[:, None, :, None], 0)
-            total_BHN1 = q_BHND @ k_BHND.sum(2)[..., None]
-            weighted_BHND = q_BHND.to(v.dtype) @ (k_BHND.to(v.dtype).transpose(2, 3) @ v_BHND)
-            o_BNHD = (weighted_BHND / total_BHN1.clamp(min=EPS)).to(v.dtype).transpose(1, 2)
-        return batch.unpad(o_BNHD.masked_fill(past_BN[:, :, None, None], 0))
+            q_THD, k_THD = elu_plus_1(q), elu_plus_1(k)
+            total_BHN1 = padded(q_THD) @ padded(k_THD).masked_fill(past_B1N1, 0).sum(2)[..., None]
+            if rotary is not None:
+                q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
+            keys_BHND = padded(k_THD).masked_fill(past_B1N1, 0).to(v.dtype)
+            weighted_BHND = padded(q_THD).to(v.dtype) @ (keys_BHND.transpose(2, 3) @ padded(v))
+            o_BHND = (weighted_BHND / total_BHN1.clamp(min=EPS)).to(v.dtype).masked_fill(past_B1N1, 0)
+        return batch.unpad(o_BHND.transpose(1, 2))
 
 
 def elu_plus_1(x: Tensor) -> Tensor:
