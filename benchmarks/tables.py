@@ -62,6 +62,8 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
         "tasks": ",".join(shown),
     }  # fmt: skip
+    if (speed := pages.RESULTS / f"{table.name}-{recipe}-speed.json").exists():
+        fields["speed"] = str(speed.relative_to(pages.ROOT))
     made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:

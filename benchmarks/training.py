@@ -138,7 +138,7 @@ def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
 
 def _scaling(files: Sequence[Path]) -> Iterator[str]:
     results = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
-    alone = {r["task"]: r["steps_per_second"] for _, r in results if r["world_size"] == 1}
+    alone = {_work(r): r["steps_per_second"] for _, r in results if r["world_size"] == 1}
     if results:
         yield SCALING
         yield table(
@@ -146,12 +146,17 @@ def _scaling(files: Sequence[Path]) -> Iterator[str]:
             [
                 [
                     _link(path), str(r["world_size"]), str(r["config"]["batch"]["size"]), f"{r['steps_per_second']:g}",
-                    f"{r['steps_per_second'] / alone[r['task']]:.2f}" if r["task"] in alone else "",
+                    f"{r['steps_per_second'] / alone[_work(r)]:.2f}" if _work(r) in alone else "",
                     _made_with(r["environment"]),
                 ]
                 for path, r in results
             ],
         )  # fmt: skip
+
+
+def _work(result: dict[str, Any]) -> tuple[str, int]:
+    """What a step computes, on however many devices."""
+    return result["task"], result["config"]["batch"]["size"]
 
 
 def _long(files: Sequence[Path]) -> Iterator[str]:

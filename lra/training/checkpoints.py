@@ -198,6 +198,14 @@ def steps_done(path: str | Path) -> int:
     return torch.load(path, map_location="cpu", weights_only=True)["global_step"]
 
 
+def lost_best(path: Path) -> Path | None:
+    """The checkpoint that was the best so far when the run wrote `path`, where that is no longer beside it."""
+    states = torch.load(path, map_location="cpu", weights_only=True)["callbacks"].values()
+    scored = (state for state in states if state.get("best_model_score") is not None)
+    found = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
+    return next((best for best in found if not best.exists()), None)
+
+
 def save_weights(module: TaskModule, path: Path) -> None:
     """The model alone, as safetensors that carry their identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}

@@ -159,6 +159,11 @@ def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
             small()
     with pytest.raises(UsageError, match="resume=auto"):
         small()
+    (best,) = Path("checkpoints/runs").rglob("best.ckpt")
+    kept = best.rename("kept.ckpt")
+    with pytest.raises(UsageError, match=r"best.ckpt is missing, .*: put it back, or remove last.ckpt to start over"):
+        small("resume=true")
+    kept.rename(best)
     assert small("resume=true")["steps"] == 12
 
 
