@@ -14,7 +14,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +135,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Fields in which two plain configurations differ, as `field: old -> new`."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+    """Fields in which two plain configurations differ, as `field: old -> new`; of those `ignored` none."""
     a, b = dict(flatten(old)), dict(flatten(new))
-    return [f"{key}: {a.get(key)} -> {b.get(key)}" for key in sorted(a | b) if a.get(key) != b.get(key)]
+    fields = sorted((a | b).keys() - set(ignored))
+    return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
 
 
 def recipes() -> list[str]:

@@ -23,7 +23,19 @@ from lra.bench.options import parse
 from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.training import checkpoints, curves
-from lra.training.run import CLAIM, ENDS, FIRST_FAILURE, LOG, RUNS, End, claimed, read_config, read_result, replacing
+from lra.training.run import (
+    CLAIM,
+    COMPUTING,
+    ENDS,
+    FIRST_FAILURE,
+    LOG,
+    RUNS,
+    End,
+    claimed,
+    read_config,
+    read_result,
+    replacing,
+)
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
@@ -296,7 +308,7 @@ def _checked(run: Run, file: Path) -> Run:
     if run.path.parts[-3:-1] != (task, attn) or not run.path.name.endswith(f"-s{seed}"):
         raise UsageError(f"{file}: {run.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
     for name, result in results.items():
-        if result and (changed := differences(config, result["config"])):
+        if result and (changed := differences(config, result["config"], COMPUTING)):
             raise UsageError(f"{file}: config.yaml and {name} of {run.name} differ ({'; '.join(changed)}): get it anew")
     if not results["result.json"] and not (run.path / "last.ckpt").exists():
         raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
@@ -311,7 +323,7 @@ def _decide(new: Run, old: Run) -> tuple[str, str]:
         if _vacant(old.path):
             return "added", ""
         return "refused", f"{old.path} is no run's directory: move it away"
-    if changed := differences(old.config(), new.config()):
+    if changed := differences(old.config(), new.config(), COMPUTING):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:

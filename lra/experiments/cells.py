@@ -12,7 +12,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import FIRST_FAILURE, End, alone, claimed, read_config, read_result
+from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -71,8 +71,8 @@ def settled(cell: Cell) -> State:
     if not directory.path.exists():
         return State("open")
     result = read_result(directory.path / "result.json")
-    _check(cell, result is not None)
-    if result is None:
+    same = _check(cell, result is not None)
+    if result is None or not (same or result["status"] == "finished"):
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
     final = {"done": True, "OOM": alone(result), "failed": _before(directory.path).exists()}[status]
@@ -141,17 +141,19 @@ def _before(path: Path) -> Path:
     return path / FIRST_FAILURE
 
 
-def _check(cell: Cell, ended: bool) -> None:
+def _check(cell: Cell, ended: bool) -> bool:
+    """Whether the run computed on the same and in the same portions: on others it may not fail, nor want for memory."""
     path = cell.directory.path
     file = path / "config.yaml"
     if not file.exists():
         if ended:
             raise UsageError(f"{path} holds a result without a config.yaml: remove the directory")
-        return
+        return True
     found = read_config(file)
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
-    if changed := differences(found, cell.directory.config):
+    if changed := differences(found, cell.directory.config, COMPUTING):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
+    return not differences(found, cell.directory.config)

@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.config.compose import Composed, compose, differences, flatten, read_recipe, restore
+from lra.config.compose import Composed, compose, differences, read_recipe, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, disk_full
 from lra.models.attention import ATTENTIONS
@@ -159,8 +159,7 @@ def fit(*args: str) -> dict[str, Any]:
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
     """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
-    old, new = ({field: v for field, v in flatten(config) if field not in MAY_CHANGE} for config in (there, here))
-    if changed := differences(old, new):
+    if changed := differences(there, here, MAY_CHANGE):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
@@ -184,7 +183,7 @@ def _recorded(
     try:
         yield
     except torch.cuda.OutOfMemoryError:
-        known, advice = facts(), _smaller(run, trainer)
+        known, advice = facts(), _smaller(run, trainer, " and resume=auto")
         if others := known["runs_per_device"] - 1:
             advice += f"; {others} more on this GPU have their share of it"
         if trainer.is_global_zero:
@@ -321,7 +320,7 @@ def resolve_engine(module: TaskModule, device: torch.device) -> str:
     return "captured"
 
 
-def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
+def _smaller(run: RunConfig, trainer: pl.Trainer, also: str = "") -> str:
     training = trainer.lightning_module.training  # else it was evaluation that ran out
     field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
     if count == 1:
@@ -329,7 +328,7 @@ def _smaller(run: RunConfig, trainer: pl.Trainer) -> str:
             "out of GPU memory with one sequence at a time: "
             "use attn=flash, a shorter task.max_length or a smaller model"
         )
-    advice = f"out of GPU memory at batch.{field}={count}: set batch.{field}={count // 2}"
+    advice = f"out of GPU memory at batch.{field}={count}: set batch.{field}={count // 2}{also}"
     return f"{advice}, gradients are then accumulated to batch.size={run.batch.size}" if training else advice
 
 

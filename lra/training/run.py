@@ -30,8 +30,8 @@ End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
 COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
-# fields that choose or continue a run, not what it computes
-NOT_NAMED = ("seed", "name", "resume")
+# fields that choose or continue a run, or that may be others when it goes on: none of them names its directory
+NOT_NAMED = ("seed", "name", "resume", *COMPUTING)
 
 
 class RunDirectory:
@@ -74,8 +74,7 @@ class RunDirectory:
                 raise UsageError(
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
-            changed = differences(saved, self.config)
-            if changed:
+            if changed := differences(saved, self.config, COMPUTING):
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): choose another name="
                 )

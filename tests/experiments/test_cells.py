@@ -56,6 +56,16 @@ def test_out_of_memory_is_final(cell):
     assert state.status == "OOM" and state.final and state.accuracy is None and str(state) == "OOM: halve it"
 
 
+@pytest.mark.parametrize("status", ["oom", "failed"])
+def test_what_did_not_do_on_another_machine_is_run_here(cell, status):
+    path = made(cell, status)
+    (path / "config.yaml").write_text((path / "config.yaml").read_text().replace("micro: null", "micro: 1"))
+    assert look(cell) == State("interrupted")
+    made(cell, "finished")
+    (path / "config.yaml").write_text((path / "config.yaml").read_text().replace("micro: null", "micro: 1"))
+    assert look(cell).status == "done"
+
+
 def test_a_failure_is_retried_once(cell):
     path = made(cell, "failed", traceback="first")
     state = look(cell)

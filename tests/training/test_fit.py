@@ -167,6 +167,13 @@ def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
     assert small("resume=true")["steps"] == 12
 
 
+def test_what_computes_is_no_other_configuration(small):
+    """The directory is the same, and a finished run is the result of all of them."""
+    here = small("trainer.accelerator=cpu")
+    again = small("trainer.accelerator=cpu", "batch.micro=4", "batch.eval=3", "engine=eager", "trainer.devices=2")
+    assert again == here and "micro" not in again["directory"]
+
+
 def test_another_configuration_in_a_directory_is_refused(small):
     small("name=mine")
     with pytest.raises(UsageError, match=r"another configuration \(model.d_ff: 128 -> 64\)"):
@@ -267,15 +274,16 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "__call__", full)
-        with pytest.raises(UsageError, match=r"set batch.micro=4, gradients are then accumulated to batch.size=8"):
+        with pytest.raises(UsageError, match=r"set batch.micro=4 and resume=auto, gradients are then accumulated to batch.size=8"):
             small("name=oom")
     result = json.loads((tmp_path / "checkpoints/runs/listops/flash/oom-s0/result.json").read_text())
     assert result["status"] == "oom" and "batch.micro=4" in result["error"]
+    assert small("name=oom", "batch.micro=4", "resume=auto")["status"] == "finished"
     monkeypatch.setattr(TaskModule, "validation_step", full)
-    with pytest.raises(UsageError, match=r"memory at batch.eval=250: set batch.eval=125$"):
+    with pytest.raises(UsageError, match=r"memory at batch.eval=250: set batch.eval=125 and resume=auto$"):
         small("name=validation")
     monkeypatch.setenv(RUNS_PER_DEVICE, "3")
-    with pytest.raises(UsageError, match=r"set batch.eval=125; 2 more on this GPU have their share of it$"):
+    with pytest.raises(UsageError, match=r"set batch.eval=125 and resume=auto; 2 more on this GPU have their share of it$"):
         small("name=beside")
 
 
