@@ -59,8 +59,7 @@ def prepare_kernel(
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
     needs no factor, and r * delta, where delta = rowsum(dO * O).
     """
-    # from the end: what the next kernel takes first is then still in L2
-    flat = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
     d = tl.arange(0, D)[None, :]
     real = row < total
@@ -78,8 +77,8 @@ def prepare_kernel(
 
 @triton.jit
 def finish_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
-    """dQ in its own dtype, from the end: what was added to last is still in L2."""
-    i = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    """dQ in its own dtype."""
+    i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     tl.store(
         dq_ptr + i, (tl.load(sum_ptr + i, mask=i < elements) * scale).to(dq_ptr.dtype.element_ty), mask=i < elements
     )
