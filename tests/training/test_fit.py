@@ -305,17 +305,23 @@ def test_the_run_does_not_depend_on_the_layout(small):
 @pytest.mark.parametrize(
     "launcher", sampled([["-m", "lra"], ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"]])
 )
-def test_two_processes_share_a_batch(launcher, tmp_path, small):
-    """Under torchrun and under Lightning's own launcher: the same sequences and dropout, so the same result."""
+def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
+    """Under torchrun and under Lightning's own launcher, going on where one process was interrupted: the same sequences
+    and dropout, so the same result.
+    """
     shared = "model.attn_dropout=0"  # which SDPA draws from PyTorch's generator
     one = small(shared, "name=one")
+    with monkeypatch.context() as patch:
+        interrupt_at(7, patch)
+        with pytest.raises(RuntimeError, match="power cut"):
+            small(shared, "name=two")
     devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
-    command = [sys.executable, *launcher, "fit", *arguments(shared, "name=two", *devices)]
+    command = [sys.executable, *launcher, "fit", *arguments(shared, "name=two", "resume=auto", *devices)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
-    assert two["world_size"] == 2
+    assert two["world_size"] == 2 and two["resumed"]
     for split in ("test", "fresh"):
         assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
     command = [sys.executable, *launcher, "test", f"init={two['directory']}"]
