@@ -42,7 +42,7 @@ class Options:
     seeds: int | None = None  # so many, from 0
     recipe: str | None = None
     launcher: Literal["local", "slurm"] = "local"
-    devices: int | None = None  # runs at once; all GPUs by default, all tasks of the array with launcher=slurm
+    devices: int | None = None  # GPUs, all by default; with launcher=slurm tasks of the array that run at once
     per_device: int = 1  # runs that share a GPU: small ones leave it idle, and one compiles while another trains
     speed: bool = False  # measure steps instead of running cells: other fields are those of speed.Options then
 
@@ -80,11 +80,15 @@ def run(
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
+    wide = max(cell.composed.config.trainer.devices for cell in chosen)
+    if wide > 1 and wide > len({*available}):
+        raise UsageError(f"trainer.devices={wide}, but a cell can have {len({*available}) or 1} here: lower it")
+    at_once = len(available) if wide == 1 else len({*available}) // wide
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
         states = {cell: cells.look(cell) for cell in todo}
         if not slurm:
-            return plan(states, len(available))
+            return plan(states, at_once)
         submission = Slurm(todo, asked, options.devices).plan()
         made = plan(states, options.devices or len(todo))
         return made._replace(lines=[*made.lines, *submission])
@@ -110,8 +114,6 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
         if (path := cell.directory.path) in owners:
             raise UsageError(f"{owners[path]} and {cell} are both {path}: name each once, and leave out name=")
         owners[path] = cell
-        if (devices := cell.composed.config.trainer.devices) != 1:
-            raise UsageError(f"trainer.devices={devices}, but a cell has one device: give devices=, for runs at once")
     return chosen
 
 

@@ -50,7 +50,7 @@ def slots(devices: int | None) -> Sequence[Slot]:
 
 @dataclass(frozen=True)
 class Child:
-    """A process and the slots that it has, all of one GPU."""
+    """A process and the slots that it has: one, or all of its GPUs."""
 
     process: subprocess.Popen[bytes]
     slots: Sequence[Slot]
@@ -132,15 +132,16 @@ class Local:
                 break
             before, state = self._before(cell), self.states[cell]
             ready = before is None or self.states[before].status == "done"
-            if ready and state.status != "running elsewhere" and (room := self._room(alone=state.crowded)):
+            if ready and state.status != "running elsewhere" and (room := self._room(cell, state.crowded)):
                 self._start(cell, room)
 
-    def _room(self, alone: bool) -> Sequence[Slot]:
-        """A free slot, or all slots of a GPU that has no run; none where that is not to be had."""
-        if not alone:
+    def _room(self, cell: Cell, alone: bool) -> Sequence[Slot]:
+        """A free slot, or all slots of GPUs that have no run; none where that is not to be had."""
+        gpus = cell.composed.config.trainer.devices
+        if gpus == 1 and not alone:
             return self.free[:1]
-        whole = (name for name in self.free if self.free.count(name) == self.slots.count(name))
-        return next(([name] * self.slots.count(name) for name in whole), [])
+        whole = [name for name in dict.fromkeys(self.free) if self.free.count(name) == self.slots.count(name)]
+        return [slot for slot in self.slots if slot in whole[:gpus]] if len(whole) >= gpus else []
 
     def _start(self, cell: Cell, room: Sequence[Slot]) -> None:
         path = cell.directory.path
@@ -170,11 +171,11 @@ class Local:
             os.close(held)  # the process has it now
 
     def _environment(self, room: Sequence[Slot]) -> dict[str, str]:
-        slot = room[0]
         share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take
         threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
-        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(slot) // len(room))}
-        return shared if slot is None else shared | {"CUDA_VISIBLE_DEVICES": slot}
+        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(room[0]) // room.count(room[0]))}
+        names = [name for name in dict.fromkeys(room) if name is not None]
+        return shared | {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else shared
 
     def _ended(self) -> Iterator[tuple[Cell, Child]]:
         """Takes the processes that have ended from the children."""

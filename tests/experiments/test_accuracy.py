@@ -66,7 +66,7 @@ def stubbed(monkeypatch):
         (["per_device=2", "launcher=slurm"], "per_device= is for launcher=local"),
         (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
         (["resume=auto"], "resume=auto can't be one for every cell: give nothing, every run is resumed"),
-        (["trainer.devices=2"], "trainer.devices=2, but a cell has one device: give devices=, for runs at once"),
+        (["trainer.devices=2"], "trainer.devices=2, but a cell can have 1 here: lower it"),
         (
             ["pretrain=masked", "tasks=listops"],
             "pretrain=masked scores hidden tokens, no table's figure",

@@ -16,7 +16,7 @@ from lra.experiments import launch
 from lra.experiments.cells import look
 from lra.experiments.launch import Local, slots
 from lra.training.run import claimed
-from tests.experiments.runs import cells, command, made, started, stub, until
+from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,17 @@ def test_out_of_memory_beside_others_is_run_again_alone():
     (state, other), _ = work([first, second], stub([first, second], "oom", "finish", seconds=0.1), slots=2)
     assert str(state) == "OOM: too much" and state.final and (state.result or {})["runs_per_device"] == 1
     assert other.status == "done" and started().count(path) == 1 and log.read_text().count("start ") == 1
+
+
+def test_a_cell_of_several_gpus_has_them_to_itself():
+    (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=2",))
+    local = Local([cell], ["0", "1", "2", "0", "1", "2"])
+    local.free.remove("0")
+    assert local._room(cell, False) == (room := ["1", "2", "1", "2"])
+    found = local._environment(room)
+    assert (found["CUDA_VISIBLE_DEVICES"], found["LRA_RUNS_PER_DEVICE"]) == ("1,2", "1")
+    local.free.remove("1")
+    assert local._room(cell, False) == []
 
 
 def test_out_of_memory_beside_strangers_is_given_up_in_the_end(monkeypatch):

@@ -172,7 +172,7 @@ def test_the_command_plans_and_submits(here):
         (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: '1h' is not of the type int"),
         (["launcher=slurm", "slurm.time=0"], "slurm.time=0: it is at least 1"),
         (["launcher=slurm", "devices=0"], "devices=0: with launcher=slurm it is how many tasks run at once"),
-        (["launcher=slurm", "trainer.devices=2"], "trainer.devices=2, but a cell has one device"),
+        (["launcher=slurm", "trainer.devices=2"], "trainer.devices=2, but a cell can have 1 here: lower it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_submitted(here, args, message):
