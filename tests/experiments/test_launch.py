@@ -117,7 +117,8 @@ def test_a_cell_of_several_gpus_has_them_to_itself():
     (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=2",))
     local = Local([cell], ["0", "1", "2", "0", "1", "2"])
     local.free.remove("0")
-    assert local._room(cell, False) == (room := ["1", "2", "1", "2"])
+    room = local._room(cell, False)
+    assert room == ["1", "2", "1", "2"]
     found = local._environment(room)
     assert (found["CUDA_VISIBLE_DEVICES"], found["LRA_RUNS_PER_DEVICE"]) == ("1,2", "1")
     local.free.remove("1")
