@@ -80,10 +80,10 @@ def run(
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
-    wide = max(cell.composed.config.trainer.devices for cell in chosen)
-    if wide > 1 and wide > len({*available}):
-        raise UsageError(f"trainer.devices={wide}, but a cell can have {len({*available}) or 1} here: lower it")
-    at_once = len(available) if wide == 1 else len({*available}) // wide
+    wide, most = max(cell.composed.config.trainer.devices for cell in chosen), len({*available}) or 1
+    if wide > most:
+        raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it")
+    at_once = len(available) if wide == 1 else most // wide
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
         states = {cell: cells.look(cell) for cell in todo}

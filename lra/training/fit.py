@@ -109,12 +109,13 @@ def fit(*args: str) -> dict[str, Any]:
         weights, identity = checkpoints.read(checkpoint)
         _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
-        if checkpoint.parent == directory.path and (best := checkpoints.lost_best(checkpoint)):
+        own = checkpoint.parent == directory.path
+        if own and (best := checkpoints.lost_best(checkpoint)):
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
                 f"{best} is missing, the best of what {checkpoint} has behind it: put it back, or remove "
                 f"{checkpoint.name} to start over"
             )
-        scoring = directory.best.exists() and checkpoint.parent == directory.path  # may be what is left to do
+        scoring = own and directory.best.exists()  # may be what is left to do
         done = 0 if scoring else checkpoints.steps_done(checkpoint)
         if done >= run.trainer.steps:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")

@@ -274,7 +274,8 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "__call__", full)
-        with pytest.raises(UsageError, match=r"set batch.micro=4 and resume=auto, gradients are .* to batch.size=8$"):
+        advice = r"set batch.micro=4 and resume=auto, gradients are then accumulated to batch.size=8"
+        with pytest.raises(UsageError, match=advice):
             small("name=oom")
     result = json.loads((tmp_path / "checkpoints/runs/listops/flash/oom-s0/result.json").read_text())
     assert result["status"] == "oom" and "batch.micro=4" in result["error"]
@@ -283,7 +284,8 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
     with pytest.raises(UsageError, match=r"memory at batch.eval=250: set batch.eval=125 and resume=auto$"):
         small("name=validation")
     monkeypatch.setenv(RUNS_PER_DEVICE, "3")
-    with pytest.raises(UsageError, match=r"=125 and resume=auto; 2 more on this GPU have their share of it$"):
+    advice = r"set batch.eval=125 and resume=auto; 2 more on this GPU have their share of it$"
+    with pytest.raises(UsageError, match=advice):
         small("name=beside")
 
 
