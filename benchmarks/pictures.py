@@ -136,7 +136,7 @@ def gather(module: TaskModule, pixels: np.ndarray) -> Any:
     split = Split.from_offsets(pixels.ravel(), np.arange(count + 1) * length)
     return split.gather(
         range(count), "cpu", max_length=length, layout=module.run.batch.layout, prefix=module.model.encoder.prefix,
-        threshold=LIT if task.tokens == "lit" else None,
+        threshold=LIT if task.tokens == "lit" else None, share=task.background,
     )  # fmt: skip
 
 

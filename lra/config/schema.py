@@ -220,12 +220,14 @@ class RunConfig:
     def saved(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called.
 
-        `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; and
-        `pretrain` and `mask` of runs that pretrain.
+        `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
+        and `mask` of runs that pretrain, and a task's `background` where it is some.
         """
         kept = {key: value for key, value in to_dict(self).items() if key != "resume"}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
+        if not kept["task"].get("background"):
+            kept["task"].pop("background", None)
         return kept

@@ -25,13 +25,14 @@ class Resident(Split):
 
     tokens: Tensor  # uint8 or uint16 [sum of lengths + 1], the last is 0
     positions: Tensor | None = None  # int32 [sum of lengths + 1], the last is 0
-    filtered: tuple[int, int, int] | None = None  # what tokens were left out: arguments of Split.cut
+    filtered: tuple[int, int, int, float] | None = None  # what tokens were left out: arguments of Split.cut
 
-    def cut(self, max_length: int, threshold: int | None, head: int) -> Split:
-        asked = None if threshold is None else (max_length, threshold, head)
+    def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
+        asked = None if threshold is None else (max_length, head, threshold, share)
         if asked != self.filtered:
-            raise ValueError(f"uploaded with (max_length, threshold, prefix) {self.filtered}, asked for with {asked}")
-        return super().cut(max_length, None, head)
+            names = "(max_length, prefix, threshold, share)"
+            raise ValueError(f"uploaded with {names} {self.filtered}, asked for with {asked}")
+        return super().cut(max_length, head)
 
     def lay(self, begins: np.ndarray, total: int) -> list[np.ndarray]:
         """Where gaps and sequences end, in turn, and how far from a row its token is: in a gap, past the last one."""
@@ -64,13 +65,14 @@ def upload(
     max_length: int,
     prefix: int | None = None,
     threshold: int | None = None,
+    share: float = 0.0,
 ) -> dict[str, Examples]:
     """The splits on `device`, or none of them if together they need more than `limit` bytes there.
 
-    What they share is uploaded once. `threshold` is applied now, and only tokens that pass are uploaded: it, and then
-    `max_length` and whether there is a `prefix`, are those of every later `gather`.
+    What they share is uploaded once. `threshold` and `share` are applied now, and only tokens that pass are uploaded:
+    they, and then `max_length` and whether there is a `prefix`, are those of every later `gather`.
     """
-    filtered = None if threshold is None else (max_length, threshold, int(prefix is not None))
+    filtered = None if threshold is None else (max_length, int(prefix is not None), threshold, share)
     hosts = {name: split.documents if isinstance(split, Pairs) else split for name, split in splits.items()}
     if filtered is not None:
         hosts = {name: split.cut(*filtered) for name, split in hosts.items()}

@@ -60,13 +60,15 @@ class Split:
         layout: Literal["packed", "padded"] = "packed",
         prefix: int | None = None,
         threshold: int | None = None,
+        share: float = 0.0,
         index: Rows | None = None,
         multiple: int = 1,
     ) -> Batch:
         """The batch of these rows (int `[B]`, any order, repeats allowed) on `device`.
 
         Of each sequence the first `max_length` tokens are kept, and with `threshold` only those of them whose id is at
-        least that; these keep their positions, which the batch then carries. `prefix` is a token id put before every
+        least that and those in a `share` of the places (`shared_places`); these keep their positions, which the batch
+        then carries. `prefix` is a token id put before every
         sequence (CLS): lengths, positions and the batch's `max_length` then grow by one. `layout="packed"` leaves no
         gaps and `max_length` of the batch is its longest sequence; `"padded"` gives every sequence the full
         `max_length` rows, zeros past its length. `index` is the place of each sequence in the global batch, by
@@ -76,7 +78,7 @@ class Split:
         of sequences of zeros follow, with the label that a loss ignores, and `max_length` is not the longest one's.
         """
         head = int(prefix is not None)
-        chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, threshold, head)
+        chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, head, threshold, share)
         count, lengths, labels = len(chosen), chosen.lengths + head, chosen.labels
         index = np.arange(count) if index is None else index
         if len(index) != count:
@@ -106,16 +108,18 @@ class Split:
             tokens.index_fill_(0, start[:count].long(), prefix)
         return Batch(tokens, start, length, longest, label, place, positions)
 
-    def cut(self, max_length: int, threshold: int | None, head: int) -> Split:
-        """Of each sequence the first `max_length` tokens, or with `threshold` only those of them of at least that id.
+    def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
+        """Of each sequence the first `max_length` tokens, or with `threshold` those of them of at least that id.
 
-        The latter are copied, with their positions, which begin at `head`.
+        The latter are copied, with their positions, which begin at `head`; and so is, whatever its id, what stands in
+        `shared_places`.
         """
         short = dataclasses.replace(self, lengths=np.minimum(self.lengths, max_length))
         if threshold is None:
             return short
+        shared = shared_places(int(short.lengths.max(initial=0)), share)
         pieces = [short[row] for row in range(len(short))]
-        places = [np.flatnonzero(piece >= threshold).astype(np.int32) for piece in pieces]
+        places = [np.flatnonzero((piece >= threshold) | shared[: len(piece)]).astype(np.int32) for piece in pieces]
         kept = [piece[place] for piece, place in zip(pieces, places, strict=True)]
         offsets = np.cumsum([0, *(len(place) for place in places)])
         positions = np.concatenate([np.empty(0, np.int32), *places])
@@ -170,6 +174,14 @@ class Pairs:
 
 
 Examples = Split | Pairs
+
+
+def shared_places(length: int, share: float) -> np.ndarray:
+    """Which places of a sequence are kept whatever stands there, bool `[length]`: about a `share` of them.
+
+    They are drawn once and for all: the same in every sequence, and among those of any larger share.
+    """
+    return np.random.default_rng(0).random(length) < share
 
 
 def _shares(total: int, count: int) -> np.ndarray:

@@ -10,7 +10,9 @@ import numpy as np
 from lra.config.schema import at_least, at_most
 from lra.data.image import PIXELS
 from lra.data.pathfinder import generate, released
+from lra.data.split import shared_places
 from lra.data.writer import Writer
+from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, only_generated
 
@@ -45,11 +47,14 @@ class PathfinderData(TaskData):
             released.build(writer, c.source, **which)
 
     def depict(self, example: np.ndarray) -> np.ndarray:
-        kept = example if self.config.tokens == "all" else np.where(example >= LIT, example, 0)
-        return kept.reshape(self.config.resolution, self.config.resolution)
+        c = self.config
+        if c.tokens == "lit":
+            example = np.where((example >= LIT) | shared_places(len(example), c.background), example, 0)
+        return example.reshape(c.resolution, c.resolution)
 
     def _gather(self) -> dict[str, Any]:
-        return super()._gather() | {"threshold": LIT if self.config.tokens == "lit" else None}
+        lit = {"threshold": LIT, "share": self.config.background} if self.config.tokens == "lit" else {}
+        return super()._gather() | lit
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class PathfinderConfig:
     source: str = "generate"  # or LRA's release: its folder, or the archive as it is
     level: Literal["easy", "intermediate", "hard"] = "hard"  # paths of 6, 9 or 14 dashes; LRA's is hard
     tokens: Literal["all", "lit"] = "all"  # lit: only pixels with id 8 or more, with their positions
+    background: float = 0.0  # with tokens=lit, the share of the other pixels that are kept, too
     data_seed: int = 0  # of the generated data
     train: int = 160000
     val: int = 20000
@@ -68,6 +74,10 @@ class PathfinderConfig:
         at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         only_generated(self, "train", "val", "test", "data_seed")
         check_data_seed(self)
+        if not 0 <= self.background < 1:
+            raise UsageError(f"task.background is a share of the pixels, from 0 and below 1, not {self.background}")
+        if self.background and self.tokens == "all":
+            raise UsageError("task.background is of tokens=lit: tokens=all keeps all of it")
 
     @property
     def max_length(self) -> int:
@@ -75,7 +85,8 @@ class PathfinderConfig:
 
     @property
     def protocol(self) -> str:
-        return f"{self.level}, {self.tokens} tokens"
+        some = f" and {100 * self.background:g}% of the others" if self.background else ""
+        return f"{self.level}, {self.tokens} tokens{some}"
 
 
 class Pathfinder(TaskModule):

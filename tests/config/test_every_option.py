@@ -56,6 +56,7 @@ BESIDE = {
     "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),
     "trainer.devices": ("batch.size=5",),  # 2 would be started
     "trainer.on_nan": ("optim.lr=1e30",),
+    "task.background": ("task.tokens=lit",),
 }
 # values that no type gives
 VALUES = {"recipe": lambda: [[name for name in recipes() if name != "demo"]], "init": lambda: [["{learned}"]]}
@@ -277,13 +278,14 @@ def fields_of_tasks() -> list[Any]:
 
 @pytest.mark.parametrize(("task", "field"), fields_of_tasks())
 def test_a_field_of_a_task(task, field, small_data, seen):
-    fields = small_data(task)
-    if task not in seen:
-        seen[task] = served(task, fields)
+    beside = dict(arg.removeprefix("task.").split("=") for arg in BESIDE.get(f"task.{field}", ()))
+    fields, kind = small_data(task) | beside, (task, *beside)
+    if kind not in seen:
+        seen[kind] = served(task, fields)
     example = TASKS.get(task).Config(**fields)
     hint, value = {name: (hint, value) for name, hint, value in leaves(example)}[field]
     act = lambda value: served(task, fields | {field: value})  # noqa: E731
-    assert not idle(seen[task], act, alternatives(hint, value))
+    assert not idle(seen[kind], act, alternatives(hint, value))
 
 
 # recipes

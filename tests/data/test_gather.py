@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lra.data.split import Pairs, Split
+from lra.data.split import Pairs, Split, shared_places
 
 
 def make(dtype=np.uint8, high=256, count=40, longest=30):
@@ -123,8 +123,20 @@ def test_a_threshold_keeps_the_bright_tokens_with_their_positions(layout, prefix
     assert len(batch.positions) == len(batch.tokens) == (4 * (20 + head) if layout == "padded" else sum(lengths))
 
 
+def test_a_share_of_the_places_is_kept_whatever_stands_there():
+    split = make()
+    places = [set(np.flatnonzero(shared_places(20, share))) for share in (0.0, 0.2, 0.5, 1.0)]
+    assert [len(kept) for kept in places] == [0, 5, 8, 20] and places[1] < places[2]  # nested
+    batch = split.gather([3, 0], "cpu", max_length=20, threshold=100, share=0.2, prefix=300)
+    for b, row in enumerate([3, 0]):
+        own = slice(int(batch.start[b]) + 1, int(batch.start[b] + batch.length[b]))
+        kept = [p for p, token in enumerate(split[row][:20].tolist()) if token >= 100 or p in places[1]]
+        assert batch.positions is not None and (batch.positions[own] - 1).tolist() == kept
+        assert batch.tokens[own].tolist() == split[row][kept].tolist()
+
+
 def test_of_a_subset_positions_go_with_their_tokens():
-    split = make().cut(20, 100, 1)
+    split = make().cut(20, 1, 100)
     assert split.positions is not None and split.positions.dtype == np.int32 and split.tokens.dtype == np.uint8
     rows, tokens, positions = [8, 3, 5], [], []
     batch = split.subset(rows).gather([2, 0], "cpu", max_length=20)

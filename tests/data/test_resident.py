@@ -61,6 +61,7 @@ def cases(number: int) -> tuple[Split, np.ndarray, dict[str, Any]]:
         "layout": str(rng.choice(["packed", "padded"])),
         "prefix": [None, 3, 70_000][rng.integers(3)],
         "threshold": [None, 0, high // 2, high][rng.integers(4)],
+        "share": [0.0, 0.3][rng.integers(2)],
         "index": rng.integers(0, 1000, 2 * len(rows))[::2] if rng.random() < 0.5 else None,
         "multiple": int(rng.choice([1, 2, 64, 1000])),
     }
@@ -71,7 +72,7 @@ def cases(number: int) -> tuple[Split, np.ndarray, dict[str, Any]]:
 def test_a_resident_split_gathers_what_the_host_does(device):
     for number in range(400):
         split, rows, options = cases(number)
-        fixed = {name: options[name] for name in ("max_length", "prefix", "threshold")}
+        fixed = {name: options[name] for name in ("max_length", "prefix", "threshold", "share")}
         there = on(device, split, **fixed)
         batch = there.gather(rows, device, **options)
         assert same(batch, split.gather(rows, "cpu", **options)), (number, options)
@@ -158,7 +159,7 @@ def test_all_splits_fit_or_none_is_uploaded():
 def test_other_options_than_those_of_the_upload_are_errors():
     plain, lit = on("cpu", make()), on("cpu", make(), max_length=20, threshold=100)
     assert lit.gather([1], "cpu", max_length=20, threshold=100).positions is not None
-    for wrong in ({"threshold": None}, {"threshold": 101}, {"max_length": 19}, {"prefix": 3}):
+    for wrong in ({"threshold": None}, {"threshold": 101}, {"share": 0.1}, {"max_length": 19}, {"prefix": 3}):
         with pytest.raises(ValueError, match="uploaded with"):
             lit.gather([1], "cpu", **{"max_length": 20, "threshold": 100, **wrong})
     with pytest.raises(ValueError, match="uploaded with"):

@@ -73,6 +73,18 @@ def test_other_attentions_start_from_what_flash_has_learned(task, steps):
     assert lra.configure([*chosen, "attn.deterministic=true"]).start == lra.configure(chosen).start, "its own options"
 
 
+def test_the_background_comes_by_thirds():
+    given = ("task=path256", "attn=butterfly", "recipe=curriculum")
+    chain = [lra.configure(start).config for start in starts(*given)][:4]
+    assert [(run.attn.name, run.task.background) for run in chain] == [
+        ("butterfly", 0.3), ("flash", 0.1), ("flash", 0.03), ("flash", 0.0),
+    ]  # fmt: skip
+    assert all(run.task.tokens == "lit" for run in chain)
+    assert [run.task.protocol for run in chain[2:]] == ["hard, lit tokens and 3% of the others", "hard, lit tokens"]
+    kept = [run.saved()["task"].get("background") for run in chain]
+    assert kept == [0.3, 0.1, 0.03, None], "older runs are not of another configuration"
+
+
 def test_a_rule_can_leave_out_what_was_given():
     easy, small = starts("task=pathx", "attn=flash", "recipe=curriculum", "task.tokens=lit")[1:3]
     assert "task.level=easy" in easy and lra.configure(easy).config.positions.scale == "image"
