@@ -1,9 +1,10 @@
 """Accuracy of a run's weights at other resolutions, untrained there, for each way to bring its positions to them.
 
-    python benchmarks/resizing.py init=RUN tasks=path64,pathx,path256 [out=FILE] [field=value …]
+    python benchmarks/resizing.py init=RUN tasks=path64,pathx,path256 [ways=FIELD,…] [out=FILE] [field=value …]
 
 Learned positions are resized gridwise, bilinear and bicubic; the coordinates of computed ones keep a pixel's distance
-or the image's extent. Further fields are those of `lra test`.
+or the image's extent. `ways` are other fields to compare, as task.background=0.01,task.background=0.03. Further fields
+are those of `lra test`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def measure(args: list[str]) -> None:
     if not (given.get("init") and given.get("tasks")):
         raise UsageError("give init=RUN and tasks=, the tasks to score it on")
     init, tasks, out = given.pop("init"), given.pop("tasks").split(","), given.pop("out", None)
-    learned = lra.load(init).run.model.positions == "learned"
+    ways = WAYS[lra.load(init).run.model.positions == "learned"]
+    if named := given.pop("ways", None):
+        ways = tuple(named.split(","))
     runs = []
     for task in tasks:
-        for way in WAYS[learned]:
+        for way in ways:
             found = score(init, task, way, [f"{name}={value}" for name, value in given.items()])
             runs.append(found)
             print(task, way, f"{100 * found['test']['accuracy']:.2f}%", flush=True)

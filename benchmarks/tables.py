@@ -85,7 +85,7 @@ def _gpu_hours(result: Mapping[str, Any]) -> float:
 
 
 def _resized(tasks: Collection[str]) -> Iterator[str]:
-    """What weights score at another resolution before any training there, of these tasks."""
+    """What weights score at another resolution, or with background, before any training there, of these tasks."""
     rows = []
     for path in sorted(pages.RESULTS.glob("[!.]*-resizing.json")):
         for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
@@ -98,9 +98,9 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
                     f"`{run['way']}`", accuracy, f"{test['loss']:.3f}", f"{100 * best:.1f} {name}",
                 ))  # fmt: skip
     if rows:
-        header = ("weights", "task", "protocol", "positions", "test accuracy, %", "loss", "strongest baseline, %")
+        header = ("weights", "task", "protocol", "with", "test accuracy, %", "loss", "strongest baseline, %")
         yield "## Right after resizing"
-        yield "Before any training at that resolution, by benchmarks/resizing.py; of a guess the loss is 0.693."
+        yield "Before any training at that resolution or with that background, by benchmarks/resizing.py; of a guess the loss is 0.693."
         yield pages.table(header, rows)
 
 
