@@ -100,7 +100,10 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
     if rows:
         header = ("weights", "task", "protocol", "with", "test accuracy, %", "loss", "strongest baseline, %")
         yield "## Right after resizing"
-        yield "Before any training at that resolution or with that background, by benchmarks/resizing.py; of a guess the loss is 0.693."
+        yield (
+            "Before any training at that resolution or with that background, by benchmarks/resizing.py; of a guess the "
+            "loss is 0.693."
+        )
         yield pages.table(header, rows)
 
 

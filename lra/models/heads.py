@@ -12,13 +12,18 @@ def classifier(d_model: int, d_hidden: int, classes: int) -> nn.Sequential:
 class PairClassifier(nn.Module):
     """Scores of pairs from their two encodings x and y, side by side: `[2B, d_model]` to `[B, classes]`.
 
-    The classifier sees (x, y, x * y, x - y), the features of natural language inference (Mou et al. 2016, section 3.3).
+    The classifier sees (x, y, x * y, x - y), the features of natural language inference (Mou et al. 2016, section 3.3),
+    or with `absolute` |x - y| for the last (Conneau et al. 2017, arXiv 1705.02364, section 3.1). Averages over bytes
+    differ little between texts; that two are alike is then in |x - y| at once, and in x - y only for hidden units
+    that have learned to be a pair, of opposite signs.
     """
 
-    def __init__(self, d_model: int, d_hidden: int, classes: int):
+    def __init__(self, d_model: int, d_hidden: int, classes: int, absolute: bool = False):
         super().__init__()
+        self.absolute = absolute
         self.classifier = classifier(4 * d_model, d_hidden, classes)
 
     def forward(self, encoded: Tensor) -> Tensor:
         x, y = encoded.unflatten(0, (-1, 2)).unbind(1)
-        return self.classifier(torch.cat((x, y, x * y, x - y), -1))
+        difference = (x - y).abs() if self.absolute else x - y
+        return self.classifier(torch.cat((x, y, x * y, difference), -1))

@@ -60,6 +60,9 @@ class Retrieval(TaskModule):
         # lra: the 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers, another data set
         dataset: Literal["lra", "scisumm"] = "lra"
         max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
+        difference: Literal["signed", "absolute"] = (
+            "signed"  # of the encodings, as the classifier sees it; LRA's is signed
+        )
 
         def __post_init__(self) -> None:
             at_least(1, "task", self, "max_length")
@@ -68,4 +71,5 @@ class Retrieval(TaskModule):
     Data = RetrievalData
 
     def head(self) -> nn.Module:
-        return PairClassifier(self.run.model.d_model, self.run.model.d_ff, self.facts.classes)
+        model, absolute = self.run.model, self.run.task.difference == "absolute"
+        return PairClassifier(model.d_model, model.d_ff, self.facts.classes, absolute)

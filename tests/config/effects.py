@@ -218,7 +218,7 @@ def ragged(max_length: int, padded: bool, seed: int) -> Batch:
 
 
 def served(task: str, fields: dict[str, Any]) -> Any:
-    """The batches that a task serves, the shapes of its model, and what its baselines reach."""
+    """The batches that a task serves, the shapes of its model, what its head makes, and what its baselines reach."""
     cls = TASKS.get(task)
     try:
         model, batch = ModelConfig(d_model=4, heads=1, layers=1, d_ff=4, attn_dropout=0.0), BatchConfig(size=2, eval=3)
@@ -237,4 +237,6 @@ def served(task: str, fields: dict[str, Any]) -> Any:
     batches = itertools.chain(data.train_dataloader().step(0), data.val_dataloader(), *data.test_dataloader())
     rows = [digest({k: v for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}) for batch in batches]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    return rows, shapes, {name: data.baselines(name) for name in data.test_sets}
+    torch.manual_seed(0)
+    scores = cls.head(module)(torch.randn(2, 4))
+    return rows, shapes, digest({"scores": scores}), {name: data.baselines(name) for name in data.test_sets}

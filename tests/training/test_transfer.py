@@ -325,3 +325,11 @@ def test_what_a_pretraining_does_not_have_is_refused(saved):
     with pytest.raises(UsageError, match="has no decoder for this model"):
         lra.test(f"init={saved('pathfinder')}", "pretrain=masked")
     assert lra.load(path).run.pretrain == "masked"
+
+
+def test_another_difference_of_pairs_is_said(saved):
+    path = saved("retrieval", "task.difference=absolute")
+    _, said = moved("retrieval", path, "task.difference=signed")
+    assert said.changed == {"task.difference": ["absolute", "signed"]}
+    assert "trained with task.difference=absolute, here signed" in said.describe("there")
+    assert not moved("retrieval", path, "task.difference=absolute")[1].changed

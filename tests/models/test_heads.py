@@ -1,0 +1,41 @@
+"""What the classifier of pairs sees."""
+
+import torch
+
+from lra.models.heads import PairClassifier
+
+
+def test_the_difference_of_a_pair_is_seen_with_its_sign_or_without():
+    torch.manual_seed(0)
+    pair = torch.randn(2, 4)
+    for absolute in (False, True):
+        head = PairClassifier(4, 16, 3, absolute)
+        seen: list[torch.Tensor] = []
+        head.classifier.register_forward_hook(lambda module, args, out, seen=seen: seen.append(args[0]))
+        assert head(pair).shape == (1, 3)
+        x, y = pair
+        expected = torch.cat([x, y, x * y, (x - y).abs() if absolute else x - y])
+        assert torch.equal(seen[0], expected[None])
+
+
+def test_that_texts_with_much_in_common_are_alike_is_learned_from_the_absolute_difference():
+    """Two of eight kinds whose encodings differ little from a large mean: after as many steps only one head knows."""
+    losses = []
+    for absolute in (False, True):
+        torch.manual_seed(0)
+        kinds = 2 + 0.2 * torch.randn(8, 32)
+        head = PairClassifier(32, 32, 2, absolute)
+        optimizer = torch.optim.AdamW(head.parameters(), 1e-3)
+        for _ in range(300):
+            which = torch.randint(8, (64, 2))
+            alike = torch.rand(64) < 0.5
+            which[alike, 1] = which[alike, 0]
+            loss = torch.nn.functional.cross_entropy(
+                head(kinds[which].flatten(0, 1)), (which[:, 0] == which[:, 1]).long()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    print(losses)
+    assert losses[1] < 0.5 * losses[0]
