@@ -10,6 +10,8 @@ from typing import Any, Literal
 from lra.config.compose import to_dict
 from lra.errors import UsageError
 
+LATER = {"background": 0.0, "difference": "signed"}  # fields of tasks that older runs lack, and what they did
+
 
 def at_least(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is below `limit`; null is not."""
@@ -221,13 +223,12 @@ class RunConfig:
         """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called.
 
         `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
-        and `mask` of runs that pretrain, and a task's `background` where it is some.
+        and `mask` of runs that pretrain; and what tasks were given later where it is not as it was before (`LATER`).
         """
         kept = {key: value for key, value in to_dict(self).items() if key != "resume"}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        if not kept["task"].get("background"):
-            kept["task"].pop("background", None)
+        kept["task"] = {key: value for key, value in kept["task"].items() if (key, value) not in LATER.items()}
         return kept

@@ -83,10 +83,10 @@ def apply(
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
-            ("task.difference", there["task"].get("difference"), getattr(run.task, "difference", None)),
+            ("task.difference", *(getattr(task, "difference", None) for task in (_task(there["task"]), run.task))),
             ("pretrain", checkpoints.pretraining(identity), run.pretrain),
         )
-        if before != here and None not in (before, here)  # None is a task's without it
+        if before is not None and here is not None and before != here  # None is of a task without it
     }
     # under another attention a tensor of the same name would be something else
     parts = [".attention."] if "attn" in changed else []

@@ -328,6 +328,11 @@ def test_what_a_pretraining_does_not_have_is_refused(saved):
 
 
 def test_another_difference_of_pairs_is_said(saved):
+    older = saved("retrieval")
+    assert "difference" not in checkpoints.read(older)[1]["config"]["task"]
+    assert moved("retrieval", older, "task.difference=absolute")[1].changed == {
+        "task.difference": ["signed", "absolute"]
+    }
     path = saved("retrieval", "task.difference=absolute")
     _, said = moved("retrieval", path, "task.difference=signed")
     assert said.changed == {"task.difference": ["absolute", "signed"]}
