@@ -60,9 +60,8 @@ class Retrieval(TaskModule):
         # lra: the 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers, another data set
         dataset: Literal["lra", "scisumm"] = "lra"
         max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
-        difference: Literal["signed", "absolute"] = (
-            "signed"  # of the encodings, as the classifier sees it; LRA's is signed
-        )
+        # of the two encodings, as the classifier sees it; LRA's is signed
+        difference: Literal["signed", "absolute"] = "signed"
 
         def __post_init__(self) -> None:
             at_least(1, "task", self, "max_length")
