@@ -37,7 +37,7 @@ from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
-from lra.tasks.pathfinder import LIT, Pathfinder, PathfinderData
+from lra.tasks.pathfinder import Pathfinder, PathfinderData
 from lra.training import curves
 
 PAGE, FOLDER = pages.ROOT / "docs" / "pictures.md", pages.ROOT / "docs" / "pictures"
@@ -136,7 +136,7 @@ def gather(module: TaskModule, pixels: np.ndarray) -> Any:
     split = Split.from_offsets(pixels.ravel(), np.arange(count + 1) * length)
     return split.gather(
         range(count), "cpu", max_length=length, layout=module.run.batch.layout, prefix=module.model.encoder.prefix,
-        threshold=LIT if task.tokens == "lit" else None, share=task.background,
+        **task.kept,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,10 +177,11 @@ class Pairs:
 Examples = Split | Pairs
 
 
+@functools.cache
 def shared_places(length: int, share: float) -> np.ndarray:
     """Which places of a sequence are kept whatever stands there, bool `[length]`: about a `share` of them.
 
-    They are drawn once and for all: the same in every sequence, and among those of any larger share.
+    They are drawn once and for all: the same in every sequence, and among those of any larger share. Not to be written.
     """
     return np.random.default_rng(0).random(length) < share
 

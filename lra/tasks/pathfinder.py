@@ -53,8 +53,7 @@ class PathfinderData(TaskData):
         return example.reshape(c.resolution, c.resolution)
 
     def _gather(self) -> dict[str, Any]:
-        lit = {"threshold": LIT, "share": self.config.background} if self.config.tokens == "lit" else {}
-        return super()._gather() | lit
+        return super()._gather() | self.config.kept
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,11 @@ class PathfinderConfig:
     @property
     def max_length(self) -> int:
         return self.resolution**2
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Which pixels are tokens: arguments of `Split.gather`."""
+        return {"threshold": LIT, "share": self.background} if self.tokens == "lit" else {}
 
     @property
     def protocol(self) -> str:

@@ -78,12 +78,13 @@ def apply(
     checkpoints.check(module, identity, path)
     _refuse_seen(module.run.task, identity["config"]["task"], path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
+    trained = _task(there["task"])
     changed = {
         name: [before, here]
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
-            ("task.difference", *(getattr(task, "difference", None) for task in (_task(there["task"]), run.task))),
+            ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining(identity), run.pretrain),
         )
         if before is not None and here is not None and before != here  # None is of a task without it
@@ -97,7 +98,7 @@ def apply(
     if "pretrain" in changed:
         parts.append(".decoder.")
     fresh, left = ({key for key in keys if any(part in f".{key}" for part in parts)} for keys in (own, weights))
-    old, new = _size(_task(there["task"])), _size(run.task)
+    old, new = _size(trained), _size(run.task)
     if old != new:  # Linformer's projections and Reformer's rotations have the size of the longest sequence
         both = {key for key in own.keys() & weights.keys() if ".attention." in key}
         other = {key for key in both if weights[key].shape != own[key].shape}

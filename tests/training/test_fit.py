@@ -274,7 +274,7 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path)
 
     with monkeypatch.context() as patch:
         patch.setattr(Step, "__call__", full)
-        advice = r"set batch.micro=4 and resume=auto, gradients are then accumulated to batch.size=8"
+        advice = r"set batch.micro=4 and resume=auto, gradients are then accumulated to batch.size=8$"
         with pytest.raises(UsageError, match=advice):
             small("name=oom")
     result = json.loads((tmp_path / "checkpoints/runs/listops/flash/oom-s0/result.json").read_text())
