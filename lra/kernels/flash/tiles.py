@@ -153,14 +153,30 @@ def load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows, length)
 
 
 @triton.jit
+def halves(x):
+    """The even and the odd columns."""
+    return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+
+
+@triton.jit
+def dot_halves(a_MD, b_ND):
+    """a b^T, summed over the even and the odd d apart. fma: as a sum they would become one chain again."""
+    even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    s = tl.dot(even_a, tl.trans(even_b), input_precision="ieee")
+    return tl.fma(tl.dot(odd_a, tl.trans(odd_b), input_precision="ieee"), 1.0, s)
+
+
+@triton.jit
 def products(a_MD, b_ND):
-    """a b^T, one product of two rows for each score. In fp32 over the even and the odd d apart: half the roundings."""
+    """a b^T, one product of two rows for each score. In fp32 as up to four sums, which round less than one of all d."""
     D: tl.constexpr = a_MD.shape[1]
-    if a_MD.dtype == tl.float32 and D >= 32:  # tl.dot needs 16 of each
-        even_a, odd_a = tl.split(a_MD.reshape(a_MD.shape[0], D // 2, 2))
-        even_b, odd_b = tl.split(b_ND.reshape(b_ND.shape[0], D // 2, 2))
-        s = tl.dot(even_a, tl.trans(even_b), input_precision="ieee")
-        s = tl.fma(tl.dot(odd_a, tl.trans(odd_b), input_precision="ieee"), 1.0, s)
+    if a_MD.dtype == tl.float32 and D >= 64:  # tl.dot needs 16 of each
+        even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        s = dot_halves(even_a, even_b) + dot_halves(odd_a, odd_b)
+    elif a_MD.dtype == tl.float32 and D == 32:
+        s = dot_halves(a_MD, b_ND)
     else:
         s = tl.dot(a_MD, tl.trans(b_ND), input_precision="ieee")
     return s
