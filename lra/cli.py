@@ -278,10 +278,10 @@ def results_pack(
 
 @results_app.command("merge")
 def results_merge(
-    file: Annotated[str, typer.Argument(metavar="<file>.tar.xz")],
+    file: Annotated[str, typer.Argument(metavar="<file>.tar.xz|checkpoints/<name>")],
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
 ) -> None:
-    """Add the runs of an archive to those that are here; what is finished stays."""
+    """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
     from lra.experiments.archive import merge
 
     for line in merge(file, fields or ()):

@@ -20,6 +20,7 @@ from benchmarks import pages, pictures, release
 from lra.data.pathfinder.generate import draw
 from lra.data.pathfinder.law import law
 from lra.errors import UsageError
+from lra.experiments import accuracy, archive
 from lra.models.attention.base import Attention
 from lra.training import checkpoints, fit, transfer
 
@@ -124,6 +125,18 @@ def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
     assert result["status"] == "finished" and result["steps"] == 1
     assert result["transfer"]["task"] == "pathfinder@1" and not result["transfer"]["fresh"]
     assert result["transfer"]["same"] == len(checkpoints.read(folder("pathfinder"))[0])
+
+
+def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, result in RELEASED.items():
+        place = result["directory"].removeprefix("checkpoints/runs/")
+        assert archive.merge(folder(name))[0] == f"{place}: added"
+        for file in release.FILES:
+            assert (Path(result["directory"]) / file).read_bytes() == (folder(name) / file).read_bytes()
+        assert archive.merge(folder(name))[0] == f"{place}: kept, it is finished here"
+    plan = accuracy.run("table6", ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"], dry_run=True)
+    assert plan.lines[0] == "cells: 3, 3 done"
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
 
-An archive holds `<task>/<attn>/<run>/<file>`, as below `checkpoints/runs`. It is not trusted: everything is unpacked
-aside and checked before the first run is put in place, and a run's directory, or a file that it lacked, appears whole.
+A folder of released weights is merged, too, as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as
+below `checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in
+place, and a run's directory, or a file that it lacked, appears whole.
 """
 
 from __future__ import annotations
@@ -160,18 +161,19 @@ def pack(args: Sequence[str]) -> list[str]:
 
 
 def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
-    """Adds an archive's runs to those below `runs`; returns what to print.
+    """Adds the runs of an archive, or a released run's folder, to those below `runs`; returns what to print.
 
     A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
     way to a finished one, to one with more steps, and, if it has not ended, to one that has with as many. Raises
-    UsageError, and changes nothing, for an archive with anything wrong in it, for another configuration in a run's
+    UsageError, and changes nothing, for a file with anything wrong in it, for another configuration in a run's
     directory, and for another finished result of the same one.
     """
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
-    if not file.is_file():
-        raise UsageError(f"{file} is no file: name an archive of lra results pack")
+    released = (file / "config.yaml").is_file()
+    if not (file.is_file() or released):
+        raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder) as staging:
-        _unpack(file, staging / "new")
+        (_copy if released else _unpack)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         decided = [(run, *_decide(run, Run(folder / run.name))) for run in arrived]
         if refused := [why for _, action, why in decided if action == "refused"]:
@@ -227,6 +229,18 @@ def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
         return SMALL, ""
     why = ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
     return (), f"left out: {run.name}, unfinished{why}"
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """A finished run's files to where below `folder` its result has it; UsageError if it is not finished."""
+    run = Run(source)
+    if not (result := run.finished()):
+        raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
+    target = folder.joinpath(*Path(result.get("directory", source)).parts[-3:])
+    target.mkdir(parents=True)
+    for name in (*SMALL, *CHECKPOINTS["all"]):
+        if run.has(name):
+            shutil.copyfile(source / name, target / name)
 
 
 def _unpack(file: Path, folder: Path) -> None:

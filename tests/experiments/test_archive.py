@@ -134,6 +134,20 @@ def test_merging_brings_the_same_files_and_again_nothing(runs, here):
     assert listed(here) == before and {path.name for path in here.iterdir()} == {"listops"}
 
 
+def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, here, tmp_path):
+    released = shutil.copytree(runs / DONE, tmp_path / "released")
+    made = json.loads((released / "result.json").read_text())
+    for changed, message in (
+        ({"status": "failed"}, "has no finished run's result.json"),
+        ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
+        ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
+    ):
+        (released / "result.json").write_text(json.dumps(made | changed))
+        with pytest.raises(UsageError, match=message):
+            merge(released, [f"runs={here}"])
+    assert not here.exists()
+
+
 def test_a_finished_run_stays(runs, here):
     make(runs, GOING, "failed", 9000)
     make(here, GOING, "finished", 500)
