@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,7 @@ def sparse(results: Path) -> str:
 
 def _sparse(measured: Sequence[Measured]) -> str:
     rows: dict[Any, dict[Any, str]] = {}
+    shares: dict[Any, dict[str, tuple[float, float]]] = defaultdict(dict)  # by pass: time, density times dense time
     for file, result in measured:
         for cell in result["cells"]:
             name, *options = cell["attention"].split(":")
@@ -200,22 +201,34 @@ def _sparse(measured: Sequence[Measured]) -> str:
             flex = [other for other in flex if all(other[key] == cell[key] for key in ("block", "density"))]
             blocks = " ".join([cell["block"], *(f"`{text}`" for text in options if not text.startswith("block="))])
             key = (file.name, cell["d"], f"{cell['N']:,}", blocks, f"{cell['density']:.3g}", f"{cell['dropout']:g}")
-            columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex), "ratio": ""}
+            columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex)}
             if flash and cell["status"] == flash[0]["status"] == "ok":
-                columns["ratio"] = f"{cell['ms'] / (cell['density'] * flash[0]['ms']):.2f}"
+                shares[key][cell["pass"]] = cell["ms"], cell["density"] * flash[0]["ms"]
             rows.setdefault(key, {}).update({(column, cell["pass"]): value for column, value in columns.items()})
     header = (
         "d", "N", "block", "density", "dropout", "`butterfly`, ms", "`flash`, ms", "FlexAttention, ms",
-        "`butterfly` / (density × `flash`)",
+        "`butterfly` / (density × `flash`)", "of both passes",
     )  # fmt: skip
-    values = ("butterfly", "flash", "flex", "ratio")
+    values = ("butterfly", "flash", "flex")
     return table(
         header,
         (
-            (f"[{d}](benchmarks/results/{file})", *facts, *(_both(row, column) for column in values))
-            for (file, d, *facts), row in rows.items()
+            (
+                f"[{key[1]}](benchmarks/results/{key[0]})", *key[2:], *(_both(row, column) for column in values),
+                *_ratios(shares[key]),
+            )
+            for key, row in rows.items()
         ),
-    )
+    )  # fmt: skip
+
+
+def _ratios(shares: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
+    """What was taken over what it is compared with: forward / backward, and of their sum."""
+    if shares.keys() != {"forward", "backward"}:
+        return "", ""
+    taken, compared = (sum(each) for each in zip(*shares.values(), strict=True))
+    passes = " / ".join(f"{ms / other:.2f}" for ms, other in (shares["forward"], shares["backward"]))
+    return passes, f"{taken / compared:.2f}"
 
 
 def _ms(cells: Sequence[dict[str, Any]]) -> str:
