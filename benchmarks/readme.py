@@ -224,11 +224,11 @@ def _sparse(measured: Sequence[Measured]) -> str:
 
 def _ratios(shares: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
     """What was taken over what it is compared with: forward / backward, and of their sum."""
-    if shares.keys() != {"forward", "backward"}:
+    if not shares.keys() >= {"forward", "backward"}:
         return "", ""
-    taken, compared = (sum(each) for each in zip(*shares.values(), strict=True))
-    passes = " / ".join(f"{ms / other:.2f}" for ms, other in (shares["forward"], shares["backward"]))
-    return passes, f"{taken / compared:.2f}"
+    passes = shares["forward"], shares["backward"]
+    taken, compared = map(sum, zip(*passes, strict=True))
+    return " / ".join(f"{ms / other:.2f}" for ms, other in passes), f"{taken / compared:.2f}"
 
 
 def _ms(cells: Sequence[dict[str, Any]]) -> str:

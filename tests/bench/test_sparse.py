@@ -301,5 +301,10 @@ def test_the_readme_has_a_table_of_them(tmp_path, monkeypatch, request):
     ours, flash = result["cells"][0]["ms"], next(r for r in result["cells"] if r["attention"] == "flash")["ms"]
     assert plain[5].startswith(f"{ours:.3f} / ") and plain[6].startswith(f"{flash:.3f} / ")
     assert plain[8].startswith(f"{ours / (0.5 * flash):.2f} / ")
+    own, dense = (
+        [cell["ms"] for cell in result["cells"] if (cell["attention"], cell["dropout"]) == (name, 0)]
+        for name in (BUTTERFLY, "flash")
+    )
+    assert plain[9].startswith(f"{sum(own[:2]) / (0.5 * sum(dense[:2])):.2f}")  # forward and backward
     assert dropped[4] == "0.1" and dropped[7] == "" and dropped[8]
     assert "butterfly" not in readme.speed(tmp_path)
