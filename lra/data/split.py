@@ -76,7 +76,8 @@ class Split:
         default 0, 1, ...
 
         With `multiple` a packed batch has a multiple of as many rows, so that batches have few shapes: an even number
-        of sequences of zeros follow, with the label that a loss ignores, and `max_length` is not the longest one's.
+        of sequences of zeros follow, with the label that a loss ignores, and the batch's `max_length` is the given one,
+        with a `threshold` the power of two at or above its longest sequence.
         """
         head = int(prefix is not None)
         chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, head, threshold, share)
@@ -90,7 +91,9 @@ class Split:
         elif layout == "packed":
             longest = int(lengths.max(initial=1))  # of empty ones alone, too: no dimension is 0
             if multiple > 1:
-                longest = max_length + head
+                # few values. What passes a threshold is a small part of a sequence, in all of them about as much
+                most = max_length + head
+                longest = most if threshold is None else min(most, 1 << (longest - 1).bit_length())
                 filling = _shares(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
                 lengths, labels, index = (
                     np.concatenate([field, filler])

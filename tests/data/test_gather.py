@@ -1,6 +1,7 @@
 """Batches from a split, against the obvious loop."""
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +74,19 @@ def test_filling_up_adds_sequences_that_no_loss_counts(multiple, prefix):
         other = split.gather(rows[::-1], "cpu", max_length=20, prefix=prefix, multiple=multiple)
         assert filled.size > size and other.size == filled.size
         assert filled.max_length == other.max_length == 20 + (prefix is not None)
+
+
+@pytest.mark.parametrize("prefix", [None, 300])
+def test_filled_up_sequences_above_a_threshold_are_not_as_long_as_all_may_be(prefix):
+    split, rows, seen = make(), np.array([5, 0, 31, 12, 7]), set()
+    for threshold in (1, 100, 150, 200, 230, 250):
+        options: dict[str, Any] = {"max_length": 20, "prefix": prefix, "threshold": threshold}
+        plain, filled = (split.gather(rows, "cpu", **options, multiple=multiple) for multiple in (1, 64))
+        most = next(size for size in (1, 2, 4, 8, 16, 20 + (prefix is not None)) if size >= plain.max_length)
+        assert filled.max_length == most and int(filled.length.max()) <= most
+        assert torch.equal(filled.tokens[: plain.tokens.numel()], plain.tokens)
+        seen.add(most)
+    assert len(seen) > 2
 
 
 def test_index_is_the_place_in_the_global_batch():
