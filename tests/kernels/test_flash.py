@@ -179,6 +179,18 @@ def test_nothing_to_attend_to(impl, size, n, device):
     assert out.shape == (size, n, 2, 16) and not out.any() and not gradient.any()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_empty_sequence_owns_no_row_of_another(deterministic, device):
+    """A filled-up batch may end with one, which then begins at the last row of the one before."""
+    case = Case((9, 0), dtype=HALF, deterministic=deterministic)
+    inputs = make_inputs(case, device)
+    shared = {**inputs.sequences, "start": torch.tensor([0, 8], dtype=torch.int32, device=device)}
+    options: dict[str, Any] = {"deterministic": deterministic}
+    expected = attention(inputs, case, **options)
+    got = attention(inputs._replace(sequences=shared), case, **options)
+    assert all(map(torch.equal, got, expected)) and all(each[8].any() for each in got)
+
+
 @pytest.mark.parametrize("scale", [0.01, 0.7])
 def test_scale(scale, device):
     case = Case((40,))
