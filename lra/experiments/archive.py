@@ -175,6 +175,8 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     with _staging(folder) as staging:
         (_copy if released else _unpack)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
+        if not arrived:
+            raise UsageError(f"{file} holds no runs: get it anew")
         decided = [(run, *_decide(run, Run(folder / run.name))) for run in arrived]
         if refused := [why for _, action, why in decided if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
@@ -237,7 +239,7 @@ def _copy(source: Path, folder: Path) -> None:
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
     target = folder.joinpath(*Path(result.get("directory", source)).parts[-3:])
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL, *CHECKPOINTS["all"]):
         if run.has(name):
             shutil.copyfile(source / name, target / name)
@@ -267,8 +269,6 @@ def _unpack(file: Path, folder: Path) -> None:
             raise UsageError(
                 f"{file} is no archive of lra results pack or a damaged one ({error}): get it anew"
             ) from error
-    if not seen:
-        raise UsageError(f"{file} holds no runs: get it anew")
     for run in sorted({name.rpartition("/")[0] for name in seen}):
         if f"{run}/config.yaml" not in seen:
             raise UsageError(f"{file} has no {run}/config.yaml: get it anew")

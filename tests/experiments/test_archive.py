@@ -139,6 +139,7 @@ def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, here, tmp_
     made = json.loads((released / "result.json").read_text())
     for changed, message in (
         ({"status": "failed"}, "has no finished run's result.json"),
+        ({"directory": "flash/xiong2021-s0"}, "holds no runs: get it anew"),
         ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
         ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
     ):
