@@ -201,34 +201,35 @@ def _sparse(measured: Sequence[Measured]) -> str:
             flex = [other for other in flex if all(other[key] == cell[key] for key in ("block", "density"))]
             blocks = " ".join([cell["block"], *(f"`{text}`" for text in options if not text.startswith("block="))])
             key = (file.name, cell["d"], f"{cell['N']:,}", blocks, f"{cell['density']:.3g}", f"{cell['dropout']:g}")
-            columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex)}
+            columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex), "ratio": ""}
             if flash and cell["status"] == flash[0]["status"] == "ok":
-                shares[key][cell["pass"]] = cell["ms"], cell["density"] * flash[0]["ms"]
+                share = cell["density"] * flash[0]["ms"]
+                columns["ratio"] = f"{cell['ms'] / share:.2f}"
+                shares[key][cell["pass"]] = cell["ms"], share
             rows.setdefault(key, {}).update({(column, cell["pass"]): value for column, value in columns.items()})
     header = (
         "d", "N", "block", "density", "dropout", "`butterfly`, ms", "`flash`, ms", "FlexAttention, ms",
         "`butterfly` / (density × `flash`)", "of both passes",
     )  # fmt: skip
-    values = ("butterfly", "flash", "flex")
+    values = ("butterfly", "flash", "flex", "ratio")
     return table(
         header,
         (
             (
                 f"[{key[1]}](benchmarks/results/{key[0]})", *key[2:], *(_both(row, column) for column in values),
-                *_ratios(shares[key]),
+                _of_both(shares[key]),
             )
             for key, row in rows.items()
         ),
     )  # fmt: skip
 
 
-def _ratios(shares: Mapping[str, tuple[float, float]]) -> tuple[str, str]:
-    """What was taken over what it is compared with: forward / backward, and of their sum."""
+def _of_both(shares: Mapping[str, tuple[float, float]]) -> str:
+    """The time of forward and backward over what it is compared with; nothing where one of them was not measured."""
     if not shares.keys() >= {"forward", "backward"}:
-        return "", ""
-    passes = shares["forward"], shares["backward"]
-    taken, compared = map(sum, zip(*passes, strict=True))
-    return " / ".join(f"{ms / other:.2f}" for ms, other in passes), f"{taken / compared:.2f}"
+        return ""
+    taken, compared = map(sum, zip(shares["forward"], shares["backward"], strict=True))
+    return f"{taken / compared:.2f}"
 
 
 def _ms(cells: Sequence[dict[str, Any]]) -> str:
