@@ -17,8 +17,8 @@ Options = TypeVar("Options")
 def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset: Any) -> Options:
     """A `schema` of the arguments, then of `preset`, then of the defaults.
 
-    Fields may be bool, int, float, str, Literal, `X | None` and `tuple[X, ...]`. Raises UsageError, which starts with
-    `label`, for what is unknown, given twice or no value of its field.
+    Fields may be bool, int, float, str, Literal, `X | None` and `tuple[X, ...]`, in brackets or not. Raises
+    UsageError, which starts with `label`, for what is unknown, given twice or no value of its field.
     """
     hints = typing.get_type_hints(schema)
     names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
@@ -49,6 +49,8 @@ def _convert(given: str, hint: Any, text: str) -> Any:
             return None
         return _convert(given, next(option for option in arguments if option is not type(None)), text)
     if typing.get_origin(hint) is tuple:
+        if text.startswith("[") and text.endswith("]"):  # as lra fit has lists
+            text = text[1:-1]
         return tuple(_convert(given, arguments[0], part) for part in text.split(","))
     choices = arguments if typing.get_origin(hint) is typing.Literal else (True, False) if hint is bool else ()
     if choices:

@@ -15,6 +15,7 @@ from lra.training import curves
 from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
+STAGE = "of its stage"
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
@@ -69,7 +70,7 @@ def settled(cell: Cell) -> State:
     """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
     directory = cell.directory
     if not directory.path.exists():
-        return State("open")
+        return _stopped(cell) or State("open")
     result = read_result(directory.path / "result.json")
     same = _check(cell, result is not None)
     if result is None or not (same or result["status"] == "finished"):
@@ -77,6 +78,15 @@ def settled(cell: Cell) -> State:
     status = SHOWN[result["status"]]
     final = {"done": True, "OOM": alone(result), "failed": _before(directory.path).exists()}[status]
     return State(status, result, final, directory.last.exists())
+
+
+def _stopped(cell: Cell) -> State | None:
+    """Out of memory, if a stage is of which this cell would need the weights."""
+    if not cell.stages or (before := settled(cell.stages[-1])).status != "OOM" or before.crowded:
+        return None
+    why = str((before.result or {}).get("error", "")) or "out of memory"
+    named = why if why.startswith(STAGE) else f"{STAGE} {cell.stages[-1].directory.path}: {why}"
+    return State("OOM", {"error": named}, final=True)
 
 
 def clear(cell: Cell) -> None:

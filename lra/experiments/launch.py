@@ -98,6 +98,9 @@ class Local:
                     time.sleep(TICK_S)
             finally:
                 self._stop(signals)
+            # what could not begin, as a stage is out of memory, is so, too
+            self.states |= {cell: cells.look(cell) for cell, state in self.states.items() if state.status == "open"}
+            self.watch(self.states)
         return self.states
 
     def _left(self) -> list[Cell]:

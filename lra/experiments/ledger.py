@@ -97,27 +97,29 @@ class Ledger:
 def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     """The results below `folder` that are of one of `cells`, the newest of each.
 
-    Notes name what was left out: files that can't be read, older results of a cell, and results of no cell. Raises
-    UsageError if there is no such folder.
+    A cell without one has that of a stage that was out of memory, as it cannot begin. Notes name what was left out:
+    files that can't be read, older results of a cell, and results of no cell. Raises UsageError if there is no such
+    folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
     ledger, strangers = Ledger(), []
     entries, ledger.notes = find(folder)
+    entries.sort(key=lambda entry: (entry.date, str(entry.path)))
     wanted, defaults = _identities(cells)
-    for entry in sorted(entries, key=lambda entry: (entry.date, str(entry.path))):
-        config = entry.result["config"]
-        default = defaults.get((config["task"]["name"], config["attn"]["name"]))
-        cell = wanted.get(_key(entry.result["task"], identity(config, default or {})))
+    for entry in entries:
+        cell, near = _owner(entry, wanted, defaults)
         if cell is None:
-            strangers.append((default is None, str(entry.path.relative_to(folder))))
+            strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
         if older := ledger.entries.get(cell):
             ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
         ledger.entries[cell] = entry
-    if strangers:
-        named = [name for _, name in sorted(strangers)]  # those of the table's tasks and attentions first
+    stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
+    ledger.entries |= stopped
+    known = {str(entry.path.relative_to(folder)) for entry in stopped.values()}
+    if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
         if len(named) > NAMED:
             named[NAMED:] = [f"and {len(named) - NAMED} more"]
         ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
@@ -200,6 +202,30 @@ def mean(rows: Sequence[Row], field: str, **where: Any) -> float | None:
 def hardware(rows: Sequence[Row]) -> list[str]:
     """On what the finished rows ran."""
     return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
+
+
+def _owner(
+    entry: Entry, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
+) -> tuple[Cell | None, bool]:
+    """Which of the cells a result is of, and whether any is of its task and attention."""
+    config = entry.result["config"]
+    default = defaults.get((config["task"]["name"], config["attn"]["name"]))
+    return wanted.get(_key(entry.result["task"], identity(config, default or {}))), default is not None
+
+
+def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
+    """The results for want of memory of stages without which a cell cannot begin; `entries` by date."""
+    attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
+    found = {}
+    for cell in cells:
+        if cell.attn not in attns or not cell.stages:
+            continue
+        wanted, defaults = _identities(cell.stages)
+        newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
+        last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
+        if last and last.result["status"] == "oom" and alone(last.result):
+            found[cell] = last
+    return found
 
 
 def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]]]:

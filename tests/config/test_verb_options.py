@@ -15,6 +15,7 @@ import pytest
 import lra
 from lra.bench.options import parse
 from lra.errors import UsageError
+from lra.experiments import accuracy
 
 PACKAGE = Path(lra.__file__).parent
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
@@ -99,3 +100,8 @@ def needed(cls: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
         name = next(each.name for each in dataclasses.fields(cls) if f"{each.name}=" in str(error))
         return {} if name == field.name else {name: "a.tar.xz"}
     return {}
+
+
+def test_a_list_has_commas_and_may_have_brackets():
+    assert parse(accuracy.Options, ["tasks=[listops,text]"]) == parse(accuracy.Options, ["tasks=listops,text"])
+    assert parse(accuracy.Options, ["attns=[flash]"]).attns == ("flash",)

@@ -9,7 +9,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments.cells import State, clear, counted, look, reached, settled
 from lra.training.run import claim, claimed
-from tests.experiments.runs import cells, command, made, stub, until
+from tests.experiments.runs import GRID, cells, command, made, stub, until
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,17 @@ def test_out_of_memory_is_final(cell):
     made(cell, "oom", error="halve it")
     state = look(cell)
     assert state.status == "OOM" and state.final and state.accuracy is None and str(state) == "OOM: halve it"
+
+
+def test_without_its_stage_for_want_of_memory_a_cell_is_out_of_memory():
+    (cell,) = GRID.cells(("listops",), ("flash",), 1, "curriculum")
+    first, second = cell.stages
+    made(first, "oom", error="halve it", runs_per_device=2)
+    assert look(cell) == State("open")  # the stage may yet be done
+    path = made(first, "oom", error="halve it")
+    assert look(cell).final and str(look(cell)) == str(look(second)) == f"OOM: of its stage {path}: halve it"
+    made(second, "finished")
+    assert look(cell) == State("open")
 
 
 @pytest.mark.parametrize("status", ["oom", "failed"])

@@ -13,7 +13,7 @@ import torch
 
 from lra.errors import UsageError
 from lra.experiments import launch
-from lra.experiments.cells import look
+from lra.experiments.cells import look, with_stages
 from lra.experiments.launch import Local, slots
 from lra.training.run import claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
@@ -96,6 +96,13 @@ def test_out_of_memory_is_not_run_again():
     made(todo[0], "oom")
     work(todo, stub(todo, "finish"))
     assert not started()
+
+
+def test_what_starts_from_a_run_that_is_out_of_memory_is_not_run():
+    todo = with_stages(GRID.cells(("listops",), ("flash",), 1, "curriculum"))
+    states, said = work(todo, stub(todo, "oom"))
+    assert [state.status for state in states] == ["OOM"] * 3 and all(state.final for state in states) and not said
+    assert started() == [str(todo[0].directory.path)]
 
 
 def test_out_of_memory_beside_others_is_run_again_alone():

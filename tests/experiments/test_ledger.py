@@ -127,6 +127,23 @@ def test_a_recipes_start_is_of_the_same_seed(tmp_path):
     assert list(ledger.match(cells, tmp_path).entries) == [cells[1]]
 
 
+def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp_path):
+    [cell] = TABLE.cells(["listops"], ["flash"], 1, "curriculum")
+    first, second = cell.stages
+    lacking = result(first, status="oom", runs_per_device=1)
+    put(tmp_path / "a.json", dated(lacking | {"runs_per_device": 2}, 1))
+    assert not ledger.match([cell], tmp_path).entries  # beside others it says nothing
+    path = put(tmp_path / "b.json", dated(lacking, 2))
+    found = ledger.match([cell], tmp_path)
+    assert found.entries[cell].path == path and ledger.row(TABLE, cell, found.entries[cell]).status == "oom"
+    assert found.notes == ["of no cell of this table, as configured otherwise: a.json"]
+    done = put(tmp_path / "c.json", dated(result(second), 3))
+    assert not ledger.match([cell], tmp_path).entries
+    done.unlink()
+    put(tmp_path / "d.json", dated(result(first), 3))
+    assert not ledger.match([cell], tmp_path).entries
+
+
 def test_the_newer_of_two_counts_and_both_are_named(tmp_path):
     old = put(tmp_path / "z.json", dated(result(cell("flash", 0)), 1))
     new = put(tmp_path / "a.json", dated(result(cell("flash", 0)), 2))
