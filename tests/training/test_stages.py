@@ -81,6 +81,11 @@ def test_the_background_comes_by_thirds():
     ]  # fmt: skip
     assert all(run.task.tokens == "lit" for run in chain)
     assert [run.task.protocol for run in chain[2:]] == ["hard, lit tokens and 3% of the others", "hard, lit tokens"]
+    flash, other, reformer = (
+        starts("task=path256", f"attn={attn}", "recipe=curriculum") for attn in ("flash", "smyrf", "reformer")
+    )
+    assert other == flash and lra.configure(flash[0]).config.task.background == 0.3, "the same start"
+    assert lra.configure(reformer[0]).config.task.background == 0, "of its own, as it shares queries and keys"
     kept = [run.saved()["task"].get("background") for run in chain]
     assert kept == [0.3, 0.1, 0.03, None], "older runs are not of another configuration"
 
