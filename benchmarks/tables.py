@@ -68,9 +68,8 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    # a run without which others can't begin is their result, too
-    took = {entry.path: (cell.seed, _gpu_hours(entry.result)) for cell, entry in matched.items()}
-    total, first = sum(hours for _, hours in took.values()), sum(hours for seed, hours in took.values() if not seed)
+    took = {cell: _gpu_hours(entry.result) for cell, entry in matched.items()}
+    total, first = sum(took.values()), sum(hours for cell, hours in took.items() if cell.seed == 0)
     part = f", {first:.1f} of them of seed 0" if first < total else ""
     time = (
         f"{total:.1f} GPU-hours of {len(took)} runs{part}, compilation and stages included; "

@@ -89,5 +89,8 @@ class Batch:
             total = self.tokens.numel()
             base = torch.arange(self.size, device=self.start.device) * self.max_length - self.start.long()
             rows = torch.arange(total, device=self.start.device)
-            object.__setattr__(self, "_kept", rows + self.per_row(base))
+            slots = rows + self.per_row(base)
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                return slots  # autograd could not use it later
+            object.__setattr__(self, "_kept", slots)
         return self.__dict__["_kept"]

@@ -57,3 +57,12 @@ def test_padding_compiles_to_one_graph():
 def test_where_rows_lie_is_computed_once():
     packed = batch([3, 0, 2], padded=False)
     assert packed._slots is packed._slots
+
+
+def test_what_was_read_under_inference_mode_can_be_trained_on():
+    ragged = batch([5, 3], padded=False)
+    x = torch.randn(8, 2, requires_grad=True)
+    with torch.inference_mode():
+        ragged.pad(x.detach())
+    ragged.pad(x).sum().backward()
+    assert x.grad is not None

@@ -214,8 +214,8 @@ class RunConfig:
                 f"positions.resize: {self.model.positions} positions are computed anew, nothing is resized; "
                 "see positions.scale="
             )
-        if self.name is not None and (Path(self.name).name != self.name or self.name == ".."):
-            raise UsageError(f"name={self.name} is not the name of a folder: leave out slashes")
+        if self.name is not None and (Path(self.name).name != self.name or self.name.startswith(".")):
+            raise UsageError(f"name={self.name} is not the name of a folder: leave out slashes, and a dot at its start")
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 

@@ -25,18 +25,17 @@ from lra.config.compose import differences
 from lra.errors import UsageError, disk_full
 from lra.training import checkpoints, curves
 from lra.training.run import (
-    CLAIM,
     COMPUTING,
     ENDS,
     FIRST_FAILURE,
-    LOG,
     RUNS,
     End,
     claimed,
     read_config,
     read_result,
     replacing,
-)
+    vacant,
+)  # fmt: skip
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
@@ -110,22 +109,47 @@ class Run:
 
     def steps(self) -> int:
         """Up to where it can be continued: those behind its last.ckpt."""
-        last = self.path / "last.ckpt"
         try:
-            return checkpoints.steps_done(last) if last.exists() else 0
+            return checkpoints.steps_done(self.path / "last.ckpt") if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 
     def check_curves(self) -> None:
         """UsageError if it has a metrics.csv that reports could not read."""
-        file = self.path / "metrics.csv"
         try:
-            if not all(row["step"].isdecimal() and "val/accuracy" in row for row in curves.read(file)):
+            if not all(r["step"].isdecimal() and "val/accuracy" in r for r in curves.read(self.path / "metrics.csv")):
                 raise ValueError
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, AttributeError, csv.Error):
             raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
+
+    def check_weights(self, config: dict[str, Any]) -> None:
+        """UsageError if its model.safetensors is damaged, or another run's."""
+        try:
+            _, identity = checkpoints.read(self.path / "model.safetensors")
+        except UsageError:
+            raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
+        if changed := differences(config, identity["config"], COMPUTING):
+            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
+
+    def check(self, names: Sequence[str]) -> None:
+        """UsageError if its files, of the checkpoints those named, are damaged or of several runs."""
+        config = self.config()
+        try:
+            task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
+        except (KeyError, TypeError):
+            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew") from None
+        if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
+            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
+        for name, result in (("result.json", self.result()), (FIRST_FAILURE, self.failure())):
+            if result and (changed := differences(config, result["config"], COMPUTING)):
+                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
+        self.check_curves()
+        if "last.ckpt" in names:
+            self.steps()
+        if "model.safetensors" in names and self.has("model.safetensors"):
+            self.check_weights(config)
 
 
 def pack(args: Sequence[str]) -> list[str]:
@@ -217,10 +241,16 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
     """The files of a run to pack, and a note on what is left out of what was asked for."""
+    names, note = _wanted(run, checkpoints)
     try:
-        result, _ = run.result(), run.failure()
+        run.check(names)  # or no machine would merge the archive
     except UsageError as error:
         return (), f"left out: {run.name}, {error}"
+    return names, note
+
+
+def _wanted(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
+    result = read_result(run.path / "result.json")
     if result and result["status"] == "finished":
         asked = CHECKPOINTS[checkpoints]
         missing = ", ".join(name for name in asked if not run.has(name))
@@ -238,7 +268,10 @@ def _copy(source: Path, folder: Path) -> None:
     run = Run(source)
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
-    target = folder.joinpath(*Path(result.get("directory", source)).parts[-3:])
+    place = str(result.get("directory", source)).split("/")[-3:]
+    if len(place) != 3 or not all(map(_plain, place)):
+        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
+    target = folder.joinpath(*place)
     target.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL, *CHECKPOINTS["all"]):
         if run.has(name):
@@ -274,12 +307,16 @@ def _unpack(file: Path, folder: Path) -> None:
             raise UsageError(f"{file} has no {run}/config.yaml: get it anew")
 
 
+def _plain(part: str) -> bool:
+    """Whether a part of a path leads down, and can be printed."""
+    return bool(part) and not part.startswith(".") and part.isprintable() and "\\" not in part
+
+
 def _name(member: tarfile.TarInfo, file: Path) -> str:
     """The name of a regular file of a run; anything else is refused."""
     parts = member.name.split("/")
     known = {*SMALL, *CHECKPOINTS["all"]}
-    plain = all(part and not part.startswith(".") and part.isprintable() and "\\" not in part for part in parts)
-    if not (len(parts) == 4 and plain and parts[3] in known):
+    if not (len(parts) == 4 and all(map(_plain, parts)) and parts[3] in known):
         raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
@@ -311,20 +348,10 @@ class _Limited(io.RawIOBase):
 def _checked(run: Run, file: Path) -> Run:
     """A run as unpacked, if its files are of one run, and of the one that its place says."""
     try:
-        config, results = run.config(), {"result.json": run.result(), FIRST_FAILURE: run.failure()}
-        run.check_curves()
-        run.steps()
-        task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
-    except (KeyError, TypeError):
-        raise UsageError(f"{file}: {run.name}/config.yaml is no configuration of a run: get it anew") from None
+        run.check(CHECKPOINTS["all"])
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
-    if run.path.parts[-3:-1] != (task, attn) or not run.path.name.endswith(f"-s{seed}"):
-        raise UsageError(f"{file}: {run.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
-    for name, result in results.items():
-        if result and (changed := differences(config, result["config"], COMPUTING)):
-            raise UsageError(f"{file}: config.yaml and {name} of {run.name} differ ({'; '.join(changed)}): get it anew")
-    if not results["result.json"] and not (run.path / "last.ckpt").exists():
+    if not run.has("result.json") and not run.has("last.ckpt"):
         raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
     return run
 
@@ -334,7 +361,7 @@ def _decide(new: Run, old: Run) -> tuple[str, str]:
     if old.path.is_dir() and claimed(old.path):
         return "kept", "a process works on it here"
     if not (old.path / "config.yaml").exists():
-        if _vacant(old.path):
+        if vacant(old.path):
             return "added", ""
         return "refused", f"{old.path} is no run's directory: move it away"
     if changed := differences(old.config(), new.config(), COMPUTING):
@@ -354,14 +381,9 @@ def _decide(new: Run, old: Run) -> tuple[str, str]:
     return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
 
 
-def _vacant(path: Path) -> bool:
-    """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
-    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
-
-
 def _lacking(old: Run, new: Run) -> list[str]:
-    """The checkpoints of `new` that `old` has not."""
-    return [name for name in CHECKPOINTS["all"] if new.has(name) and not old.has(name)]
+    """The files of `new` that `old` has not."""
+    return [name for name in (*SMALL, *CHECKPOINTS["all"]) if new.has(name) and not old.has(name)]
 
 
 def _place(run: Run, target: Path, old: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result
+from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result, vacant
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
 STAGE = "of its stage"
@@ -69,8 +70,10 @@ def look(cell: Cell) -> State:
 def settled(cell: Cell) -> State:
     """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
     directory = cell.directory
+    if vacant(directory.path) and (stopped := _stopped(cell)):
+        return stopped
     if not directory.path.exists():
-        return _stopped(cell) or State("open")
+        return State("open")
     result = read_result(directory.path / "result.json")
     same = _check(cell, result is not None)
     if result is None or not (same or result["status"] == "finished"):
@@ -131,18 +134,21 @@ def counted(states: Iterable[State]) -> str:
 
 
 def reached(cell: Cell) -> tuple[int, int, float | None]:
-    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy."""
+    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy.
+
+    Zeros and None where there is none, or what can't be read: the run itself, or its merging, says so.
+    """
     step, validated, best = 0, 0, None
     try:
         rows = curves.read(cell.directory.curves)
-    except FileNotFoundError:
+    except (OSError, ValueError, csv.Error):
         return 0, 0, None
     for row in rows:
         try:
             step = int(row["step"])
             if row["val/accuracy"]:
                 validated, best = step, max(best or 0.0, float(row["val/accuracy"]))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             continue  # the last row, as it is being written
     return step, validated, best
 

@@ -51,6 +51,10 @@ class Options:
         for name in self.settings:
             if name not in SETTINGS:
                 raise UsageError(f"settings=: {unknown('setting', name, SETTINGS)}")
+        for name in ("settings", "attns", "lengths"):
+            given = getattr(self, name) or ()
+            if len(set(given)) < len(given):
+                raise UsageError(f"{name}={','.join(map(str, given))} names one twice")
 
     def setting(self, name: str) -> AttentionOptions:
         """One setting, as options of `lra bench attention`."""

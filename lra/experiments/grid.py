@@ -61,7 +61,8 @@ class Cell:
         """The runs that come before this one, as its recipe says, the first of all first."""
         if self.composed.start is None:
             return ()
-        before = Cell(self.column, self.attn, self.seed, self.composed.start)
+        attn = _composed(self.composed.start).config.attn.name
+        before = Cell(self.column, attn, self.seed, self.composed.start)
         chain = (*before.stages, before)
         return tuple(replace(cell, column=f"{self.column} stage {i}") for i, cell in enumerate(chain, 1))
 

@@ -99,7 +99,7 @@ class Local:
             finally:
                 self._stop(signals)
             # what could not begin, as a stage is out of memory, is so, too
-            self.states |= {cell: cells.look(cell) for cell, state in self.states.items() if state.status == "open"}
+            self.states |= {cell: cells.look(cell) for cell, state in self.states.items() if not state.final}
             self.watch(self.states)
         return self.states
 

@@ -91,15 +91,15 @@ class Ledger:
     """Cells with their results, and what else there is to say of the folder."""
 
     entries: dict[Cell, Entry] = field(default_factory=dict)
+    stopped: dict[Cell, Entry] = field(default_factory=dict)  # without one: the stage that was out of memory
     notes: list[str] = field(default_factory=list)
 
 
 def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     """The results below `folder` that are of one of `cells`, the newest of each.
 
-    A cell without one has that of a stage that was out of memory, as it cannot begin. Notes name what was left out:
-    files that can't be read, older results of a cell, and results of no cell. Raises UsageError if there is no such
-    folder.
+    Of a cell without one, that of a stage that was out of memory: it cannot begin. Notes name what was left out: files
+    that can't be read, older results of a cell, and results of no cell. Raises UsageError if there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -116,9 +116,8 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if older := ledger.entries.get(cell):
             ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
         ledger.entries[cell] = entry
-    stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
-    ledger.entries |= stopped
-    known = {str(entry.path.relative_to(folder)) for entry in stopped.values()}
+    ledger.stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
+    known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
         if len(named) > NAMED:
             named[NAMED:] = [f"and {len(named) - NAMED} more"]
@@ -137,7 +136,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         except (OSError, ValueError, RecursionError) as error:
             notes.append(f"{path} can't be read, so it is left out: {str(error).splitlines()[0]}")
             continue
-        if not isinstance(content, dict) or not content.keys() & {"status", "config"}:
+        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name in CURVES):
             continue  # some other measurement
         if lacking := _lacking(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacking}")
@@ -154,10 +153,13 @@ def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity
     return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
 
 
-def row(table: Grid, cell: Cell, entry: Entry | None) -> Row:
+def row(table: Grid, cell: Cell, found: Ledger) -> Row:
+    """Of a cell that could not begin no more than that, and why."""
     paper = table.paper.get(cell.attn, {}).get(cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *cell.args])}
-    if entry is None:
+    if stage := found.stopped.get(cell):
+        known |= {"status": "oom", "date": stage.date, "result": str(stage.path)}
+    if (entry := found.entries.get(cell)) is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], spent(result)
@@ -218,7 +220,7 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
     attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
     found = {}
     for cell in cells:
-        if cell.attn not in attns or not cell.stages:
+        if not attns & {stage.attn for stage in cell.stages}:
             continue
         wanted, defaults = _identities(cell.stages)
         newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}

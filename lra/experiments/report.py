@@ -66,7 +66,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     columns = options.tasks or [key for key, column in table.columns.items() if not column.apart]
     cells, notes = _cells(table, columns, options)
     found = ledger.match(cells, options.results)
-    rows = [ledger.row(table, cell, found.entries.get(cell)) for cell in cells]
+    rows = [ledger.row(table, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
     notes = [f"recipe: {options.recipe or table.recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
@@ -86,6 +86,9 @@ def _measured(table: Grid, file: Path, options: Options) -> dict[str, Any]:
     result, recipe = speed.read(file), options.recipe or table.recipe
     if (other := result["options"]["recipe"]) != recipe:
         raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
+    measured = {cell["column"] for cell in result["cells"]}
+    if measured.isdisjoint(table.columns):
+        raise UsageError(f"speed={file} is of {', '.join(sorted(measured))}, no column of {table.name}: name another")
     return result
 
 

@@ -185,6 +185,11 @@ def read_result(file: Path) -> dict[str, Any] | None:
     return result if whole else None
 
 
+def vacant(path: Path) -> bool:
+    """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
+    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
+
+
 def alone(result: Mapping[str, Any]) -> bool:
     """Whether a run had its GPU to itself: its speed and its want of memory are then its own. Old results don't say."""
     return result.get("runs_per_device", 1) == 1

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lra.cli import app
@@ -34,7 +35,7 @@ CELLS = {DONE: cell("flash", 0), FAILED: cell("flash", 1), GOING: cell("linear",
 
 def make(runs: Path, name: str, status: str | None = "finished", steps: int = 500, **changes: Any) -> Path:
     """A run's directory; `status` None: it has not ended."""
-    folder, made = runs / name, result(CELLS[name], **changes)
+    folder, made = runs / name, result(CELLS[name], directory=f"checkpoints/runs/{name}", **changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(made["config"], sort_keys=False))
     (folder / "env.json").write_text(json.dumps(made["environment"]))
@@ -43,8 +44,9 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
         writer.writeheader()
         writer.writerows({"step": step, "val/accuracy": 0.1} for step in range(250, steps + 1, 250))
         writer.writerow({"step": steps + 50, "train/loss": 1.0})
-    for file in ("best.ckpt", "model.safetensors"):
-        (folder / file).write_bytes(f"{file} {steps}".encode())
+    (folder / "best.ckpt").write_bytes(f"best.ckpt {steps}".encode())
+    identity = {"task": made["task"], "vocabulary": "any", "config": made["config"]}
+    save_file({"steps": torch.tensor([steps])}, folder / "model.safetensors", {"lra": json.dumps(identity)})
     torch.save({"global_step": steps}, folder / "last.ckpt")
     (folder / "tensorboard").mkdir(exist_ok=True)
     if status:
@@ -139,7 +141,9 @@ def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, here, tmp_
     made = json.loads((released / "result.json").read_text())
     for changed, message in (
         ({"status": "failed"}, "has no finished run's result.json"),
-        ({"directory": "flash/xiong2021-s0"}, "holds no runs: get it anew"),
+        ({"directory": "flash/xiong2021-s0"}, "has 'flash/xiong2021-s0' as its directory"),
+        ({"directory": "x/../../.."}, "has '../../..' as its directory: get it anew"),
+        ({"directory": 5}, "has '5' as its directory: get it anew"),
         ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
         ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
     ):
@@ -396,3 +400,35 @@ def test_the_commands(runs, here, tmp_path):
     assert done.exit_code == 0 and "2 added, 0 replaced, 0 completed, 0 kept" in done.output, done.output
     shutil.rmtree(here)
     assert isinstance(CliRunner().invoke(app, ["results", "merge", str(here)]).exception, UsageError)
+
+
+def test_weights_are_read_before_they_are_placed(runs, here, tmp_path):
+    weights = runs / DONE / "model.safetensors"
+    released = shutil.copytree(runs / DONE, tmp_path / "released")
+    for content, message in (
+        (weights.read_bytes()[:-1], "can't be read"),
+        ((runs / FAILED / "model.safetensors").read_bytes(), "is another run's .seed: 0 -> 1"),
+    ):
+        (released / "model.safetensors").write_bytes(content)
+        with pytest.raises(UsageError, match=f"{DONE}/model.safetensors {message}"):
+            merge(released, [f"runs={here}"])
+    assert not here.exists()
+    weights.write_bytes(content)
+    out = tmp_path / "a.tar.xz"
+    [note, _] = pack([f"runs={runs}", f"out={out}", "checkpoints=weights"])[:2]
+    assert note.startswith(f"left out: {DONE}, {DONE}/model.safetensors is another run's") and DONE not in names(out)
+    pack([f"runs={runs}", f"out={out}"])
+    assert DONE in names(out), "they are not packed"
+
+
+def test_curves_that_cant_be_read_are_not_packed_and_missing_ones_come_later(runs, here, tmp_path):
+    first = shutil.copytree(runs / DONE, tmp_path / "released")
+    (first / "metrics.csv").unlink()
+    merge(first, [f"runs={here}"])
+    assert f"{DONE}: completed, metrics.csv" in merge(packed(runs, "checkpoints=weights"), [f"runs={here}"])
+    (runs / DONE / "metrics.csv").write_text("garbage\nmore\n")
+    out = tmp_path / "a.tar.xz"
+    assert f"left out: {DONE}, {DONE}/metrics.csv can't be read: leave that run out" in pack(
+        [f"runs={runs}", f"out={out}"]
+    )
+    merge(out, [f"runs={tmp_path / 'other'}"])

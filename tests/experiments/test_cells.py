@@ -63,8 +63,11 @@ def test_without_its_stage_for_want_of_memory_a_cell_is_out_of_memory():
     assert look(cell) == State("open")  # the stage may yet be done
     path = made(first, "oom", error="halve it")
     assert look(cell).final and str(look(cell)) == str(look(second)) == f"OOM: of its stage {path}: halve it"
+    cell.directory.path.mkdir(parents=True)
+    (cell.directory.path / "log.txt").touch()
+    assert look(cell).status == "OOM", "a process that was refused is no begin"
     made(second, "finished")
-    assert look(cell) == State("open")
+    assert str(look(cell)) == "interrupted, starts over"
 
 
 @pytest.mark.parametrize("status", ["oom", "failed"])
@@ -135,6 +138,13 @@ def test_steps_and_accuracy_are_those_of_the_curves(cell):
     rows = ["step,train/loss,lr,val/loss,val/accuracy", "1,2.0,0.1,,", "2,,,1.0,0.3", "4,,,1.0,0.2", "5,2.0,0.1,,", "x"]
     (made(cell) / "metrics.csv").write_text("\n".join(rows))
     assert reached(cell) == (5, 4, 0.3)
+
+
+@pytest.mark.parametrize("content", [b"garbage\nmore\n", b"\xff\n", b"step\nx\n"])
+def test_curves_that_cant_be_read_end_nothing(cell, content):
+    path = made(cell)
+    (path / "metrics.csv").write_bytes(content)
+    assert reached(cell) == (0, 0, None)
 
 
 def test_states_are_counted():

@@ -194,3 +194,9 @@ def test_the_command_lists_runs_and_refuses(folder):
     assert done.exit_code == 0, done.output
     assert "Table 11, both: ms" in done.output and "paper: block-sparse FlashAttention" in done.output
     assert isinstance(CliRunner().invoke(app, ["reproduce", "fig4"]).exception, UsageError)
+
+
+@pytest.mark.parametrize("given", ["lengths=128,128", "attns=flash,flash", "settings=mask,mask"])
+def test_nothing_is_measured_twice(given, tmp_path):
+    with pytest.raises(UsageError, match=f"{given} names one twice"):
+        fig3.run([given, f"out={tmp_path}"])

@@ -132,16 +132,26 @@ def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp
     first, second = cell.stages
     lacking = result(first, status="oom", runs_per_device=1)
     put(tmp_path / "a.json", dated(lacking | {"runs_per_device": 2}, 1))
-    assert not ledger.match([cell], tmp_path).entries  # beside others it says nothing
+    assert not ledger.match([cell], tmp_path).stopped  # beside others it says nothing
     path = put(tmp_path / "b.json", dated(lacking, 2))
     found = ledger.match([cell], tmp_path)
-    assert found.entries[cell].path == path and ledger.row(TABLE, cell, found.entries[cell]).status == "oom"
+    row = ledger.row(TABLE, cell, found)
+    assert not found.entries and (row.status, row.result, row.memory_gb, row.steps) == ("oom", str(path), None, None)
     assert found.notes == ["of no cell of this table, as configured otherwise: a.json"]
     done = put(tmp_path / "c.json", dated(result(second), 3))
-    assert not ledger.match([cell], tmp_path).entries
+    assert not ledger.match([cell], tmp_path).stopped
     done.unlink()
     put(tmp_path / "d.json", dated(result(first), 3))
-    assert not ledger.match([cell], tmp_path).entries
+    assert not ledger.match([cell], tmp_path).stopped
+
+
+def test_a_stage_may_be_of_another_attention(tmp_path):
+    table = grid.read("table6")
+    cells = table.cells(["path256"], ["standard", "smyrf", "butterfly"], 1)
+    path = put(tmp_path / "a.json", result(cells[0].stages[-1], status="oom", runs_per_device=1))
+    found = ledger.match(cells, tmp_path)
+    assert {cell.attn: entry.path for cell, entry in found.stopped.items()} == {"standard": path, "smyrf": path}
+    assert cells[0].stages[-1].attn == "flash"
 
 
 def test_the_newer_of_two_counts_and_both_are_named(tmp_path):

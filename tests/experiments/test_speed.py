@@ -348,6 +348,13 @@ def test_the_report_refuses_what_is_no_measurement_of_its_recipe(here, file, mor
         report.run("table3", ["results=runs", f"speed={file}", *more])
 
 
+def test_the_report_refuses_what_is_of_another_table(here):
+    Path("runs").mkdir()
+    FILE.write_text(json.dumps(result(made("listops", "flash", "product", 2.0))))
+    with pytest.raises(UsageError, match="speed=speed.json is of .*listops.*, no column of table6: name another"):
+        report.run("table6", ["results=runs", "recipe=xiong2021", f"speed={FILE}"])
+
+
 def test_a_real_file_is_shown_with_its_options(real):
     shutil.copy(real[0] / "speed.json", FILE)
     Path("runs").mkdir()

@@ -121,6 +121,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "name=a/b": ("name=a/b", "leave out slashes"),
     "name=..": ("name=..", "leave out slashes"),
     "name=.": ("name=.", "leave out slashes"),
+    "name=.x": ("name=.x", "and a dot at its start"),
     # fields that are none, typos, or of another task or attention
     "optim.schedul=linear": ("'optim.schedul'", "did you mean 'optim.schedule'"),
     "trainer.max_steps=5": ("'trainer.max_steps'", "did you mean 'trainer.steps'"),

@@ -247,6 +247,7 @@ SEQUENCES: dict[str, Any] = dict(
 MISTAKES = [
     (dict(k=ROWS[:5]), ValueError, "one shape"),
     (dict(q=ROWS[0], k=ROWS[0], v=ROWS[0]), ValueError, r"\[T, H, D\]"),
+    (dict(q=ROWS[..., :0], k=ROWS[..., :0], v=ROWS[..., :0]), ValueError, "head dimension of at least 1"),
     (dict(v=ROWS.half()), TypeError, "one dtype"),
     (dict(q=ROWS.double(), k=ROWS.double(), v=ROWS.double()), TypeError, "float16, bfloat16 or float32"),
     (dict(k=ROWS.to("meta")), ValueError, "one device"),
@@ -276,6 +277,22 @@ def test_mistakes(change, error, message, device):
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) and not v.is_meta else v for k, v in arguments.items()}
     with pytest.raises(error, match=message):
         flash_attention(**arguments)
+
+
+@pytest.mark.parametrize("impl", ["triton", "sdpa"])
+def test_lengths_that_the_host_can_see_are_checked(impl, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for change, message in (
+        ({"length": torch.tensor([3, 4], dtype=I32)}, "0 and the 6 rows"),
+        ({"start": torch.tensor([-1, 3], dtype=I32)}, "0 and the 6 rows"),
+        ({"length": torch.tensor([4, 1], dtype=I32)}, "lengths must lie between 0 and 3, got 1 to 4"),
+        ({"length": torch.tensor([3, -1], dtype=I32)}, "lengths must lie between 0 and 3, got -1 to 3"),
+    ):
+        given: dict[str, Any] = SEQUENCES | change
+        with pytest.raises(ValueError, match=message):
+            flash_attention(ROWS, ROWS, ROWS, **given, impl=impl)
+    with pytest.raises(ValueError, match="lengths must lie between 0 and 6, got 7 to 7"):
+        flash_attention(ROWS[None], ROWS[None], ROWS[None], length=torch.tensor([7], dtype=I32), impl=impl)
 
 
 def test_interpreter_refuses_bfloat16(device):

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from lra.kernels import block_sparse_attention
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import END, FULL, NONE, Layout, find
 
@@ -381,3 +382,21 @@ def test_a_layout_from_another_process_is_known_by_its_key(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "layout.pt"], capture_output=True, text=True)
     assert done.returncode == 0 and float(done.stdout) == pytest.approx(96 * 16), done.stderr
+
+
+def test_a_layout_keeps_its_own_blocks():
+    blocks = torch.eye(4, dtype=torch.bool)[None]
+    Layout(blocks, (16, 16))
+    blocks[:] = True
+    assert Layout(torch.eye(4, dtype=torch.bool)[None], (16, 16)).density() == 0.25
+    fresh = Layout(torch.eye(4, dtype=torch.bool)[None], (16, 16))
+    assert find(fresh.key).density() == 0.25
+
+
+def test_a_call_needs_a_layout_of_its_heads():
+    q = torch.randn(1, 64, 1, 16)
+    with pytest.raises(TypeError, match="layout must be a Layout, got NoneType"):
+        block_sparse_attention(q, q, q, cast(Layout, None))
+    two = Layout(torch.ones(2, 4, 4, dtype=torch.bool), (16, 16))
+    with pytest.raises(ValueError, match="the layout has 2 heads, q has 1"):
+        block_sparse_attention(q, q, q, two)

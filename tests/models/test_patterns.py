@@ -292,3 +292,9 @@ def test_local_is_that_of_another_library(ours, theirs):
     real = torch.ones(2, n, dtype=torch.bool)
     expected = other(*(x.unflatten(0, (2, n)).transpose(1, 2) for x in (q, k, v)), mask=real)
     torch.testing.assert_close(out, expected.transpose(1, 2).flatten(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_that_are_too_many_are_refused_before_they_are_made():
+    with pytest.raises(UsageError, match="attn.window=2: 65536 tokens would be 32768 x 32768 blocks, choose larger"):
+        build("local", 65536, window=2, pattern="blocks")
+    assert build("local", 4096, window=2, pattern="sliding").layout.band == 1

@@ -156,6 +156,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have one shape, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     if q.dim() not in (3, 4):
         raise ValueError(f"q, k and v must be [T, H, D] or [B, N, H, D], got {list(q.shape)}")
+    if not q.shape[-1]:
+        raise ValueError(f"q, k and v must have a head dimension of at least 1, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them to one")
     if q.dtype not in DTYPES:
@@ -187,6 +189,8 @@ def sequences(
         if length is None:
             length = torch.full((size,), rows, dtype=torch.int32, device=q.device)
         _check_per_sequence("length", length, size, q.device)
+        if _free_to_read(length):
+            _check_lengths(length, rows)
         return torch.arange(size, dtype=torch.int32, device=q.device) * rows, length.contiguous(), rows
 
     if start is None or length is None or max_length is None:
@@ -198,6 +202,10 @@ def sequences(
             f"{len(q)} rows do not fit {start.numel()} sequences of at most {max_length}: "
             "max_length must be max(length) or more"
         )
+    if _free_to_read(start) and _free_to_read(length):
+        if int(start.min()) < 0 or int((start + length).max()) > len(q):
+            raise ValueError(f"start and start + length must lie between 0 and the {len(q)} rows of q")
+        _check_lengths(length, max_length)
     return start.contiguous(), length.contiguous(), int(max_length)
 
 
@@ -212,6 +220,17 @@ def randomness(seed: Tensor | None, index: Tensor | None, size: int, device: tor
         return seed, torch.arange(size, dtype=torch.int32, device=device)
     _check_per_sequence("index", index, size, device)
     return seed, index.contiguous()
+
+
+def _free_to_read(values: Tensor) -> bool:
+    """Whether the host can look at them at once, and there are some: what is traced has no values."""
+    plain = type(values) is Tensor and values.device.type == "cpu"
+    return plain and values.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def _check_lengths(length: Tensor, most: int) -> None:
+    if int(length.min()) < 0 or int(length.max()) > most:
+        raise ValueError(f"lengths must lie between 0 and {most}, got {int(length.min())} to {int(length.max())}")
 
 
 def _check_per_sequence(name: str, values: Tensor, size: int, device: torch.device) -> None:

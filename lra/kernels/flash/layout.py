@@ -36,7 +36,7 @@ class Layout:
         ValueError: a query sees no key at all, or an argument is out of range.
     """
 
-    blocks: Tensor  # bool [H or 1, rows, columns], on the CPU; not to be changed
+    blocks: Tensor  # bool [H or 1, rows, columns], on the CPU
     block: tuple[int, int]  # R queries by C keys
     band: int | None = None  # |i - j| <= band is seen
     globals: int = 0  # tokens before this one see all and are seen by all
@@ -46,6 +46,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.blocks.dim() != 3 or self.blocks.dtype != torch.bool or self.blocks.device.type != "cpu":
             raise ValueError("blocks must be a bool tensor [H or 1, rows, columns] on the CPU")
+        object.__setattr__(self, "blocks", self.blocks.clone())  # nobody else's: the key is that of its content
         if min(self.block) < 1 or self.globals < 0 or (self.band is not None and self.band < 0):
             raise ValueError("block sizes must be positive, band and globals not negative")
         if not self.blocks.numel():

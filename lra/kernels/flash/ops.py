@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
 
 from lra.kernels.flash.problem import Problem
 
@@ -19,6 +18,26 @@ PROBLEM = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
     "Tensor? seed, Tensor? index, bool deterministic, int? layout"
 )
+
+
+class Once(torch.autograd.Function):
+    """Three gradients, as functions of the tensors that follow them; their own derivative is an error.
+
+    PyTorch's `once_differentiable` lets them pass for constants where only the gradient of the result has none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:3]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("this attention can't be differentiated twice: use attn=standard, or plain PyTorch")
+
+
+def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients, which depend on `inputs`; where a graph of them is made, without a derivative."""
+    return Once.apply(*gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
@@ -37,13 +56,14 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, out, lse, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
-        return *flash_backward(q, k, v, out, lse, do, *problem), *(None,) * len(problem)
+        with torch.no_grad():
+            gradients = flash_backward(q, k, v, out, lse, do, *problem)
+        return *once(gradients, q, k, v, do), *(None,) * len(problem)
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lra.kernels.flash.ops import LIBRARY, define
+from lra.kernels.flash.ops import LIBRARY, define, once
 
 PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 
@@ -32,12 +31,13 @@ class Attention(torch.autograd.Function):
         return out, p
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, p, length, seed, index = ctx.saved_tensors
-        return *softmax_backward(q, k, v, p, do, length, *ctx.numbers, seed, index), *(None,) * 5
+        with torch.no_grad():
+            gradients = softmax_backward(q, k, v, p, do, length, *ctx.numbers, seed, index)
+        return *once(gradients, q, k, v, do), *(None,) * 5
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.

@@ -81,15 +81,18 @@ class BlockConfig(BlockSparseAttention.Config):
             raise UsageError(f"attn.block={self.block}: one side must divide the other")
 
 
+def check_blocks(given: str, tokens: int, sides: tuple[int, int]) -> None:
+    """UsageError if so many tokens are more blocks than a layout can be made of."""
+    rows, columns = (math.ceil(tokens / side) for side in sides)
+    if rows * columns > MOST_BLOCKS:
+        raise UsageError(f"{given}: {tokens} tokens would be {rows} x {columns} blocks, choose larger")
+
+
 @functools.cache
 def _build(cls: type[BlockSparseAttention], config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
     """The layout, one for all layers that see the same, and what it is, for the user."""
     if isinstance(config, BlockConfig):
-        rows, columns = (math.ceil(spec.max_length / side) for side in config.sides)
-        if rows * columns > MOST_BLOCKS:
-            raise UsageError(
-                f"attn.block={config.block}: {spec.max_length} tokens would be {rows} x {columns} blocks, choose larger"
-            )
+        check_blocks(f"attn.block={config.block}", spec.max_length, config.sides)
     layout, options = cls.make_layout(config, spec)
     block = "x".join(map(str, layout.block))
     return layout, f"{options} in blocks of {block}, density {layout.density(spec.max_length):.4f}"

@@ -9,7 +9,7 @@ from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec, check_count
-from lra.models.attention.block_sparse import BlockSparseAttention
+from lra.models.attention.block_sparse import BlockSparseAttention, check_blocks
 
 
 @ATTENTIONS.register(
@@ -48,6 +48,7 @@ class LocalAttention(BlockSparseAttention):
         if config.pattern == "sliding":
             layout = layouts.window(n, band=min(config.window // 2, n))
         else:
+            check_blocks(f"attn.window={config.window}", n, (config.window, config.window))
             longest = -(-n // 128) * 128  # a longer block would show no more
             layout = layouts.local(n, min(config.window, longest), width=0)
         return layout, f"{config.pattern}, window {config.window}"
