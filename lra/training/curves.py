@@ -35,7 +35,9 @@ class Curves(Logger):
             csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
 
     def _start(self, step: int) -> None:
-        kept = [row for row in read(self.path) if int(row["step"]) < step] if self.path.exists() else []
+        rows = read(self.path) if self.path.exists() else []
+        # what a power cut has left of a row is none
+        kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < step]
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()

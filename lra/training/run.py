@@ -80,6 +80,11 @@ class RunDirectory:
                 )
         if self.finished:
             return
+        elsewhere = path.suffix == ".ckpt" and path.resolve().parent != self.path.resolve()
+        if elsewhere and self.last.exists():
+            raise UsageError(
+                f"{self.path} holds an unfinished run: resume=auto goes on with it, name= starts another from {path}"
+            )
         if self.resume == "true" and not self.last.exists():
             raise UsageError(f"resume=true, but {self.path} has no last.ckpt: leave resume out to start there")
         if self.resume == "false" and file.exists():

@@ -19,7 +19,7 @@ from lra.training import checkpoints
 from lra.training.checkpoints import SCALE, TABLES
 
 # of a generator: expression i of a seed is its i-th that fits the lengths, so with others it is mostly the same one
-SAME_STREAM = {"tokens", "train", "val", "test", "fresh", "min_length", "max_length"}
+SAME_STREAM = {"tokens", "background", "train", "val", "test", "fresh", "min_length", "max_length"}
 EMBEDDING = "encoder.embedding.weight"
 Grid = tuple[int, int]
 

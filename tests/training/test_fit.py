@@ -164,6 +164,8 @@ def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
     with pytest.raises(UsageError, match=r"best.ckpt is missing, .*: put it back, or remove last.ckpt to start over"):
         small("resume=true")
     kept.rename(best)
+    with (best.parent / "metrics.csv").open("a") as file:
+        file.write("\0\0\n")  # as a power cut may leave it
     assert small("resume=true")["steps"] == 12
 
 
@@ -196,6 +198,9 @@ def test_a_finished_checkpoint_of_another_directory_is_no_beginning(small, finis
     """Also where a best.ckpt is there already."""
     own = Path(small("name=own")["directory"])
     (own / "result.json").unlink()
+    with pytest.raises(UsageError, match="own-s0 holds an unfinished run: resume=auto goes on with it, name= starts"):
+        small("name=own", f"resume={finished}/last.ckpt")
+    (own / "last.ckpt").unlink()
     with pytest.raises(UsageError, match="has 12 steps behind it: raise trainer.steps"):
         small("name=own", f"resume={finished}/last.ckpt")
 

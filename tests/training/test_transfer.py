@@ -194,6 +194,8 @@ def test_a_test_set_that_was_trained_on_is_refused(saved):
     for fine in (("task.train=200",), ("task.train=10", "task.data_seed=1"), ("task.train=10", "task.level=hard")):
         moved("pathfinder", path, "task.val=10", *fine)
     moved("path64", path, "task.train=10", "task.val=10")
+    lit = saved("pathfinder", "task.train=100", "task.tokens=lit", "task.background=0.1")
+    refused(message, "pathfinder", lit, "task.train=10", "task.val=10", "task.tokens=lit", "task.background=0.2")
     refused(
         "as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), "task.train=20", "task.val=5"
     )
