@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,11 +94,11 @@ class Writer:
 
     def _labelled(self, split: str) -> dict[str, Any]:
         labels = np.concatenate(self._labels[split])
-        np.save(self._folder / f"{split}.labels.npy", labels)
+        _save(self._folder / f"{split}.labels.npy", labels)
         values, counts = np.unique(labels, return_counts=True)
         balance = {str(value): int(count) for value, count in zip(values, counts, strict=True)}
         if split in self._pairs:
-            np.save(self._folder / f"{split}.pairs.npy", np.concatenate(self._pairs[split]))
+            _save(self._folder / f"{split}.pairs.npy", np.concatenate(self._pairs[split]))
             return {"count": len(labels), "labels": balance}
         return {**self._finish(split), "labels": balance}
 
@@ -106,7 +107,7 @@ class Writer:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         with (self._folder / f"{name}.tokens.npy").open("r+b") as file:
             _write_header(file, self.dtype, int(offsets[-1]))
-        np.save(self._folder / f"{name}.offsets.npy", offsets)
+        _save(self._folder / f"{name}.offsets.npy", offsets)
         return {
             "count": len(lengths),
             "tokens": int(offsets[-1]),
@@ -116,6 +117,13 @@ class Writer:
                 "max": int(lengths.max(initial=0)),
             },
         }
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    """As np.save, whose error on a full disk does not say that it is one."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:

@@ -5,13 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lra.data import store
 from lra.data.store import Content, Store, prepare
-from lra.errors import UsageError
+from lra.data.writer import _save
+from lra.errors import UsageError, disk_full
 
 
 def content(**changes):
@@ -323,3 +325,10 @@ def test_verify_finds_a_flipped_bit():
 def test_unknown_split():
     with pytest.raises(UsageError, match="no split 'val': choose from train, test"):
         prepare(content(), build).split("val")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
+def test_an_array_on_a_full_disk_says_so():
+    with pytest.raises(OSError) as caught:
+        _save(Path("/dev/full"), np.zeros(100_000))
+    assert disk_full(caught.value)
