@@ -393,10 +393,7 @@ def test_a_layout_keeps_its_own_blocks():
     assert find(fresh.key).density() == 0.25
 
 
-def test_a_call_needs_a_layout_of_its_heads():
+def test_a_call_needs_a_layout():
     q = torch.randn(1, 64, 1, 16)
     with pytest.raises(TypeError, match="layout must be a Layout, got NoneType"):
         block_sparse_attention(q, q, q, cast(Layout, None))
-    two = Layout(torch.ones(2, 4, 4, dtype=torch.bool), (16, 16))
-    with pytest.raises(ValueError, match="the layout has 2 heads, q has 1"):
-        block_sparse_attention(q, q, q, two)

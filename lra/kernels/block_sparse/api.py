@@ -44,8 +44,6 @@ def block_sparse_attention(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: without one it is flash_attention")
-    if len(layout.blocks) > q.shape[-2]:
-        raise ValueError(f"the layout has {len(layout.blocks)} heads, q has {q.shape[-2]}: give it as many, or one")
     return attention(
         q, k, v, layout, gather_attention, start=start, length=length, max_length=max_length, causal=False, scale=scale,
         dropout=dropout, seed=seed, index=index, impl=impl, other="gather", deterministic=deterministic,
