@@ -37,6 +37,13 @@ def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset:
     return schema(**(preset | values))
 
 
+def refuse_repeats(**lists: Sequence[Any] | None) -> None:
+    """UsageError for a list, under the name of its field, that has something twice."""
+    for name, given in lists.items():
+        if given and len(set(given)) < len(given):
+            raise UsageError(f"{name}={','.join(map(str, given))} names one twice")
+
+
 def shown(options: Any) -> dict[str, Any]:
     """What a result states of them: not where it lies."""
     return {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "plots")}

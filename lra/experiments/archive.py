@@ -35,7 +35,7 @@ from lra.training.run import (
     read_result,
     replacing,
     vacant,
-)  # fmt: skip
+)
 
 ENDING = ".tar.xz"
 SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
@@ -241,8 +241,8 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
     """The files of a run to pack, and a note on what is left out of what was asked for."""
-    names, note = _wanted(run, checkpoints)
     try:
+        names, note = _wanted(run, checkpoints)
         run.check(names)  # or no machine would merge the archive
     except UsageError as error:
         return (), f"left out: {run.name}, {error}"
@@ -250,7 +250,7 @@ def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
 
 
 def _wanted(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
-    result = read_result(run.path / "result.json")
+    result = run.result()
     if result and result["status"] == "finished":
         asked = CHECKPOINTS[checkpoints]
         missing = ", ".join(name for name in asked if not run.has(name))

@@ -16,7 +16,6 @@ from lra.training import curves
 from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result, vacant
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
-STAGE = "of its stage"
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
@@ -84,12 +83,16 @@ def settled(cell: Cell) -> State:
 
 
 def _stopped(cell: Cell) -> State | None:
-    """Out of memory, if a stage is of which this cell would need the weights."""
-    if not cell.stages or (before := settled(cell.stages[-1])).status != "OOM" or before.crowded:
-        return None
-    why = str((before.result or {}).get("error", "")) or "out of memory"
-    named = why if why.startswith(STAGE) else f"{STAGE} {cell.stages[-1].directory.path}: {why}"
-    return State("OOM", {"error": named}, final=True)
+    """Out of memory, if the last stage with anything to show was, of which this cell would need the weights."""
+    for stage in reversed(cell.stages):
+        if vacant(path := stage.directory.path):
+            continue
+        state = settled(stage)
+        if state.status != "OOM" or not state.final:
+            return None
+        error = (state.result or {}).get("error", "out of memory")
+        return State("OOM", {"error": f"of its stage {path}: {error}"}, final=True)
+    return None
 
 
 def clear(cell: Cell) -> None:

@@ -20,7 +20,7 @@ from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
 from lra.bench.files import write
-from lra.bench.options import parse, shown
+from lra.bench.options import parse, refuse_repeats, shown
 from lra.bench.presets import PASSES, SETTINGS
 from lra.config.registry import unknown
 from lra.errors import UsageError
@@ -51,10 +51,7 @@ class Options:
         for name in self.settings:
             if name not in SETTINGS:
                 raise UsageError(f"settings=: {unknown('setting', name, SETTINGS)}")
-        for name in ("settings", "attns", "lengths"):
-            given = getattr(self, name) or ()
-            if len(set(given)) < len(given):
-                raise UsageError(f"{name}={','.join(map(str, given))} names one twice")
+        refuse_repeats(settings=self.settings, attns=self.attns, lengths=self.lengths)
 
     def setting(self, name: str) -> AttentionOptions:
         """One setting, as options of `lra bench attention`."""

@@ -218,7 +218,9 @@ def _owner(
 def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
     """The results for want of memory of stages without which a cell cannot begin; `entries` by date."""
     attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
-    found = {}
+    found: dict[Cell, Entry] = {}
+    if not attns:
+        return found  # to compose stages takes long
     for cell in cells:
         if not attns & {stage.attn for stage in cell.stages}:
             continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lra.bench.options import parse
+from lra.bench.options import parse, refuse_repeats
 from lra.config.compose import read_recipe
 from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, speed
@@ -41,10 +41,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds} is no number of seeds: use at least 1")
-        for name in ("tasks", "attns"):
-            given = getattr(self, name) or ()
-            if len(set(given)) < len(given):
-                raise UsageError(f"{name}={','.join(given)} names one twice")
+        refuse_repeats(tasks=self.tasks, attns=self.attns)
 
 
 class Report(NamedTuple):

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from lra import environment
 from lra.bench import step
 from lra.bench.files import write
-from lra.bench.options import parse
+from lra.bench.options import parse, refuse_repeats
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError
@@ -68,10 +68,7 @@ class Options:
     out: str | None = None  # JSON file; checkpoints/<table>-speed.json by default
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "attns"):
-            given = getattr(self, name) or ()
-            if len(set(given)) < len(given):
-                raise UsageError(f"{name}={','.join(given)} names one twice")
+        refuse_repeats(tasks=self.tasks, attns=self.attns)
 
 
 class Measurement(NamedTuple):

@@ -1,94 +1,24 @@
-"""Results carried in an archive: what is packed, what merging keeps, and what no archive can do."""
+"""Results carried in an archive: what is packed, and what merging keeps."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import lzma
 import os
 import shutil
-import tarfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import archive
 from lra.experiments.archive import merge, pack
-from lra.training.curves import COLUMNS
 from lra.training.run import CLAIM, FIRST_FAILURE, LOG, claim
-from tests.experiments.test_ledger import cell, result
+from tests.experiments.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
 
-DONE, FAILED, GOING = (
-    f"listops/{name}" for name in ("flash/xiong2021-s0", "flash/xiong2021-s1", "linear/xiong2021-s0")
-)
-CELLS = {DONE: cell("flash", 0), FAILED: cell("flash", 1), GOING: cell("linear", 0)}
-
-
-def make(runs: Path, name: str, status: str | None = "finished", steps: int = 500, **changes: Any) -> Path:
-    """A run's directory; `status` None: it has not ended."""
-    folder, made = runs / name, result(CELLS[name], directory=f"checkpoints/runs/{name}", **changes)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(made["config"], sort_keys=False))
-    (folder / "env.json").write_text(json.dumps(made["environment"]))
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({"step": step, "val/accuracy": 0.1} for step in range(250, steps + 1, 250))
-        writer.writerow({"step": steps + 50, "train/loss": 1.0})
-    (folder / "best.ckpt").write_bytes(f"best.ckpt {steps}".encode())
-    identity = {"task": made["task"], "vocabulary": "any", "config": made["config"]}
-    save_file({"steps": torch.tensor([steps])}, folder / "model.safetensors", {"lra": json.dumps(identity)})
-    torch.save({"global_step": steps}, folder / "last.ckpt")
-    (folder / "tensorboard").mkdir(exist_ok=True)
-    if status:
-        (folder / "result.json").write_text(json.dumps(made | {"status": status}))
-    return folder
-
-
-def listed(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def packed(runs: Path, *args: str) -> Path:
-    out = runs.parent / f"{runs.name}.tar.xz"
-    pack([f"runs={runs}", f"out={out}", *args])
-    return out
-
-
-def names(file: Path) -> dict[str, set[str]]:
-    """run -> its files in an archive."""
-    found: dict[str, set[str]] = {}
-    with tarfile.open(file) as tar:
-        for member in tar:
-            run, _, name = member.name.rpartition("/")
-            found.setdefault(run, set()).add(name)
-    return found
-
-
-@pytest.fixture
-def runs(tmp_path):
-    runs = tmp_path / "there"
-    make(runs, DONE)
-    make(runs, FAILED, "oom")
-    make(runs, GOING, None)
-    return runs
-
-
-@pytest.fixture
-def here(tmp_path):
-    return tmp_path / "here"
-
-
-SMALL = set(archive.SMALL) - {FIRST_FAILURE}
 CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
 
 
@@ -276,109 +206,6 @@ def test_a_failed_rename_leaves_the_old_run(runs, here, monkeypatch):
     with pytest.raises(UsageError, match="no space left"):
         merge(file, [f"runs={here}"])
     assert listed(here) == before
-
-
-def crafted(path: Path, members: Mapping[str, bytes | tarfile.TarInfo]) -> Path:
-    with tarfile.open(path, "w:xz") as tar:
-        for name, content in members.items():
-            if isinstance(content, tarfile.TarInfo):
-                tar.addfile(content)
-            else:
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return path
-
-
-def whole(runs: Path, name: str = DONE) -> dict[str, bytes | tarfile.TarInfo]:
-    return {f"{name}/{file}": (runs / name / file).read_bytes() for file in sorted(SMALL)}
-
-
-def special(name: str, kind: bytes, target: str = "/etc/passwd") -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = kind, target
-    return member
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["/etc/a/b/result.json", "../a/b/result.json", "a/../../result.json", "listops/flash/result.json",
-     "a/b/c/d/env.json", "listops/flash/x-s0/evil.py", "listops/flash/.x-s0/env.json", "listops//x-s0/env.json",
-     "listops/flash/x\n-s0/env.json",
-     "./listops/flash/x-s0/env.json", "listops\\flash/x/y-s0/env.json"],
-)  # fmt: skip
-def test_a_name_that_is_no_runs_file_is_refused(runs, here, name):
-    refuse(crafted(here.with_suffix(".xz"), whole(runs) | {name: b"{}"}), here, "which is no file of a run")
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_a_link_or_device_is_refused(runs, here, kind):
-    name = f"{DONE}/best.ckpt"
-    refuse(crafted(here.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), here, "no regular file")
-
-
-def refuse(file: Path, here: Path, message: str) -> None:
-    """One error, and nothing written."""
-    before = sorted(here.parent.rglob("*"))
-    with pytest.raises(UsageError, match=message):
-        merge(file, [f"runs={here}"])
-    assert sorted(here.parent.rglob("*")) == before
-
-
-def test_too_many_bytes_are_refused(runs, here, monkeypatch):
-    file = here.with_suffix(".xz")
-    monkeypatch.setattr(archive, "LEAST_LIMIT", 1 << 20)
-    refuse(crafted(file, whole(runs) | {f"{DONE}/best.ckpt": bytes(8 << 20)}), here, "states more bytes than runs have")
-    head = special("x", tarfile.XHDTYPE)  # a header of the format itself
-    head.size = 8 << 20
-    file.write_bytes(lzma.compress(head.tobuf(tarfile.USTAR_FORMAT) + bytes(8 << 20)))
-    refuse(file, here, "unpacks to more than")
-    monkeypatch.setattr(archive, "MOST_SMALL", 10)
-    refuse(crafted(file, whole(runs)), here, "states more bytes than runs have")
-
-
-def test_a_damaged_archive_is_refused(runs, here):
-    good = packed(runs).read_bytes()
-    flipped = good[:200] + bytes([good[200] ^ 1]) + good[201:]
-    file = here.with_suffix(".xz")
-    for content in (b"", b"no archive", good[:-40], good[: len(good) // 2], flipped):
-        file.write_bytes(content)
-        refuse(file, here, "damaged one|holds no runs")
-    tar = lzma.decompress(good)
-    file.write_bytes(lzma.compress(tar[: len(tar) // 2]))
-    refuse(file, here, "damaged one|neither|has no")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"config.yaml": None}, "has no listops/flash/xiong2021-s0/config.yaml"),
-        ({"result.json": None}, "has neither a result.json nor a last.ckpt"),
-        ({"result.json": b"{"}, "is no whole result"),
-        ({"config.yaml": b"a: &x [1]\nb: [*x, *x]"}, "is no configuration of a run"),
-        ({"config.yaml": b"[1]"}, "is no configuration of a run"),
-        ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
-        ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
-        ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
-        ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result, failed"),
-        ({FIRST_FAILURE: b'{"status": "failed", "config": {}}'}, "config.yaml and failed.json of"),
-        ({FIRST_FAILURE: b'{"status": "finished", "config": {}, "test": {"accuracy": 1}}'}, "no whole result, failed"),
-        ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
-        ({"last.ckpt": b""}, "last.ckpt can't be read"),
-    ],
-)
-def test_a_run_that_is_not_whole_is_refused(runs, here, change, message):
-    members = whole(runs) | {f"{DONE}/{name}": content for name, content in change.items()}
-    kept = {name: content for name, content in members.items() if content is not None}
-    refuse(crafted(here.with_suffix(".xz"), kept), here, message)
-
-
-def test_a_file_twice_is_refused(runs, here):
-    file = here.with_suffix(".xz")
-    with tarfile.open(file, "w:xz") as tar:
-        for _ in range(2):
-            tar.add(runs / DONE / "config.yaml", f"{DONE}/config.yaml")
-    refuse(file, here, "has listops/flash/xiong2021-s0/config.yaml twice")
 
 
 def test_bad_input_is_one_line(tmp_path):
