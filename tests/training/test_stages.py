@@ -96,6 +96,15 @@ def test_a_rule_can_leave_out_what_was_given():
     assert small == starts("task=path64", "attn=flash", "recipe=curriculum", "task.tokens=lit")[0]
 
 
+def test_only_the_last_run_reads_lras_own_expressions():
+    generated = ("task=listops", "attn=flash", "recipe=curriculum")
+    imported = (*generated, "task.source=release")
+    assert lra.configure(imported).config.task.source == "release"
+    assert starts(*imported) == starts(*generated) and len(starts(*imported)) == 2, "the same stages, trained once"
+    middle, short = starts(*generated)
+    assert starts(*middle, "task.source=release") == [short]
+
+
 def test_a_rule_has_fields_for_the_run_that_it_applies_to():
     chosen = ("task=path64", "attn=flash", "recipe=curriculum")
     composed = lra.configure(chosen)
