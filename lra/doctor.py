@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import platform
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from lra import environment
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Row = tuple[str, str]
+PARAMS = {"seed": "data_seed", "folder": "source"}  # a store's parameters whose names are not those of fields
 
 
 def report() -> Iterator[Row]:
@@ -144,10 +149,27 @@ def _data() -> Iterator[Row]:
 def _store(path: Path) -> Iterator[Row]:
     from lra.data.store import Store
 
-    manifest = Store.open(path).manifest
+    manifest = Store.open(path, _command(path)).manifest
     size = sum(file["bytes"] for file in manifest["files"].values())
     splits = ", ".join(f"{name} {split['count']:,}" for name, split in manifest["splits"].items())
     yield f"  {path.name}", f"{size / 1e6:.1f} MB: {splits}"
+
+
+def _command(path: Path) -> str:
+    """What prepares the store at `path`, by its manifest's parameters; empty if they are not those of its name."""
+    from lra.tasks import TASKS
+
+    params: dict[str, Any] = {}  # those of the default, where none can be read
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        params = dict(json.loads((path / "manifest.json").read_bytes())["params"])
+    with suppress(Exception):  # a task that is no more, or what none of its fields can be
+        task = TASKS.get(path.name.partition("@")[0])
+        given = {PARAMS.get(name, name): value for name, value in params.items()}
+        fields = {field.name: given[field.name] for field in dataclasses.fields(task.Config) if field.name in given}
+        data = task.Data(SimpleNamespace(task=task.Config(**fields)))
+        if data.content().path == path:
+            return data.command()
+    return ""
 
 
 def _disk() -> Iterator[Row]:

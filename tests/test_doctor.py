@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import warnings
 
 import numpy as np
@@ -15,6 +17,8 @@ from lra.cli import app
 from lra.data.store import Content, prepare
 from lra.kernels.flash import tuning
 from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
+from lra.tasks.base import TaskData
+from lra.training.data import task_data
 
 
 def test_every_subject_has_a_row(tmp_path, monkeypatch):
@@ -112,6 +116,36 @@ def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):
     assert "manifest.json is missing or unreadable" in unreadable
     assert strange.startswith("fails: ")
     assert not any("toy@9" in subject for subject in rows)
+
+
+def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path))
+
+    def broken(unreadable: bool, *args: str) -> tuple[TaskData, str]:
+        """A data module whose store is damaged, and what is said of that."""
+        data = task_data(args)
+        rows = [np.zeros(5, np.uint8)] * 3
+        store = prepare(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
+        (store.path / ("manifest.json" if unreadable else "train.labels.npy")).write_text("{")
+        return data, dict(doctor.report())[f"  {store.path.name}"]
+
+    for args in (
+        ("task=listops", "task.train=50", "task.data_seed=3", "task.max_length=600"),
+        ("task=listops", "task.source=/a folder", "task.fresh=9"),
+        ("task=pathx", "task.level=easy", "task.val=7"),
+        ("task=path64", "task.source=/a folder"),
+        ("task=text",),
+        ("task=text", "task.source=/a folder"),  # not in its name
+        ("task=retrieval", "task.dataset=scisumm", "task.source=/a folder"),
+    ):
+        data, said = broken(False, *args)
+        words = shlex.split(said.partition("; run: ")[2])
+        assert words[:3] == ["lra", "data", "prepare"] and words[-1] == "force=true"
+        assert task_data(words[3:-1]).content() == data.content()
+        shutil.rmtree(data.content().path)
+    assert broken(True, "task=listops")[1].endswith("; run: lra data prepare task=listops force=true")
+    data, said = broken(True, "task=listops", "task.train=50")
+    assert said.endswith(f"; remove {data.content().path}, and what needs it prepares it anew")
 
 
 def test_what_raises_is_a_row(tmp_path, monkeypatch):

@@ -114,39 +114,38 @@ class Store:
 
     path: Path
     manifest: Mapping[str, Any]
-    command: str  # that prepares it
+    command: str  # that prepares it; empty if that is not known
 
     @classmethod
     def open(cls, path: Path, command: str = "") -> Store:
         """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file.
 
-        The errors name `command` as the one that prepares this store, by default that of the task as it is.
+        The errors name `command` as the one that prepares this store; without it they name no other.
         """
-        task = path.name.split("@")[0]
-        command = command or f"lra data prepare task={task}"
         if not os.path.exists(path):  # unlike pathlib's, False also where nobody may look
-            raise UsageError(f"{task} is not prepared: no {path}; run: {command}")
+            mend = f"; run: {command}" if command else ""
+            raise UsageError(f"{path.name.split('@')[0]} is not prepared: no {path}{mend}")
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
             version, source = manifest["format"], Path(manifest.get("source", ""))
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(command)}") from error
-        if source.is_absolute() and "source=" not in command:
+            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
+        if command and source.is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again
         if version != FORMAT:
             raise UsageError(
-                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(command)}"
+                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(path, command)}"
             )
         if missing := [name for name in STATED if name not in manifest]:
-            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(command)}")
+            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
         parts = manifest["splits"].values() if isinstance(manifest["splits"], dict) else [None]
         if not all(isinstance(part, dict) and isinstance(part.get("labels"), dict) for part in parts):
-            raise UsageError(f"{path}/manifest.json does not say which labels the splits have; {_again(command)}")
+            raise UsageError(f"{path}/manifest.json does not say which labels the splits have; {_again(path, command)}")
         for name, stated in sizes.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != stated:
-                raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(command)}")
+                raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(path, command)}")
         return cls(path, manifest, command)
 
     @property
@@ -191,14 +190,14 @@ class Store:
 
     def _damaged(self, name: str, part: str) -> UsageError:
         what = f"{self.path}/{name}.{part}.npy has what a store's {part} can't be: it is corrupt"
-        return UsageError(f"{what}; {_again(self.command)}")
+        return UsageError(f"{what}; {_again(self.path, self.command)}")
 
     def verify(self) -> None:
         """Read every byte again; UsageError names the first file that is not what was written."""
         Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
-                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.command)}")
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
 
 
 def _within(values: np.ndarray, count: int) -> bool:
@@ -208,9 +207,9 @@ def _within(values: np.ndarray, count: int) -> bool:
     return values.dtype.kind in "iu" and values.min(initial=0) >= 0 and values.max(initial=0) < count
 
 
-def _again(command: str) -> str:
+def _again(path: Path, command: str) -> str:
     """The mend of a damaged store that `command` prepares."""
-    return f"run: {command} force=true"
+    return f"run: {command} force=true" if command else f"remove {path}, and what needs it prepares it anew"
 
 
 def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:

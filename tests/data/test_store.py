@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -266,7 +267,7 @@ def test_killed_build_leaves_no_store_and_no_rubbish():
 
 def test_missing_store():
     with pytest.raises(UsageError, match="toy is not prepared.*lra data prepare task=toy"):
-        Store.open(content().path)
+        Store.open(content().path, "lra data prepare task=toy")
 
 
 def damage_missing(path):
@@ -304,10 +305,13 @@ def damage_format(path):
 def test_damage_is_named_with_its_mend(damage, message):
     path = prepare(content(), build).path
     damage(path)
-    for reader in (Store.open, lambda _: prepare(content(), build)):
+    command = "lra data prepare task=toy"
+    for reader in (partial(Store.open, path), partial(prepare, content(), build)):
         with pytest.raises(UsageError, match=message) as caught:
-            reader(path)
-        assert "lra data prepare task=toy force=true" in str(caught.value) and "\n" not in str(caught.value)
+            reader(command=command)
+        assert str(caught.value).endswith(f"; run: {command} force=true") and "\n" not in str(caught.value)
+        with pytest.raises(UsageError, match=f"; remove {path}, and what needs it prepares it anew$"):
+            reader()
     prepare(content(), build, force=True).verify()
 
 
@@ -318,7 +322,7 @@ def test_verify_finds_a_flipped_bit():
     data[-1] ^= 1
     file.write_bytes(data)
     Store.open(made.path)  # cheap, so it does not see it
-    with pytest.raises(UsageError, match="train.tokens.npy is corrupt.*force=true"):
+    with pytest.raises(UsageError, match="train.tokens.npy is corrupt"):
         made.verify()
 
 
