@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
@@ -17,3 +21,22 @@ def write(path: Path, result: dict[str, Any]) -> None:
         replace_file(path, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"out={path} can't be written ({error.strerror}): name another file") from None
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """UsageError if another process measures for a file: each would replace the other's records, and slow it down."""
+    held = path.with_name(f".{path.name}.lock")
+    lock = FileLock(held)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UsageError(f"another process measures for {path}: wait for it") from None
+    except OSError as error:
+        raise UsageError(f"out={path} can't be written ({error.strerror or error}): name another file") from error
+    try:
+        yield
+    finally:
+        held.unlink(missing_ok=True)  # nobody waits for it
+        lock.release()

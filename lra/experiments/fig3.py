@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
-from lra.bench.files import write
+from lra.bench.files import alone, write
 from lra.bench.options import parse, refuse_repeats, shown
 from lra.bench.presets import PASSES, SETTINGS
 from lra.config.registry import unknown
@@ -125,15 +126,24 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     """
     options = parse(Options, args)
     folder = Path(options.out)
-    parts = {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
+
+    def read() -> dict[str, Part]:
+        return {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
+
+    parts = read()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"out={options.out} can't be a folder ({error.strerror}): name another") from None
-    _check_environments(list(parts.values()), any(parts[name].lacking() for name in options.settings))
-    for name in options.settings:
-        parts[name].complete(progress)
-    parts = {name: Part(part.path, part.options) for name, part in parts.items()}  # others may have gone on
+    lacking = [name for name in options.settings if parts[name].lacking()]
+    with ExitStack() as held:
+        for name in lacking:
+            held.enter_context(alone(parts[name].path))
+        parts = read()  # another process may just have completed them
+        _check_environments(list(parts.values()), any(parts[name].lacking() for name in lacking))
+        for name in lacking:
+            parts[name].complete(progress)
+    parts = read()  # others may have gone on
     _check_environments(list(parts.values()), False)
     records = [record for part in parts.values() for record in part.records]
     lines = [*attention.notes(records), verdict(records)]

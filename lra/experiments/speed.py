@@ -13,17 +13,15 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 
 from lra import environment
 from lra.bench import step
-from lra.bench.files import write
+from lra.bench.files import alone, write
 from lra.bench.options import parse, refuse_repeats
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
@@ -139,7 +137,7 @@ def run(
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
     if _lacking(wanted, result) and not dry_run:
-        with _alone(path):
+        with alone(path):
             result = _open(path, stated, made)
             _same_environment(path, result, made)
             _measure(path, result, _lacking(wanted, result), device, progress)
@@ -284,25 +282,6 @@ def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> dict[str,
 def _lacking(wanted: Sequence[Measurement], result: dict[str, Any]) -> list[Measurement]:
     done = {_key(record) for record in result["cells"]}
     return [one for one in wanted if one.key not in done]
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """UsageError if another process measures for a file: each would replace the other's records, and slow it down."""
-    held = path.with_name(f".{path.name}.lock")
-    lock = FileLock(held)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UsageError(f"another process measures for {path}: wait for it") from None
-    except OSError as error:
-        raise UsageError(f"out={path} can't be written ({error.strerror or error}): name another file") from error
-    try:
-        yield
-    finally:
-        held.unlink(missing_ok=True)  # nobody waits for it
-        lock.release()
 
 
 def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from typing import Any
 from xml.etree import ElementTree
 
@@ -194,6 +195,30 @@ def test_the_command_lists_runs_and_refuses(folder):
     assert done.exit_code == 0, done.output
     assert "Table 11, both: ms" in done.output and "paper: block-sparse FlashAttention" in done.output
     assert isinstance(CliRunner().invoke(app, ["reproduce", "fig4"]).exception, UsageError)
+
+
+def test_two_commands_do_not_measure_for_one_file(folder):
+    for name in ("mask", "plain"):
+        (folder / f"{name}.json").unlink()
+    said: list[str] = []
+
+    def meanwhile(line: str) -> None:
+        said.append(line)
+        for settings in ("mask", "mask,plain", "plain,mask") if len(said) == 1 else ():
+            with pytest.raises(UsageError, match=r"another process measures for .*/mask\.json: wait for it$"):
+                again(folder, f"settings={settings}")
+        assert not (folder / "plain.json").exists()
+
+    fig3.run([*TINY, f"out={folder}", "settings=mask"], meanwhile)
+    assert len(said) == 6 and len(read(folder / "mask.json")["cells"]) == 18
+    assert len(again(folder)) == 6 and not list(folder.glob(".*")), "of plain, which nobody holds any more"
+
+
+def test_what_another_process_has_just_completed_is_not_measured_again(folder, monkeypatch):
+    whole = (folder / "mask.json").read_text()
+    (folder / "mask.json").unlink()
+    monkeypatch.setattr(fig3, "alone", lambda path: nullcontext(path.write_text(whole)))
+    assert again(folder) == []
 
 
 @pytest.mark.parametrize("given", ["lengths=128,128", "attns=flash,flash", "settings=mask,mask"])
