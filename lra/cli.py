@@ -30,6 +30,7 @@ app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
 
+INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 # click's UsageError, which each version of Typer has elsewhere
 Misused: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -352,6 +353,12 @@ def main() -> None:
         _refuse(error)
     except UsageError as error:
         _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends with 1
+            sys.exit(INTERRUPTED)
+        raise
 
 
 def _refuse(error: Any) -> NoReturn:

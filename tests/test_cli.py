@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -358,6 +359,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused(trained, here, tmp_path):
     for use in ("init", "resume"):
         refused(lra(*FIT, f"{use}={tmp_path / 'broken.ckpt'}"), "broken.ckpt can't be read as a checkpoint")
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["fit", "test"])
+def test_an_interrupt_outside_of_training_says_nothing(verb, trained, monkeypatch):
+    command, where = {
+        "fit": (FIT, "lra.training.fit.build"),
+        "test": (("test", f"init={trained[1]}"), "lra.tasks.base.TaskModule.test_step"),
+    }[verb]
+    monkeypatch.setenv("LRA_DATA", str(trained[1].parents[4] / "data"))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with mock.patch(where, lambda *_: signal.raise_signal(signal.SIGINT)):
+            done = lra(*command)
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from the first one on
+    assert done.code == 130 and not done.err.strip(), done
 
 
 def test_an_unwritable_folder_is_one_line(here):

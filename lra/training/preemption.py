@@ -1,4 +1,4 @@
-"""A run that is to make room: SIGTERM and SIGUSR1, as schedulers send them."""
+"""A run that is to make room: SIGTERM and SIGUSR1, as schedulers send them, and SIGINT, the user's Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ranks:
 
 
 class Preemption(pl.Callback):
-    """SIGTERM and SIGUSR1 end a run with 143 and 138 where nothing is lost: after its stride of steps, or validation.
+    """Signals end a run with 128 + their number where nothing is lost: after its stride of steps, or validation.
 
     Before and after training, and in its first stride, that is at once. Several devices stop at the same step, one
     stride later.
@@ -47,7 +47,7 @@ class Preemption(pl.Callback):
         clock: is stopped before it is written.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
 
     def __init__(self, run: RunConfig, last: Path, clock: Clock):
@@ -65,7 +65,7 @@ class Preemption(pl.Callback):
 
         def handle(number: int, _: Any) -> None:
             if self.arrived:
-                if time.monotonic() - self.when < self.TWICE_S:
+                if number != signal.SIGINT and time.monotonic() - self.when < self.TWICE_S:
                     return
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
@@ -76,7 +76,8 @@ class Preemption(pl.Callback):
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         # asks all ranks before each stride whether those handlers were called, and waits for the GPU
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        before = {number: signal.signal(number, handle) for number in self.SIGNALS}
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell has it for a job in the background
+        before = {number: signal.signal(number, handle) for number in self.SIGNALS[ignored:]}
         try:
             yield
         finally:

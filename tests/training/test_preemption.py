@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a run that they end goes on as if nothing had happened."""
+"""SIGINT, SIGTERM and SIGUSR1: a run that they end goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import lra
 from lra.experiments.launch import Local
+from lra.training.preemption import Preemption
 from tests.experiments import runs
 from tests.training.conftest import arguments
 from tests.training.test_faults import same, state
@@ -91,7 +93,7 @@ def goes_on(whole: Path, *options: str) -> None:
     assert counts[0] == counts[1]
 
 
-TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
@@ -100,12 +102,14 @@ TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
         pytest.param("setup", 1, TERM, 0, (), marks=pytest.mark.slow),
         pytest.param("step", 1, USR1, 0, (), marks=pytest.mark.slow),  # the first stride compiles
         pytest.param("step", 6, TERM, 6, (), marks=pytest.mark.slow),
+        ("step", 6, INT, 6, ()),
         pytest.param("step", 4, TERM, 4, (), marks=pytest.mark.slow),  # validation is next
         ("validation", 1, USR1, 4, ()),  # SIGTERM has other tests in make test
         pytest.param("checkpoint", 1, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("checkpoint", 2, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("step", 12, TERM, 12, (), marks=pytest.mark.slow),
         pytest.param("test", 1, TERM, 12, (), marks=pytest.mark.slow),
+        pytest.param("test", 1, INT, 12, (), marks=pytest.mark.slow),
         pytest.param("step", 5, TERM, 5, RARE, marks=pytest.mark.slow),
         pytest.param("step", 24, USR1, 24, RARE, marks=pytest.mark.slow),
         pytest.param("step", 44, TERM, 44, RARE, marks=pytest.mark.slow),
@@ -154,6 +158,24 @@ def test_a_second_signal_ends_at_once(tmp_path, monkeypatch):
     process.terminate()
     assert process.wait(20) == -TERM
     assert not (RUN / "run-s0/last.ckpt").exists()
+
+
+def test_a_second_ctrl_c_is_not_the_first_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kill = "os.kill(os.getpid(), number)"
+    monkeypatch.setattr(sys.modules[__name__], "DRIVER", DRIVER.replace(kill, f"{kill}; {kill}"))
+    assert signalled("step", 3, INT, "name=run").returncode == -INT
+    assert not (RUN / "run-s0/last.ckpt").exists()
+
+
+def test_a_background_job_goes_on_after_ctrl_c(monkeypatch):
+    before = signal.signal(INT, signal.SIG_IGN)
+    try:
+        with Preemption(mock.Mock(), Path("last.ckpt"), mock.Mock()).listening(mock.Mock()):
+            assert signal.getsignal(INT) is signal.SIG_IGN and signal.getsignal(TERM) is not signal.SIG_DFL
+        assert signal.getsignal(INT) is signal.SIG_IGN
+    finally:
+        signal.signal(INT, before)
 
 
 @pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
