@@ -23,6 +23,12 @@ from lra.training.run import replacing
 
 # fields without which weights mean something else, or have another shape
 SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
+# of a run's checkpoints, those that stand in for a damaged one
+OTHERS = {
+    "last.ckpt": ("best.ckpt",),
+    "best.ckpt": ("model.safetensors", "last.ckpt"),
+    "model.safetensors": ("best.ckpt", "last.ckpt"),
+}
 TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
 
 
@@ -48,14 +54,17 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def verify(path: Path) -> None:
-    """UsageError if a `.ckpt` is not as it was written, naming the other one of its run if that is whole."""
+    """UsageError if a `.ckpt` is not as it was written, naming another file of its run that is whole."""
     if fault := _fault(path):
         raise _unreadable(path, fault)
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a `.ckpt`, by its checksums: torch.load takes flipped bits for weights without a word."""
+    """What is wrong with a file, by its checksums: torch.load takes flipped bits for weights without a word."""
     try:
+        if path.suffix == ".safetensors":
+            _weights_file(path)
+            return None
         with zipfile.ZipFile(path) as archive:
             # PyTorch writes neither compressed files nor folders, reads both, and zipfile's test passes over them
             plain = all(each.file_size == each.compress_size and not each.external_attr for each in archive.infolist())
@@ -65,12 +74,15 @@ def _fault(path: Path) -> str | None:
 
 
 def _unreadable(path: Path, fault: str) -> UsageError:
-    other = path.with_name({"last.ckpt": "best.ckpt", "best.ckpt": "last.ckpt"}.get(path.name, path.name))
-    mend = "; without it, resume=auto begins anew" if path.name == "last.ckpt" else ""
-    if other != path and not _fault(other):
-        mend = f"; {other} is whole: resume={other} goes on there, init={other} takes its weights"
+    last = path.name == "last.ckpt"
+    mend = "without it, resume=auto begins anew" if last else "choose another checkpoint"
+    for other in map(path.with_name, OTHERS.get(path.name, ())):
+        if not _fault(other):
+            on = f"resume={other} goes on there, " if last else ""  # no run goes on whose best checkpoint is lost
+            mend = f"{other} is whole: {on}init={other} takes its weights"
+            break
     what = f"{path} can't be read as a checkpoint of lra ({fault})"
-    return UsageError(f"{what}: it is damaged or of another program{mend}")
+    return UsageError(f"{what}: it is damaged or of another program; {mend}")
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -199,11 +211,11 @@ def steps_done(path: str | Path) -> int:
 
 
 def lost_best(path: Path) -> Path | None:
-    """The checkpoint that was the best so far when the run wrote `path`, where that is no longer beside it."""
+    """The checkpoint that was the best so far when the run wrote `path`, where that is no longer whole beside it."""
     states = torch.load(path, map_location="cpu", weights_only=True)["callbacks"].values()
     scored = (state for state in states if state.get("best_model_score") is not None)
     found = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
-    return next((best for best in found if not best.exists()), None)
+    return next((best for best in found if _fault(best)), None)
 
 
 def save_weights(module: TaskModule, path: Path) -> None:

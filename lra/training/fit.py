@@ -109,11 +109,11 @@ def fit(*args: str) -> dict[str, Any]:
         weights, identity = checkpoints.read(checkpoint)
         _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
-        own = checkpoint.parent == directory.path
+        own = os.path.realpath(checkpoint.parent) == os.path.realpath(directory.path)
         if own and (best := checkpoints.lost_best(checkpoint)):
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
-                f"{best} is missing, the best of what {checkpoint} has behind it: put it back, or remove "
-                f"{checkpoint.name} to start over"
+                f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back, or remove "
+                f"{checkpoint.name}, and resume=auto starts over"
             )
         scoring = own and directory.best.exists()  # may be what is left to do
         done = 0 if scoring else checkpoints.steps_done(checkpoint)

@@ -310,12 +310,35 @@ def test_without_another_whole_checkpoint_a_run_begins_anew(tmp_path, whole, bro
     same(tmp_path, whole)
 
 
-def test_no_score_is_of_a_damaged_checkpoint(tmp_path, whole):
-    copy(whole, tmp_path)
-    (tmp_path / RUN / "result.json").unlink()
+def test_a_run_whose_best_checkpoint_is_damaged_starts_over(tmp_path, whole, broken):
+    copy(broken, tmp_path)
     DAMAGES["a bit of a tensor"](tmp_path / RUN / "best.ckpt")
+    before = files(tmp_path)
+    for last in (f"{RUN}/last.ckpt", f"{tmp_path}/{RUN}/last.ckpt"):
+        code, output = fit(tmp_path, *FIELDS, f"resume={last}")
+        assert code == 2 and f"remove {Path(last).name}, and resume=auto starts over" in output
+    assert files(tmp_path) == before
+    (tmp_path / RUN / "last.ckpt").unlink()
     code, output = fit(tmp_path, *FIELDS, "resume=auto")
-    assert code == 2 and f"{RUN}/last.ckpt is whole" in output
+    assert code == 0, output
+    same(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "other"),
+    [(("best.ckpt",), "model.safetensors"), (("best.ckpt", "model.safetensors"), "last.ckpt"),
+     (("model.safetensors",), "best.ckpt")],
+)  # fmt: skip
+def test_what_a_damaged_checkpoint_names_can_be_scored(tmp_path, monkeypatch, whole, damaged, other):
+    copy(whole, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
+    for name in damaged:
+        flipped(RUN / name, (RUN / name).stat().st_size // 2)
+    with pytest.raises(UsageError, match=f"{RUN}/{other} is whole: (init={RUN}/{other}) takes its weights") as refused:
+        lra.test(f"init={RUN / damaged[0]}")
+    assert "resume=" not in str(refused.value)
+    assert lra.test(f"init={RUN / other}")["test"]
 
 
 def test_any_flipped_bit_is_noticed_or_without_effect(tmp_path, broken):

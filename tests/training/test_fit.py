@@ -161,7 +161,9 @@ def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
         small()
     (best,) = Path("checkpoints/runs").rglob("best.ckpt")
     kept = best.rename("kept.ckpt")
-    with pytest.raises(UsageError, match=r"best.ckpt is missing, .*: put it back, or remove last.ckpt to start over"):
+    with pytest.raises(
+        UsageError, match=r"best.ckpt is missing or damaged, .*: put it back, or remove last.ckpt, and "
+    ):
         small("resume=true")
     kept.rename(best)
     with (best.parent / "metrics.csv").open("a") as file:
