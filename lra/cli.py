@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lra.errors import UsageError
+from lra.errors import UsageError, denied
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 1000)
@@ -353,6 +353,10 @@ def main() -> None:
         _refuse(error)
     except UsageError as error:
         _complain(str(error))
+    except OSError as error:
+        if not (said := denied(error)):
+            raise
+        _complain(said)
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(INTERRUPTED)
     except SystemExit as ended:

@@ -19,3 +19,12 @@ def disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def denied(error: BaseException) -> str | None:
+    """What is said of a file or folder that may not be read or written; None of any other error."""
+    refusals = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+    if not isinstance(error, OSError) or error.errno not in refusals or not error.filename:
+        return None
+    where = "change who may use it, or work in another folder (that of data is LRA_DATA)"
+    return f"{error.filename} can't be used ({error.strerror}): {where}"

@@ -129,6 +129,8 @@ class Store:
             manifest = json.loads((path / "manifest.json").read_bytes())
             version, source = manifest["format"], Path(manifest.get("source", ""))
             sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+        except PermissionError:  # nothing is damaged
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
         if command and source.is_absolute() and "source=" not in command:
@@ -185,6 +187,8 @@ class Store:
         try:
             # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
             return np.asarray(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r"))
+        except PermissionError:
+            raise
         except (OSError, ValueError, EOFError) as error:
             raise self._damaged(name, part) from error
 

@@ -69,6 +69,8 @@ def _fault(path: Path) -> str | None:
             # PyTorch writes neither compressed files nor folders, reads both, and zipfile's test passes over them
             plain = all(each.file_size == each.compress_size and not each.external_attr for each in archive.infolist())
             return None if plain and archive.testzip() is None else "checksum"
+    except PermissionError:  # nothing is damaged
+        raise
     except Exception as error:  # of many kinds, depending on where the damage is
         return type(error).__name__
 
@@ -103,7 +105,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
         _expect(weights, identity)
-    except UsageError:
+    except (UsageError, PermissionError):
         raise
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, EOFError, OSError) as error:
         raise _unreadable(path, type(error).__name__) from error

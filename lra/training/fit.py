@@ -23,7 +23,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra.config.compose import Composed, compose, differences, read_recipe, restore
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, disk_full
+from lra.errors import UsageError, denied, disk_full
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
@@ -191,12 +191,14 @@ def _recorded(
             directory.finish("oom", known | {"error": advice})
         raise UsageError(advice) from None
     except Exception as error:
-        full = disk_full(error)
-        with suppress(OSError) if full else nullcontext():  # no room for this either, perhaps
+        full, refused = disk_full(error), denied(error)
+        with suppress(OSError) if full or refused else nullcontext():  # nor can this be written, perhaps
             if trainer.is_global_zero:
                 directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
         if full:
             raise UsageError(f"no space left for {directory.path}: free some, then add resume=auto") from error
+        if refused:
+            raise UsageError(f"{refused}; resume=auto goes on") from error
         raise
 
 

@@ -174,6 +174,8 @@ def read_config(file: Path) -> dict[str, Any] | None:
     """A run's configuration as `config.yaml` has it; None if that is damaged or something else."""
     try:
         config = yaml.load(file.read_text(encoding="utf-8"), _Plain)
+    except PermissionError:  # nothing is damaged
+        raise
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
@@ -185,6 +187,8 @@ def read_result(file: Path) -> dict[str, Any] | None:
         result = json.loads(file.read_text(encoding="utf-8"))
         ended = result["status"] in ENDS and isinstance(result["config"], dict)
         whole = ended and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
+    except PermissionError:  # nothing is damaged
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return result if whole else None

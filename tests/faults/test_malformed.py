@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -240,6 +242,43 @@ def test_a_folder_that_is_a_file(command, around, made, monkeypatch):
         shutil.copytree(made / PLACE, around / "here" / PLACE)
         assert lra("results", "pack", "out=packed.tar.xz").code == 0
     refuses(around, command, ("checkpoints/runs" if command[0] == "fit" else "file/x",))
+
+
+DENIED = {  # what may not be opened -> a command that opens it
+    "manifest.json": ("data", "info", *DATA),
+    "train.tokens.npy": ("fit", *RUN, "name=other"),
+    "result.json": ("fit", *RUN, "name=done"),
+    "best.ckpt": ("test", f"init={PLACE}/best.ckpt"),
+}
+
+
+@pytest.mark.parametrize("file", DENIED)
+def test_a_file_that_may_not_be_read(file, around, made, monkeypatch):
+    """Also by root, who may read all."""
+    for part, there in (("data", around / "data"), (PLACE, around / "here" / PLACE)):
+        shutil.copytree(made / part, there)
+    genuine = io.open
+
+    def opened(path: Any, *rest: Any, **named: Any) -> Any:
+        if isinstance(path, str | Path) and Path(path).name == file:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return genuine(path, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", opened)
+        patch.setattr("builtins.open", opened)
+        done = lra(*DENIED[file])
+    check(done, (f"{file} can't be used (Permission denied): change who may use it",))
+
+
+def test_a_run_that_may_not_write_any_more(around, made, monkeypatch):
+    shutil.copytree(made / "data", around / "data")
+    refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there/last.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr("lra.training.checkpoints.replacing", mock.Mock(side_effect=refusal))
+        done = lra("fit", *RUN, "name=denied")
+    check(done, ("there/last.ckpt can't be used (Permission denied)", "resume=auto goes on"))
+    assert lra("fit", *RUN, "name=denied", "resume=auto").code == 0
 
 
 def test_what_a_kill_left_half_written_goes(around, made):
