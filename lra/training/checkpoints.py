@@ -135,6 +135,7 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
 
 
 def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    path.open("rb").close()  # safetensors says of what may not be read that it is not there
     with safe_open(path, "pt") as file:
         weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
         identity = dict(json.loads(file.metadata()["lra"]))

@@ -248,6 +248,7 @@ DENIED = {  # what may not be opened -> a command that opens it
     "manifest.json": ("data", "info", *DATA),
     "train.tokens.npy": ("fit", *RUN, "name=other"),
     "result.json": ("fit", *RUN, "name=done"),
+    "model.safetensors": ("test", f"init={PLACE}"),
     "best.ckpt": ("test", f"init={PLACE}/best.ckpt"),
 }
 
