@@ -109,7 +109,7 @@ def fit(*args: str) -> dict[str, Any]:
         weights, identity = checkpoints.read(checkpoint)
         _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
-        own = os.path.realpath(checkpoint.parent) == os.path.realpath(directory.path)
+        own = checkpoint.parent.resolve() == directory.path.resolve()
         if own and (best := checkpoints.lost_best(checkpoint)):
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
                 f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back, or remove "
