@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+Measured = tuple[Path, dict[str, Any]]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+def read(results: Path, ending: str) -> list[Measured]:
+    """The files whose name ends so, before `.json`, and what they hold."""
+    files = sorted(results.glob(f"[!.]*{ending}.json"))
+    return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def main(make: Callable[[], Mapping[Path, str]], arguments: Sequence[str] | None = None) -> int:

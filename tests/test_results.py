@@ -230,7 +230,7 @@ def test_a_turned_image_keeps_its_pixels(script):
 def test_exactness_leaves_no_case_out(script, tmp_path):
     from lra.kernels.testing import Case
 
-    readme, exactness = script("readme"), script("exactness")
+    tables, exactness = script("kernel_tables"), script("exactness")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = Case((20, 0), dtype=torch.float16, head_dim=16, dropout=0.1)
     outcomes = [exactness.measure(number, one, device) for number, one in enumerate([case, Case((9,), head_dim=200)])]
@@ -242,7 +242,7 @@ def test_exactness_leaves_no_case_out(script, tmp_path):
     assert result["dtypes"]["float32"]["worst"]["out"] is None
 
     exactness.write(result, tmp_path / "flash-exactness.json")
-    table = readme.exactness(tmp_path)
+    table = tables.exactness(tmp_path)
     assert table.count("\n| [flash]") == 2
     assert "2 cases, 1 with dropout, 2 packed, 0 padded, 0 causal, lengths 0 to 20" in table
 
