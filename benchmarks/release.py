@@ -41,7 +41,8 @@ HEAD = """# Checkpoints
 
 Released weights live here, one folder each: a run's `config.yaml`, `model.safetensors` and `result.json`, and a card \
 that says what it is, how it was trained and how to use it."""
-TAIL = """`python -m benchmarks.release <run directory> <name>` adds one.
+TAIL = """`python -m benchmarks.release <run directory> <name>` adds one. *Of another seed*: accuracy on examples of a \
+seed that no run has seen, neither in training nor in validation (`python -m benchmarks.rescoring <name>`).
 
 `runs/` is where `lra fit` writes, below the folder it is started in: \
 `runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/`. Git ignores it.
@@ -246,18 +247,24 @@ def _shell(*lines: str) -> str:
     return "\n".join(["```sh", *lines, "```"])
 
 
+def rescored(results: Path) -> dict[str, str]:
+    """Of released weights, by their folder, the accuracy on examples of another seed."""
+    return {result["checkpoint"]: accuracy(result["test"]) for _, result in pages.read(results, "-rescoring")}
+
+
 def make(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[Path, str]:
     """The text of each file."""
     runs, found = known(releases, results), released(releases)
+    others = rescored(results)
     cards = {releases / name / "README.md": card(name, result, runs) for name, result in found.items()}
     rows = [
         (
             f"[{name}]({name}/README.md)", f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
-            accuracy(result["test"]), f"{result['parameters']:,}",
+            accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
         )
         for name, result in found.items()
     ]  # fmt: skip
-    header = ("weights", "task", "protocol", "attention", "test accuracy, %", "parameters")
+    header = ("weights", "task", "protocol", "attention", "test accuracy, %", "of another seed, %", "parameters")
     return {releases / "README.md": "\n\n".join([HEAD, *([table(header, rows)] if rows else []), TAIL]) + "\n"} | cards
 
 

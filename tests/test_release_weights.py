@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import lra
-from benchmarks import pages, pictures, release
+from benchmarks import pages, pictures, release, rescoring
 from lra.data.pathfinder.generate import draw
 from lra.data.pathfinder.law import law
 from lra.errors import UsageError
@@ -104,6 +104,19 @@ def test_weights_reach_the_stated_accuracy_on_fresh_examples(name, where, tmp_pa
     assert scored["test"]["n"] == count and abs(scored["test"]["accuracy"] - stated) < 3 * deviation
     assert not scored["transfer"]["fresh"] and not scored["transfer"]["left"]
     assert not list(tmp_path.iterdir())
+
+
+def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert rescoring.main(["pathfinder", "--count", "20", "--fields", *CPU]) == 0
+    (file,) = tmp_path.iterdir()
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert file.name == "pathfinder-rescoring.json" and result["checkpoint"] == "checkpoints/pathfinder"
+    assert result["test"]["n"] == 20 and result["environment"]["command"]
+    shown = release.accuracy(result["test"])
+    assert shown in capsys.readouterr().out
+    assert release.rescored(tmp_path) == {"checkpoints/pathfinder": shown}
+    assert rescoring.main(["pathfinders"]) == 2 and "none of the released weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RELEASED)
