@@ -323,10 +323,9 @@ class TaskModule(pl.LightningModule):
         self.model: Any = self.network()
         self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
-        splits = ("val", *self.Data.test_sets)
-        self.accuracy = nn.ModuleDict(
-            {name: MulticlassAccuracy(self.facts.classes, average="micro") for name in splits}
-        )
+        self.seen: dict[str, int] = {}  # of streams of generated examples, how many from the first earlier runs had
+        splits, classes = ("val", *self.Data.test_sets), self.facts.classes
+        self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
         self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in splits})
 
     @classmethod
@@ -397,4 +396,4 @@ class TaskModule(pl.LightningModule):
             "task": f"{self.name}@{self.facts.version}",
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
-        }
+        } | ({"seen": self.seen} if self.seen else {})

@@ -123,7 +123,7 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     config = identity["config"]
     names = [identity["task"], identity["vocabulary"], config["recipe"]]
     names += [config["task"]["name"], config["attn"]["name"]]
-    fields = [config["model"][name] for name in (*SHAPE, "pooling")]
+    fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*dict(identity.get("seen", {})).values()]
     if not all(isinstance(each, str | int) for each in names + fields):
         raise TypeError(names, fields)
     # to OmegaConf these are an interpolation, of environment variables too, and a missing value
@@ -206,6 +206,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     check(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
+    module.seen = identity.get("seen", {})
 
 
 def steps_done(path: str | Path) -> int:

@@ -76,7 +76,8 @@ def apply(
 ) -> Transfer:
     """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check(module, identity, path)
-    _refuse_seen(module.run.task, identity["config"]["task"], path)
+    module.seen = _seen(identity)
+    _refuse_seen(module.run.task, module.seen, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained = _task(there["task"])
     changed = {
@@ -124,16 +125,26 @@ def apply(
     )
 
 
-def _refuse_seen(task: Any, trained: dict[str, Any], path: str | Path) -> None:
-    """UsageError if the test set is among what was trained on: generated splits follow one another in one stream."""
-    here: dict[str, Any] = {name: getattr(task, name, None) for name in trained}
-    other = [name for name in trained if here[name] != trained[name]]
-    if trained.get("source") != "generate" or not other or {*other} - SAME_STREAM:
-        return
-    if here["train"] + here["val"] < trained["train"]:
+def _stream(task: Any) -> str | None:
+    """The stream of generated examples that a task's splits are, one after another, by name; None of imported data."""
+    own = (f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in SAME_STREAM)
+    return ", ".join([task.name, *own]) if getattr(task, "source", None) == "generate" else None
+
+
+def _seen(identity: dict[str, Any]) -> dict[str, int]:
+    """Of each stream, how many examples from its first the weights were trained on, in their run and those before."""
+    task, before = _task(identity["config"]["task"]), identity.get("seen", {})
+    stream = _stream(task)
+    return before | ({stream: max(task.train, before.get(stream, 0))} if stream else {})
+
+
+def _refuse_seen(task: Any, seen: dict[str, int], path: str | Path) -> None:
+    """UsageError if the test set is among what was trained on."""
+    count = seen.get(_stream(task) or "", 0)
+    if count and task.train + task.val < count:
         raise UsageError(
-            f"test would be of the examples that {path} was trained on, as task.train={here['train']} is not its "
-            f"{trained['train']}: leave task.train as it was, or add task.data_seed={trained['data_seed'] + 1}"
+            f"test would be of the examples that {path} was trained on, as task.train={task.train} is not its "
+            f"{count}: leave task.train as it was, or add task.data_seed={task.data_seed + 1}"
         )
 
 

@@ -203,6 +203,20 @@ def test_a_test_set_that_was_trained_on_is_refused(saved):
     refused("as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), *shorter)
 
 
+def test_what_an_earlier_run_was_trained_on_is_remembered(saved, tmp_path):
+    """Over a run on other images, and over one that goes on from its own checkpoint."""
+    first, few = saved("pathfinder", "task.train=100"), ("task.train=10", "task.val=10")
+    module, _ = moved("path64", first, *few)
+    checkpoints.save_weights(module, tmp_path / "64.safetensors")
+    again = build("path64", *few)
+    checkpoints.load(again, *checkpoints.read(tmp_path / "64.safetensors"), tmp_path)
+    checkpoints.save_weights(again, tmp_path / "on.safetensors")
+    for path in (tmp_path / "64.safetensors", tmp_path / "on.safetensors"):
+        refused("as task.train=10 is not its 100", "pathfinder", path, *few)
+        moved("pathfinder", path, "task.train=80", "task.val=20")
+        moved("path64", path, *few)
+
+
 def test_the_head_is_kept_or_fresh(saved):
     path = saved("pathfinder")
     weights, own = checkpoints.read(path)[0], build("path64").model.state_dict()
