@@ -54,8 +54,9 @@ class AdamW(torch.optim.AdamW):
         return self.left_out if self.left_out is not None and self.left_out.is_cuda else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Whether it is fused is this device's matter, not the checkpoint's."""
-        groups = [group | {"fused": self.defaults["fused"]} for group in state_dict["param_groups"]]
+        """Whether it is fused and may be captured is this device's matter, not the checkpoint's."""
+        own = {name: self.defaults[name] for name in ("fused", "capturable")}
+        groups = [group | own for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})
 
     def step(self, closure: Any = None) -> Any:

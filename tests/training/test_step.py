@@ -77,3 +77,15 @@ def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says(
     assert after.param_groups[0]["fused"] and not before.param_groups[0]["fused"]
     after.step()
     assert after.state[weight]["step"] == 2
+
+
+def test_an_optimiser_that_was_captured_on_a_gpu_goes_on_on_a_cpu():
+    weight = torch.nn.Parameter(torch.ones(3))
+    before, after = AdamW([weight], fused=False), AdamW([weight], fused=False)
+    weight.grad = torch.ones(3)
+    before.step()
+    before.param_groups[0].update(lr=torch.tensor(1e-3), capturable=True)
+    after.load_state_dict(before.state_dict())
+    after.param_groups[0]["lr"] = 1e-3  # as the eager step does
+    after.step()
+    assert after.state[weight]["step"] == 2
