@@ -20,7 +20,7 @@ from lra.bench.files import write
 from lra.bench.options import parse, shown
 from lra.config.compose import Composed
 from lra.config.registry import unknown
-from lra.config.schema import RunConfig
+from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError
 from lra.training.fit import build, configure, hardware, quiet, resolve_attention
 
@@ -57,8 +57,9 @@ def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
     names = {field.name for field in dataclasses.fields(StepOptions)}
     own = [arg for arg in args if arg.partition("=")[0] in names]
     options, composed = parse(StepOptions, own), configure([arg for arg in args if arg not in own])
-    if composed.start:  # weights from which the recipe starts change no step
-        composed = dataclasses.replace(composed, config=dataclasses.replace(composed.config, init=None))
+    if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
+        fresh = dataclasses.replace(composed.config, init=None, head=None, positions=PositionsConfig())
+        composed = dataclasses.replace(composed, config=fresh)
     run: RunConfig = composed.config
     if "profile=true" in own and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")

@@ -160,8 +160,9 @@ def test_bad_options_name_the_mend(args, message):
         bench(tiny(*args))
 
 
-def test_a_recipe_that_starts_from_another_run_is_measured_from_nothing():
-    options, composed = split(["task=path64", "attn=flash", "recipe=curriculum", "steps=5", "warmup=1"])
+@pytest.mark.parametrize("fields", [(), ("task.tokens=lit",)])  # the latter scales positions, which needs init=
+def test_a_recipe_that_starts_from_another_run_is_measured_from_nothing(fields):
+    options, composed = split(["task=path64", "attn=flash", "recipe=curriculum", "steps=5", "warmup=1", *fields])
     assert composed.start and composed.config.init is None and composed.config.trainer.steps >= options.total
 
 
