@@ -196,7 +196,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     released = (file / "config.yaml").is_file()
     if not (file.is_file() or released):
         raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
-    with _staging(folder) as staging:
+    with _staging(folder, file) as staging:
         (_copy if released else _unpack)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
@@ -216,7 +216,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
 
 
 @contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
+def _staging(folder: Path, source: Path) -> Iterator[Path]:
     """A folder on the disk of the runs, to rename from; of the folders made for it, those left empty go with it."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -224,6 +224,8 @@ def _staging(folder: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".merge-", dir=folder, ignore_cleanup_errors=True) as staging:
             yield Path(staging)
     except OSError as error:
+        if error.filename and Path(error.filename).is_relative_to(source):
+            raise  # of what is merged, which the error names
         what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
         raise UsageError(f"runs={folder}: {what}, name another folder") from error
     finally:
@@ -315,8 +317,7 @@ def _plain(part: str) -> bool:
 def _name(member: tarfile.TarInfo, file: Path) -> str:
     """The name of a regular file of a run; anything else is refused."""
     parts = member.name.split("/")
-    known = {*SMALL, *CHECKPOINTS["all"]}
-    if not (len(parts) == 4 and all(map(_plain, parts)) and parts[3] in known):
+    if not (len(parts) == 4 and all(map(_plain, parts)) and parts[3] in (*SMALL, *CHECKPOINTS["all"])):
         raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
@@ -369,10 +370,9 @@ def _decide(new: Run, old: Run) -> tuple[str, str]:
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:
         return "refused", f"{old.path} has another finished result of the same configuration: remove one of them"
-    if theirs and ours and (lacking := _lacking(old, new)):
-        return "completed", ", ".join(lacking)
     if ours:
-        return "kept", "it is finished here"
+        lacking = _lacking(old, new) if theirs else []
+        return ("completed", ", ".join(lacking)) if lacking else ("kept", "it is finished here")
     if theirs:
         return "replaced", "it was unfinished here"
     here, there = old.steps(), new.steps()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -206,6 +208,19 @@ def test_a_failed_rename_leaves_the_old_run(runs, here, monkeypatch):
     with pytest.raises(UsageError, match="no space left"):
         merge(file, [f"runs={here}"])
     assert listed(here) == before
+
+
+def test_an_archive_that_may_not_be_read_is_named_not_the_runs(runs, here, monkeypatch):
+    file, genuine = packed(runs), io.open
+
+    def opened(path, *rest, **named):  # root may read all
+        if path == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return genuine(path, *rest, **named)
+
+    monkeypatch.setattr(io, "open", opened)
+    with pytest.raises(PermissionError, match=str(file)):
+        merge(file, [f"runs={here}"])
 
 
 def test_bad_input_is_one_line(tmp_path):
