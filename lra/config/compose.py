@@ -66,7 +66,7 @@ def compose(
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
     task, attn = selected["task"], selected["attn"]
 
-    task_yaml = _read("task", task)
+    task_yaml = read_yaml("task", task)
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
@@ -150,14 +150,15 @@ def read_recipe(name: str) -> dict[str, Any]:
     """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
     if name not in recipes():
         raise UsageError(unknown("recipe", name, recipes()))
-    recipe = _read("recipe", name)
+    recipe = read_yaml("recipe", name)
     extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
         raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(extra))}")
     return recipe
 
 
-def _read(folder: str, name: str) -> dict[str, Any]:
+def read_yaml(folder: str, name: str) -> dict[str, Any]:
+    """`configs/<folder>/<name>.yaml`; not to be written to, as it is kept."""
     file = CONFIGS / folder / f"{name}.yaml"
     return _loaded(file, file.stat().st_mtime_ns)
 

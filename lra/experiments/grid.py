@@ -10,11 +10,8 @@ import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from lra.config.compose import CONFIGS, Composed
+from lra.config.compose import CONFIGS, Composed, read_yaml
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.training.fit import configure
@@ -135,7 +132,7 @@ def read(name: str) -> Grid:
     """The grid of `configs/table/<name>.yaml`; UsageError if there is none."""
     if name not in (known := list(names())):
         raise UsageError(unknown("table", name, known))
-    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / "table" / f"{name}.yaml"))
+    tree = read_yaml("table", name)
     columns = {key: Column(**(value | {"fields": tuple(value["fields"])})) for key, value in tree["columns"].items()}
     return Grid(name=name, **(tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 
