@@ -78,7 +78,7 @@ def settled(cell: Cell) -> State:
     if result is None or not (same or result["status"] == "finished"):
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
-    final = {"done": True, "OOM": alone(result), "failed": _before(directory.path).exists()}[status]
+    final = {"done": True, "OOM": alone(result), "failed": (directory.path / FIRST_FAILURE).exists()}[status]
     return State(status, result, final, directory.last.exists())
 
 
@@ -99,7 +99,7 @@ def clear(cell: Cell) -> None:
     """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
     file = cell.directory.path / "result.json"
     if (result := read_result(file)) and result["status"] == "failed":
-        file.replace(_before(cell.directory.path))
+        file.replace(file.with_name(FIRST_FAILURE))
     else:
         file.unlink(missing_ok=True)
 
@@ -154,10 +154,6 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
         except (ValueError, TypeError, KeyError):
             continue  # the last row, as it is being written
     return step, validated, best
-
-
-def _before(path: Path) -> Path:
-    return path / FIRST_FAILURE
 
 
 def _check(cell: Cell, ended: bool) -> bool:
