@@ -23,6 +23,7 @@ from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
 from lra.bench.options import parse, refuse_repeats, shown
 from lra.bench.presets import PASSES, SETTINGS
+from lra.config.compose import differences
 from lra.config.registry import unknown
 from lra.errors import UsageError
 
@@ -84,14 +85,16 @@ class Part:
             return
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            changed = _difference(found["options"], self.result["options"])
+            changed = differences(found["options"], self.result["options"])
             self.result = {name: found[name] for name in self.result}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
             ) from None
         if changed:
-            raise UsageError(f"{path} was measured with other options ({changed}): give those, or choose another out=")
+            raise UsageError(
+                f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
+            )
 
     @property
     def records(self) -> Records:
@@ -247,21 +250,5 @@ def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
     made = [(str(part.path), part.result["environment"]) for part in parts if part.records]
     first = environment.describe() if measuring else made[0][1] if made else {}
     for path, other in made:
-        if changed := _difference(other, first, NOT_COMPARED):
-            raise UsageError(f"{path} was measured in another environment ({changed}): choose another out=")
-
-
-def _difference(found: dict[str, Any], wanted: dict[str, Any], left_out: Sequence[str] = ()) -> str:
-    """The first field that differs, of versions those that do; empty if there is none."""
-    for name in (name for name in {**wanted, **found} if name not in left_out):
-        old, new = found.get(name), wanted.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            if inner := _difference(old, new):
-                return inner
-        elif old != new:
-            return f"{name} {_text(old)}, now {_text(new)}"
-    return ""
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if changed := differences(other, first, NOT_COMPARED):
+            raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")

@@ -286,8 +286,7 @@ def _lacking(wanted: Sequence[Measurement], result: dict[str, Any]) -> list[Meas
 
 def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) -> None:
     """UsageError if what is there was measured in another environment."""
-    old, new = ({k: v for k, v in each.items() if k not in NOT_COMPARED} for each in (result["environment"], made))
-    if changed := differences(old, new):
+    if changed := differences(result["environment"], made, NOT_COMPARED):
         raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 
