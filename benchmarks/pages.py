@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def read(results: Path, ending: str) -> list[Measured]:
-    """The files whose name ends so, before `.json`, and what they hold."""
+    """The files whose name ends so, before `.json`, and what they hold; `*` stands for anything."""
     files = sorted(results.glob(f"[!.]*{ending}.json"))
     return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]
 

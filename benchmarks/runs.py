@@ -8,7 +8,6 @@ With --check nothing is written, and the exit code is 1 if the page is not what 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,8 +34,8 @@ def runs(results: Path) -> str:
         "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
         "peak GPU memory", "training", "wall time", "GPU",
     )  # fmt: skip
-    found = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in results.glob("[!.]*-s[0-9]*.json")]
-    found.sort(key=lambda pair: [pair[1][field] for field in ("task", "attn", "recipe", "overrides", "seed")])
+    order = ("task", "attn", "recipe", "overrides", "seed")
+    found = sorted(pages.read(results, "-s[0-9]*"), key=lambda pair: [pair[1][field] for field in order])
     return pages.table(header, (_run(*pair) for pair in found))
 
 

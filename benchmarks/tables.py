@@ -8,7 +8,6 @@ written, and the exit code is 1 if a page is not what would be.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ OTHERS = "of no cell of this table"  # the note on files that other pages show
 
 def page(table: Grid) -> str | None:
     """A table's page; None without a finished run of its."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in pages.RESULTS.glob("[!.]*-s[0-9]*.json")]
+    runs = [run for _, run in pages.read(pages.RESULTS, "-s[0-9]*")]
     sections = [part for recipe in recipes() for part in _section(table, recipe, runs)]
     if not sections:
         return None
@@ -87,8 +86,8 @@ def _gpu_hours(result: Mapping[str, Any]) -> float:
 def _resized(tasks: Collection[str]) -> Iterator[str]:
     """What weights score at another resolution, or with background, before any training there, of these tasks."""
     rows = []
-    for path in sorted(pages.RESULTS.glob("[!.]*-resizing.json")):
-        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+    for path, result in pages.read(pages.RESULTS, "-resizing"):
+        for run in result["runs"]:
             test = run["test"]
             name, best = max(test["baselines"].items(), key=lambda baseline: baseline[1])
             accuracy = f"{100 * test['accuracy']:.1f} ± {100 * test['plus_minus']:.1f} of {test['n']:,}"

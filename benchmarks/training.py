@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from benchmarks.pages import table
+from benchmarks.pages import Measured, read, table
 from lra.bench.step import LOOPS
 
 PAGE = pages.ROOT / "docs" / "training.md"
@@ -48,16 +48,15 @@ SCALING = "## Several GPUs\n\nThe same global batch on more GPUs, steps per seco
 
 def page() -> str:
     """The whole text."""
-    steps = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(pages.RESULTS.glob("*-step.json"))]
-    parts = [HEAD, *_steps(steps)]
+    parts = [HEAD, *_steps(read(pages.RESULTS, "-step"))]
     if (learning := pages.RESULTS / "equal-learning.json").exists():
         parts += _learning(json.loads(learning.read_text(encoding="utf-8")))
-    parts += _long(sorted(pages.RESULTS.glob("*-soak.json")))
-    parts += _scaling(sorted(pages.RESULTS.glob("*-devices*-s*.json")))
+    parts += _long(read(pages.RESULTS, "-soak"))
+    parts += _scaling(read(pages.RESULTS, "-devices*-s*"))
     return "\n\n".join(parts) + "\n"
 
 
-def _steps(measured: Sequence[tuple[Path, dict[str, Any]]]) -> Iterator[str]:
+def _steps(measured: Sequence[Measured]) -> Iterator[str]:
     yield "## A step"
     times = [f"{name}, ms" for name in LOOPS]
     header = [
@@ -136,8 +135,7 @@ def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
     return [f"{statistics.mean(found):.2f}{deviation}" if found else "", ", ".join(seeds)]
 
 
-def _scaling(files: Sequence[Path]) -> Iterator[str]:
-    results = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+def _scaling(results: Sequence[Measured]) -> Iterator[str]:
     alone = {_work(r): r["steps_per_second"] for _, r in results if r["world_size"] == 1}
     if results:
         yield SCALING
@@ -159,8 +157,7 @@ def _work(result: dict[str, Any]) -> tuple[str, int]:
     return result["task"], result["config"]["batch"]["size"]
 
 
-def _long(files: Sequence[Path]) -> Iterator[str]:
-    results = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
+def _long(results: Sequence[Measured]) -> Iterator[str]:
     if results:
         yield LONG
         rows = [

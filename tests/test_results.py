@@ -187,6 +187,12 @@ def test_runs_show_every_result(tmp_path):
     assert len(runs.runs(tmp_path / "nothing").splitlines()) == 2
 
 
+def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
+    made, genuine = runs.runs(ROOT / "benchmarks" / "results"), Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *args: reversed(list(genuine(*args))))
+    assert runs.runs(ROOT / "benchmarks" / "results") == made
+
+
 def test_preparing_is_timed_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     fields = ["task=listops", "recipe=demo", "task.train=30", "task.val=5", "task.test=5", "task.fresh=5"]
