@@ -95,9 +95,8 @@ class Masked(TaskModule):
         return torch.cat((torch.stack((found.double(), loss_T.sum().double())), counts_V.double()))
 
     def _score(self, split: str) -> None:
-        sums = [each for each, _ in self.scored.pop(split, [])]
-        empty = torch.zeros(2 + len(self.Data.vocabulary), dtype=torch.float64, device=self.device)
-        total = self.trainer.strategy.reduce(torch.stack([empty, *sums]).sum(0), reduce_op="sum")
+        sums = torch.stack([each for each, _ in self.scored.pop(split)])
+        total = self.trainer.strategy.reduce(sums.sum(0), reduce_op="sum")
         found, loss, *counts = total.tolist()
         if not sum(counts):
             raise UsageError(f"mask={self.share} hides no token of {split}: raise mask=, or take more sequences")
