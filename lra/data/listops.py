@@ -46,10 +46,10 @@ def build(
     writer: Writer,
     *,
     seed: int = 0,
-    train: int = 96_000,
-    val: int = 2_000,
-    test: int = 2_000,
-    fresh: int = 50_000,
+    train: int,
+    val: int,
+    test: int,
+    fresh: int,
     min_length: int = 501,
     max_length: int = 1999,
 ) -> None:
@@ -129,7 +129,7 @@ def build_from_tsv(
     source: str | Path,
     *,
     seed: int = 0,
-    fresh: int = 50_000,
+    fresh: int,
     min_length: int = 501,
     max_length: int = 1999,
 ) -> None:

@@ -16,7 +16,7 @@ GENERATOR = "lra.data.text@1"
 _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
-def build(writer: Writer, source: str | Path = HUB) -> None:
+def build(writer: Writer, source: str | Path) -> None:
     """Store the labelled splits train and test whole: label 0 negative, 1 positive, truncation is for `gather`.
 
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with

@@ -276,10 +276,10 @@ def test_files_are_named_with_their_place(official, tmp_path):
         file.write("[AVG 2 9 ]\t9\n")
     for source in (tmp_path, pack(official, tmp_path / "lra_release.gz")):
         with pytest.raises(UsageError, match=f"^{source}/listops-1000/basic_val.tsv:12: unknown ListOps token"):
-            prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source))
+            prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source, fresh=2))
 
 
 def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
     with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it anew"):
-        prepare(content(), lambda w: listops.build_from_tsv(w, official))
+        prepare(content(), lambda w: listops.build_from_tsv(w, official, fresh=2))
