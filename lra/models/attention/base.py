@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return batch.seed + self.spec.layer
 
     def _refuse(self, supports: str, able: Any, fact: str) -> None:
-        entries = ATTENTIONS.catalogue().values()
+        entries = (entry for entry in ATTENTIONS.catalogue().values() if not entry.lacks)
         others = [entry.name for entry in entries if able(getattr(ATTENTIONS.declared(entry), fact))]
         raise UsageError(
             f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
