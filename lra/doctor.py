@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lra import environment
+from lra.errors import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def _guarded(subject: str, section: Callable[[], Iterator[Row]]) -> Iterator[Row
     try:
         yield from section()
     except Exception as error:  # whatever a broken installation raises is what this command is asked for
-        yield subject, f"fails: {_first_line(error)}"
+        yield subject, f"fails: {first_line(error)}"
 
 
 def _platform() -> Iterator[Row]:
@@ -78,7 +79,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return _first_line(error)
+        return first_line(error)
     return "PyTorch sees no device"
 
 
@@ -178,7 +179,3 @@ def _disk() -> Iterator[Row]:
     for subject, folder in (("for data", store.root()), ("for runs", Path.cwd())):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         yield f"disk {subject}", f"{shutil.disk_usage(there).free / 1e9:.1f} GB free in {there}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

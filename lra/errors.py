@@ -21,6 +21,11 @@ def disk_full(error: BaseException | None) -> bool:
     return False
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; its type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def denied(error: BaseException) -> str | None:
     """What is said of a file or folder that may not be read or written; None of any other error."""
     refusals = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config.registry import Registry, unknown
-from lra.errors import UsageError
+from lra.errors import UsageError, first_line
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -248,7 +248,7 @@ class _Tree:
         try:
             self.node = OmegaConf.unsafe_merge(self.node, _nested(field, value))
         except OmegaConfBaseException as error:
-            raise UsageError(f"{label}: {field}={value}: {str(error).splitlines()[0]}") from None
+            raise UsageError(f"{label}: {field}={value}: {first_line(error)}") from None
         self.origin[field] = label
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from lra.data import release
 from lra.data.text import VOCABULARY as VOCABULARY
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, first_line
 
 GENERATOR = "lra.data.aan@1"
 COMPACT = "a folder of papers.parquet and pairs_{train,val,test}.tsv"  # what `scisumm` is read from
@@ -117,8 +117,7 @@ def _papers(source: Path) -> dict[str, str]:
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise UsageError(f"{path} is no readable parquet file ({reason}); get the file anew") from error
+        raise UsageError(f"{path} is no readable parquet file ({first_line(error)}); get the file anew") from error
     if missing := {"id", "text"} - set(table.column_names):
         raise UsageError(f"{path} has no column '{min(missing)}'; get the file anew")
     papers: dict[str, str] = {}

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lra.errors import UsageError
+from lra.errors import UsageError, first_line
 
 CONFIG = "plain_text"  # of every data set read here
 
@@ -59,7 +59,7 @@ def _reason(error: BaseException) -> str:
     """First line of the error at the bottom: those above it only say that there was one."""
     while error.__cause__:
         error = error.__cause__
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return first_line(error)
 
 
 def _hub_answers() -> bool:

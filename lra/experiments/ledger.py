@@ -17,7 +17,7 @@ from typing import Any
 
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
-from lra.errors import UsageError
+from lra.errors import UsageError, first_line
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS
 from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, alone, spent
@@ -134,7 +134,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            notes.append(f"{path} can't be read, so it is left out: {str(error).splitlines()[0]}")
+            notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
             continue
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name in CURVES):
             continue  # some other measurement

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lra.batch import Batch
-from lra.errors import UsageError
+from lra.errors import UsageError, first_line
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.models.attention.sdpa import Varlen, attend_packed, last_dim_contiguous
@@ -68,8 +68,8 @@ def library() -> Library:
         try:
             return load()
         except (ImportError, OSError, AttributeError) as error:
-            why = str(error.__cause__ or error)  # torch.ops.load_library hides what the loader said
-            reasons.append(f"{load.__doc__}: {why.splitlines()[0] if why else type(error).__name__}")
+            # torch.ops.load_library hides what the loader said
+            reasons.append(f"{load.__doc__}: {first_line(error.__cause__ or error)}")
     raise UsageError(f"attn=flash_attn can't be imported ({'; '.join(reasons)}): use attn=sdpa, or install another")
 
 
