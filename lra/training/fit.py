@@ -94,14 +94,11 @@ def fit(*args: str) -> dict[str, Any]:
         return (directory.result() or {}) if first else {}
     quiet()
     atexit.register(_leave_process_group)
+    data, module, trainer, clock, attention, engine = _assembled(run, directory)
     if composed.start and directory.checkpoint() is None:
+        data.prepare_data()  # what is refused of this run is refused before another one trains for hours
         _before(composed.start)
-    data, module = build(run)
-    trainer, clock = make_trainer(run, directory)
-    if run.batch.size % trainer.world_size:
-        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
-    attention = resolve_attention(module, trainer.strategy.root_device)
-    engine = resolve_engine(module, trainer.strategy.root_device)
+        data, module, trainer, clock, attention, engine = _assembled(run, directory)
     checkpoint, origin = directory.checkpoint(), transfer.Origin()
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
@@ -165,6 +162,16 @@ def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path)
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
         )
+
+
+def _assembled(run: RunConfig, directory: RunDirectory) -> tuple[TaskData, TaskModule, pl.Trainer, Clock, str, str]:
+    """All that trains a run, and what computes its attention and its steps; UsageError if it can't here."""
+    data, module = build(run)
+    trainer, clock = make_trainer(run, directory)
+    if run.batch.size % trainer.world_size:
+        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
+    device = trainer.strategy.root_device
+    return data, module, trainer, clock, resolve_attention(module, device), resolve_engine(module, device)
 
 
 def _before(args: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import lra
 from lra.config import compose
+from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.cells import with_stages
 from lra.experiments.grid import read
@@ -155,6 +156,18 @@ def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
     other = lra.fit("task=pathfinder", *TINY, "optim.lr=1e-3", "name=other", "init=" + str(runs[0]))
     assert other["status"] == "finished"
     assert stamps == {run: (run / "result.json").stat().st_mtime_ns for run in runs}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [(("task=path64", "attn=cudnn", "task.tokens=lit"), "attn=cudnn"),  # its stages have attn=flash
+     (("task=listops", "attn=flash", "task.source=nowhere"), "nowhere")],
+)  # fmt: skip
+def test_what_is_refused_of_a_run_is_refused_before_its_stages(fields, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        lra.fit(*fields, "recipe=curriculum", "trainer.accelerator=cpu", "trainer.precision=fp32")
+    assert not Path("checkpoints").exists()
 
 
 @pytest.mark.slow
