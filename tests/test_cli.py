@@ -352,7 +352,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(trained, here, tmp_path):
     path = trained[1] / "last.ckpt"
     refused(lra(*FIT, "model.d_ff=64", f"init={path}"), f"{path} does not fit this model: model.d_ff 128 here 64")
     refused(lra(*FIT, "model.d_ff=64", f"resume={path}"), r"another configuration \(model.d_ff: 128 -> 64\): give its")
-    refused(lra(*FIT, f"resume={trained[1]}"), "no such checkpoint; resume is")
+    refused(lra(*FIT, f"resume={trained[1]}"), f"no such checkpoint; give resume={trained[1]}/last.ckpt")
     refused(lra(*FIT, f"resume={trained[1] / 'model.safetensors'}"), "no such checkpoint; resume is .* or a .ckpt file")
     refused(lra(*FIT, f"resume={trained[1] / 'last.ckpt'}"), "has 4 steps behind it: raise trainer.steps")
     (tmp_path / "broken.ckpt").write_bytes((trained[1] / "last.ckpt").read_bytes()[:5000])

@@ -96,6 +96,9 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
     if not os.path.isfile(path):
+        for other in (given / name for name in OTHERS["model.safetensors"]):
+            if os.path.isfile(other):
+                raise UsageError(f"{given} has no model.safetensors, which a run writes at its end: give {other}")
         if os.path.isfile(given / "result.json"):  # merged from an archive
             raise UsageError(
                 f"{given} has a result and no weights: merge an archive packed with checkpoints=weights, "

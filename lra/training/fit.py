@@ -109,8 +109,9 @@ def fit(*args: str) -> dict[str, Any]:
         own = checkpoint.parent.resolve() == directory.path.resolve()
         if own and (best := checkpoints.lost_best(checkpoint)):
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
-                f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back, or remove "
-                f"{checkpoint.name}, and resume=auto starts over"
+                f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
+                f"or remove {checkpoint.name}, and resume=auto starts over; or begin another run, name=, with "
+                f"init={checkpoint}"
             )
         scoring = own and directory.best.exists()  # may be what is left to do
         done = 0 if scoring else checkpoints.steps_done(checkpoint)

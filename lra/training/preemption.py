@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,6 +73,10 @@ class Preemption(pl.Callback):
             self.arrived, self.when = number, time.monotonic()
             if not self.training:
                 self._end(trainer, number)
+            if trainer.is_global_zero:
+                text = f"{signal.Signals(number).name}: up to {self.run.trainer.stride} steps are finished first"
+                with suppress(OSError):
+                    os.write(2, f"{text}; once more ends the run at once\n".encode())  # print may just be at work
 
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         # asks all ranks before each stride whether those handlers were called, and waits for the GPU

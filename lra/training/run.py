@@ -66,7 +66,9 @@ class RunDirectory:
             raise UsageError(f"{self.path.name} is too long for a folder: choose a name=")
         path = Path(self.resume)
         if self.resume not in ("false", "true", "auto") and not (path.suffix == ".ckpt" and os.path.isfile(path)):
-            raise UsageError(f"resume={self.resume}: no such checkpoint; resume is false, true, auto or a .ckpt file")
+            last = path / self.last.name
+            mend = f"give resume={last}" if os.path.isfile(last) else "resume is false, true, auto or a .ckpt file"
+            raise UsageError(f"resume={self.resume}: no such checkpoint; {mend}")
         file = self.path / "config.yaml"
         if file.exists():
             saved = read_config(file)
@@ -75,8 +77,10 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             if changed := differences(saved, self.config, COMPUTING):
+                more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
-                    f"{self.path} holds a run with another configuration ({'; '.join(changed)}): choose another name="
+                    f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
+                    f"choose another name={more}"
                 )
         if self.finished:
             return

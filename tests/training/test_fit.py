@@ -162,7 +162,7 @@ def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
     (best,) = Path("checkpoints/runs").rglob("best.ckpt")
     kept = best.rename("kept.ckpt")
     with pytest.raises(
-        UsageError, match=r"best.ckpt is missing or damaged, .*: put it back, or remove last.ckpt, and "
+        UsageError, match=r"best.ckpt is missing or damaged, .*: put it back; or remove last.ckpt, and "
     ):
         small("resume=true")
     kept.rename(best)
@@ -255,6 +255,10 @@ def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):
     (merged / "result.json").write_text("{}")
     with pytest.raises(UsageError, match="merged has a result and no weights: .* checkpoints=weights, or remove"):
         small(f"init={merged}")
+    for name in ("last.ckpt", "best.ckpt"):  # the better one is named
+        (merged / name).touch()
+        with pytest.raises(UsageError, match=f"merged has no model.safetensors, .*: give {merged}/{name}"):
+            small(f"init={merged}")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((finished / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(UsageError, match="can't be read as a checkpoint"):
