@@ -19,9 +19,9 @@ from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.experiments import cells, grid, speed
 from lra.experiments.cells import State
-from lra.experiments.fig3 import Report, Rows
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import Local, States, slots
+from lra.experiments.reproduction import Reproduction, Table
 from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.callbacks import duration
@@ -57,7 +57,7 @@ class Options:
 
 def run(
     name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
-) -> Report:
+) -> Reproduction:
     """Runs what is left of the grid, then reports on all of it.
 
     Args:
@@ -117,7 +117,7 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
     return chosen
 
 
-def plan(states: States, devices: int) -> Report:
+def plan(states: States, devices: int) -> Reproduction:
     """What there is and what is left, and how long that takes as measured with other seeds."""
     paces: dict[tuple[str, str], float | None] = {}
     rows: list[list[str]] = []
@@ -142,7 +142,7 @@ def plan(states: States, devices: int) -> Report:
     if unknown := len(left) - len(times):
         lines.append(f"time for {unknown} of them: unknown, as no other seed of theirs is done")
     header = ["column", "attention", "seed", "state", "training left", "directory"]
-    return Report([("cells", header, rows)], lines, [])
+    return Reproduction([("cells", header, rows)], lines, [])
 
 
 def pace(cell: Cell) -> float | None:
@@ -164,7 +164,7 @@ def pace(cell: Cell) -> float | None:
     return statistics.median(found) if found else None
 
 
-def report(table: Grid, states: States) -> Report:
+def report(table: Grid, states: States) -> Reproduction:
     """The table of accuracies, and what is missing of it with the reason."""
     lines = [f"paper: {table.source}", cells.counted(states.values())]
     for cell, state in states.items():
@@ -181,10 +181,10 @@ def report(table: Grid, states: States) -> Report:
         }
         for cell, state in states.items()
     ]  # fmt: skip
-    return Report([accuracies(table, states)], lines, records)
+    return Reproduction([accuracies(table, states)], lines, records)
 
 
-def accuracies(table: Grid, states: States) -> Rows:
+def accuracies(table: Grid, states: States) -> Table:
     """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
     averaged = table.averaged(columns)

@@ -26,14 +26,10 @@ from lra.bench.presets import PASSES, SETTINGS
 from lra.config.compose import differences
 from lra.config.registry import unknown
 from lra.errors import UsageError
+from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
 
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
-# of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
-NOT_COMPARED = ("command", "date", "gpus", "commit")
-
-Records = list[dict[str, Any]]
-Rows = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,6 @@ class Options:
         }  # fmt: skip
         texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
         return attention.configure([f"{field}={text}" for field, text in texts.items()])
-
-
-class Report(NamedTuple):
-    """What is printed, and what it was made from."""
-
-    tables: list[Rows]
-    lines: list[str]
-    records: Records
 
 
 class Part:
@@ -120,7 +108,7 @@ class Part:
         return {(record["attention"], record["N"]) for record in self.records}
 
 
-def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Report:
+def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
     """Measures what is lacking of the chosen settings, then reports on what there is of all.
 
     Args:
@@ -158,7 +146,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
         drawn = plots.draw(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
-    return Report([*numbered(records), fastest(records)], lines, records)
+    return Reproduction([*numbered(records), fastest(records)], lines, records)
 
 
 def setting_of(record: dict[str, Any]) -> str:
@@ -167,7 +155,7 @@ def setting_of(record: dict[str, Any]) -> str:
     return next(name for name, s in SETTINGS.items() if (s.dropout > 0, s.ragged) == (dropped, ragged))
 
 
-def numbered(records: Records) -> Iterator[Rows]:
+def numbered(records: Records) -> Iterator[Table]:
     """The paper's tables, those of which something was measured."""
     for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
@@ -207,7 +195,7 @@ def _race(spent: dict[str, float]) -> Race | None:
     return Race(OURS, others[best] / ours, best) if ours < others[best] else Race(best, ours / others[best], OURS)
 
 
-def fastest(records: Records) -> Rows:
+def fastest(records: Records) -> Table:
     """The winner of each pass and N in every setting."""
     found = races(records)
     settings = [name for name in SETTINGS if any(place[0] == name for place in found)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from lra.bench.plots import COLOURS, DASHES
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean
+from lra.experiments.reproduction import Table
 from lra.training import curves
 
 WIDTH, HEIGHT = 380, 260
@@ -30,7 +31,6 @@ th { border-bottom: 2px solid #888; } th:first-child, td:first-child { text-alig
 pre { background: #f6f6f6; padding: 8px; overflow-x: auto; font-size: 13px; }
 """
 
-Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 Points = list[tuple[float, float]]
 
 

@@ -20,8 +20,8 @@ from lra.config.compose import read_recipe
 from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, speed
 from lra.experiments.grid import Cell, Grid
-from lra.experiments.html import Table
 from lra.experiments.ledger import Entry, Row, hardware, mean, values
+from lra.experiments.reproduction import Table
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.training.run import RUNS, write
 

@@ -26,8 +26,8 @@ from lra.bench.options import parse, refuse_repeats
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError
-from lra.experiments.fig3 import NOT_COMPARED, Records, Report, Rows
 from lra.experiments.grid import Cell, Grid
+from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
 from lra.training.fit import build, hardware, quiet, resolve_attention
 from lra.training.run import RUNS
 
@@ -104,7 +104,7 @@ class Speeds:
 
 def run(
     table: Grid, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
-) -> Report:
+) -> Reproduction:
     """Measures what is lacking, then reports on all of it.
 
     Args:
@@ -148,7 +148,7 @@ def run(
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
     # for the exit code
     ended = [record | {"status": "ok" if record["status"] in ("ok", "OOM") else "WRONG"} for record in records]
-    return Report([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
+    return Reproduction([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def read(path: Path) -> dict[str, Any]:
     raise UsageError(f"{path} is no measurement of lra reproduce table3 speed=true: remove it, or name another file")
 
 
-def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Rows]:
+def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
     """The speedups in both ways beside the paper's, then each way's steps per second."""
     speeds, place = Speeds(result["cells"]), hardware_of(result)
     averaged = [name for name in columns if not table.columns[name].apart]
@@ -183,7 +183,7 @@ def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: S
         )  # fmt: skip
 
 
-def detail(records: Records) -> Rows:
+def detail(records: Records) -> Table:
     """All that was measured: a step's time, its rows with padding and filling, and its peak memory."""
     header = ["column", "attention", "way", "engine", "ms", "steps/s", "rows", "memory, MB"]
     rows = []
