@@ -224,7 +224,7 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".merge-", dir=folder, ignore_cleanup_errors=True) as staging:
             yield Path(staging)
     except OSError as error:
-        if error.filename and Path(error.filename).is_relative_to(source):
+        if source != folder and error.filename and Path(error.filename).is_relative_to(source):
             raise  # of what is merged, which the error names
         what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
         raise UsageError(f"runs={folder}: {what}, name another folder") from error
