@@ -23,6 +23,7 @@ from benchmarks.kernel_tables import exactness, memory, profile, short, sparse, 
 from benchmarks.pages import read, table
 from lra.config.compose import read_recipe, recipes
 from lra.config.registry import Registry
+from lra.experiments import grid
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
@@ -55,16 +56,23 @@ def attentions(_: Path) -> str:
 
 
 def headline(_: Path) -> str:
-    """Exact and block-sparse FlashAttention where the paper has both, or where nobody else has one."""
-    average, larger = _section("table3"), _section("table6")
+    """Exact and block-sparse FlashAttention beside the paper's."""
     rows = []
-    for what, section, column in (
-        ("mean of ListOps, Text, Image and Pathfinder", average, "average"),
-        ("Path-X: 16,384 pixels", larger, "pathx"),
-        ("Path-256: 65,536 pixels", larger, "path256"),
+    for what, name, column in (
+        ("mean of ListOps, Text, Image and Pathfinder", "table3", "average"),
+        ("Path-X: 16,384 pixels", "table6", "pathx"),
+        ("Path-256: 65,536 pixels", "table6", "path256"),
     ):
-        cells = (_cell(section, number, attn, column) for attn in ("flash", "butterfly") for number in (0, 1))
-        rows.append((what, *(cell.rpartition("(")[2].rstrip(")") if i % 2 else cell for i, cell in enumerate(cells))))
+        section, stated = _section(name), grid.read(name)
+        header, _, *accuracies = re.findall(r"^\|.*$", section.partition("\n**difference")[0], re.MULTILINE)
+        place = _cells(header).index(column)
+        ours = {row[0]: row[place] for row in map(_cells, accuracies)}
+        shown = stated.averaged(_cells(header))
+        row = [what]
+        for attn in ("flash", "butterfly"):
+            paper = stated.average(attn, shown) if column == "average" else stated.paper[attn].get(column)
+            row += [ours[attn], "" if paper is None else f"{paper:.1f}"]
+        rows.append(row)
     return table(("test accuracy, % (seeds)", "`flash`", "paper", "`butterfly`", "paper"), rows)
 
 
@@ -84,18 +92,16 @@ def _section(name: str) -> str:
     return section.partition("\n## ")[0]
 
 
-def _cell(section: str, number: int, attn: str, column: str) -> str:
-    """A cell of the table of this number: 0 has accuracies, 1 differences to the paper's."""
-    header, _, *rows = re.findall(r"\n((?:\|[^\n]*\n)+)", section)[number].splitlines()
-    row = next(row for row in rows if row.startswith(f"| {attn} |"))
-    return row.split("|")[header.split("|").index(f" {column} ")].strip()
+def _cells(line: str) -> list[str]:
+    """Of a table's line in Markdown."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def _accuracies(name: str) -> str:
     """The first table of its page, and how long its runs took."""
+    section = _section(name)
     parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ GPU-hours [^\n]*)")
-    found = (re.search(part, _section(name), re.DOTALL) for part in parts)
-    rows, hardware, hours = (each[1] if each else "" for each in found)
+    rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
     return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
 
 
@@ -163,7 +169,7 @@ def make(results: Path = pages.RESULTS) -> dict[Path, str]:
 
     def filled(path: Path, block: re.Match[str]) -> str:
         root = "" if path.parent == pages.ROOT else "../"
-        return f"{block[1]}{MADE[block[2]](results).replace('](', f']({root}')}\n{block[3]}"
+        return f"{block[1]}{MADE[block[2]](results).replace('](benchmarks/', f']({root}benchmarks/')}\n{block[3]}"
 
     return {path: BLOCK.sub(functools.partial(filled, path), text) for path, text in texts.items()}
 

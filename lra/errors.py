@@ -26,6 +26,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def named(error: BaseException) -> str:
+    """Its type, and the first line of what it says."""
+    name, said = type(error).__name__, first_line(error)
+    return name if said == name else f"{name}: {said}"
+
+
 def denied(error: BaseException) -> str | None:
     """What is said of a file or folder that may not be read or written; None of any other error."""
     refusals = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)

@@ -23,7 +23,7 @@ from lra.bench.options import parse, shown
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError, named
 from lra.models.attention import ATTENTIONS
 
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
@@ -174,7 +174,7 @@ def run_cell(
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other cells are still worth having
-        status, reason = "failed", f"{type(error).__name__}: {first_line(error)}"
+        status, reason = "failed", named(error)
     if status in ("WRONG", "failed"):
         times = {}
     for name in passes:

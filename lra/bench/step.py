@@ -21,7 +21,7 @@ from lra.bench.options import parse, shown
 from lra.config.compose import Composed
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError, named
 from lra.training.fit import build, configure, hardware, quiet, resolve_attention
 
 LOOPS = ("fit", "captured", "eager", "bare")
@@ -131,7 +131,7 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
         batch = composed.config.batch
         status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
-        status, reason = "failed", f"{type(error).__name__}: {first_line(error)}"
+        status, reason = "failed", named(error)
     return {"loop": loop, "status": status, "reason": reason} | empty
 
 
@@ -167,7 +167,7 @@ def _where(record: dict[str, Any], run: RunConfig, options: StepOptions, device:
         done = loops.by_hand(record["loop"], run, loops.Stopwatch(options.warmup, 1, device))
         where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record["ms"])
     except Exception as error:  # the times are still worth having
-        return {"reason": f"not profiled: {type(error).__name__}: {first_line(error)}"}
+        return {"reason": f"not profiled: {named(error)}"}
     return {"where": where} if where else {"reason": "not profiled: the profiler saw no kernels"}
 
 

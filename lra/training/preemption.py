@@ -81,8 +81,9 @@ class Preemption(pl.Callback):
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         # asks all ranks before each stride whether those handlers were called, and waits for the GPU
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell has it for a job in the background
-        before = {number: signal.signal(number, handle) for number in self.SIGNALS[ignored:]}
+        # a shell has Ctrl-C ignored for a job in the background
+        ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, handle) for number in self.SIGNALS if number not in ignored}
         try:
             yield
         finally:

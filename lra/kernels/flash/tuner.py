@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 
 from lra import environment
-from lra.errors import UsageError
+from lra.errors import UsageError, named
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
 from lra.kernels.testing import Case, check
@@ -175,7 +175,7 @@ def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
                 return "another kernel takes this case"
     except Exception as error:  # a tile that does not compile or fit raises what it likes
         torch.cuda.synchronize()  # raises too if the GPU can't go on
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return named(error)
     return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
 
 
