@@ -28,7 +28,7 @@ import lra
 from benchmarks import pages, release
 from lra import environment
 from lra.bench.files import write
-from lra.bench.options import parse
+from lra.config.options import parse
 from lra.data import picture
 from lra.data.pathfinder.generate import draw, generate
 from lra.data.pathfinder.law import law

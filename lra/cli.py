@@ -88,14 +88,10 @@ def tune(
     ] = None,
 ) -> None:
     """Measure the attention kernels' tiles on this GPU and keep the fastest for every later run: minutes, once."""
-    from lra.kernels.flash import tuner
+    from lra.bench.tune import tune as run
 
-    options = tuner.parse(fields or ())
-    for trial in tuner.tune(options):
-        what = f"{trial.key.kernel:15} {trial.key.dtype:8} d={trial.key.block_d:<3} dropout={trial.key.dropout!s:5}"
-        result = trial.fault or f"{trial.microseconds:,.0f} us"
-        console.print(f"{what} {'x'.join(map(str, trial.tile)):13} {result}")
-    console.print(f"written: {tuner.destination(options)}")
+    written = run(fields or (), progress=lambda trial: console.print(str(trial)))
+    console.print(f"written: {written}")
 
 
 @app.command()

@@ -82,8 +82,8 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_readme_parse(command):
     from lra.bench import attention as bench
-    from lra.bench.options import parse
     from lra.cli import app
+    from lra.config.options import parse
     from lra.experiments import accuracy, archive, fig3, grid, report
     from lra.experiments.slurm import resources
     from lra.training.fit import configure

@@ -19,10 +19,10 @@ from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
 from lra.bench.files import write
 from lra.bench.imdb import LENGTHS
-from lra.bench.options import parse, shown
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
+from lra.config.options import parse, shown
 from lra.errors import UsageError, named
 from lra.models.attention import ATTENTIONS
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.bench.options import parse
 from lra.bench.sparse import PEERS
+from lra.config.options import parse
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec

@@ -20,7 +20,7 @@ import torch
 
 from lra import environment
 from lra.bench.files import write
-from lra.bench.options import parse, shown
+from lra.config.options import parse, shown
 from lra.errors import UsageError
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -17,8 +17,8 @@ from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
 from lra.bench.files import write
-from lra.bench.options import parse, shown
 from lra.config.compose import Composed
+from lra.config.options import shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named
@@ -54,14 +54,13 @@ class StepOptions:
 
 def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
-    names = {field.name for field in dataclasses.fields(StepOptions)}
-    own = [arg for arg in args if arg.partition("=")[0] in names]
-    options, composed = parse(StepOptions, own), configure([arg for arg in args if arg not in own])
+    options, fields = take(StepOptions, args)
+    composed = configure(fields)
     if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
         fresh = dataclasses.replace(composed.config, init=None, head=None, positions=PositionsConfig())
         composed = dataclasses.replace(composed, config=fresh)
     run: RunConfig = composed.config
-    if "profile=true" in own and not set(options.loops) & set(PROFILED):
+    if "profile=true" in args and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
     if run.init or run.name or run.resume != "false":
         raise UsageError("init=, name= and resume= mean nothing to a measurement: leave them out")

@@ -7,15 +7,14 @@ cells themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lra.bench.options import parse
 from lra.config.compose import flatten
+from lra.config.options import take
 from lra.errors import UsageError
 from lra.experiments import cells, grid, speed
 from lra.experiments.cells import State
@@ -72,14 +71,13 @@ def run(
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
     table = grid.read(name)
-    names = [field.name for field in dataclasses.fields(Options)]
-    options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
-    asked = resources(given := [arg for arg in args if arg.startswith("slurm.")], options.launcher)
+    options, rest = take(Options, args)
+    asked = resources(given := [arg for arg in rest if arg.startswith("slurm.")], options.launcher)
     if options.speed:
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, [arg for arg in args if arg not in own and arg not in given])
+    chosen = choose(table, options, [arg for arg in rest if arg not in given])
     wide, most = max(cell.composed.config.trainer.devices for cell in chosen), len({*available}) or 1
     if wide > most:
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from lra.bench.options import parse
 from lra.config.compose import differences
+from lra.config.options import parse
 from lra.errors import UsageError, disk_full
 from lra.training import checkpoints, curves
 from lra.training.run import (

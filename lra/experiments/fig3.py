@@ -21,9 +21,9 @@ from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
-from lra.bench.options import parse, refuse_repeats, shown
 from lra.bench.presets import PASSES, SETTINGS
 from lra.config.compose import differences
+from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table

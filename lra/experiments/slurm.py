@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from lra.bench.options import parse
+from lra.config.options import parse
 from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.grid import Cell

@@ -8,7 +8,6 @@ fault of the GPU, which ends the command.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 from collections import Counter
@@ -22,9 +21,9 @@ import torch
 from lra import environment
 from lra.bench import step
 from lra.bench.files import alone, write
-from lra.bench.options import parse, refuse_repeats
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
+from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
@@ -117,12 +116,10 @@ def run(
         UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
             and for a file of other options or, if something is lacking, of another environment.
     """
-    names = [field.name for field in dataclasses.fields(Options)]
     for arg in args:
         if mend := REFUSED.get(arg.partition("=")[0]):
             raise UsageError(f"{arg} can't be beside speed=true: {mend}")
-    options = parse(Options, own := [arg for arg in args if arg.partition("=")[0] in names])
-    fields = [arg for arg in args if arg not in own]
+    options, fields = take(Options, args)
     cells = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
     wanted = [_measurement(cell, way, options) for cell in cells for way in WAYS]
     device = _device(wanted[0].composed)

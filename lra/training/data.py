@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lra.config.options import take
 from lra.config.schema import RunConfig
 from lra.data import picture
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training.fit import configure
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    force: bool = False  # replaces a store that is there
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    split: str = "train"
+    count: int = 8  # of each label
+    out: str | None = None  # a PNG file; by default named after task and split
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= 100:
+            raise UsageError(f"count={self.count} is not a number from 1 to 100")
 
 
 def task_data(args: Sequence[str]) -> TaskData:
@@ -27,28 +45,11 @@ def task_data(args: Sequence[str]) -> TaskData:
     return TASKS.get(run.task.name).Data(run)
 
 
-def _options(args: Sequence[str], **defaults: str) -> tuple[dict[str, str], list[str]]:
-    """The arguments that are a verb's own, `name=value`, and the rest."""
-    own: dict[str, str] = {}
-    rest = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        if name in defaults and equals:
-            if name in own:
-                raise UsageError(f"{name}= is given twice")
-            own[name] = value
-        else:
-            rest.append(arg)
-    return defaults | own, rest
-
-
 def prepare(args: Sequence[str]) -> str:
-    """Prepares the store; `force=true` among the arguments replaces an existing one."""
-    own, rest = _options(args, force="false")
-    if own["force"] not in ("true", "false"):
-        raise UsageError(f"force={own['force']}: force is true or false")
-    data = task_data(rest)
-    data.prepare_data(force=own["force"] == "true")
+    """Prepares the store."""
+    options, fields = take(PrepareOptions, args)
+    data = task_data(fields)
+    data.prepare_data(force=options.force)
     notes = "".join(f"\nnote: {text}" for text in data.open().manifest["notes"])
     return f"{data.config.name} is ready in {data.content().path}{notes}"
 
@@ -91,24 +92,22 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
 
 
 def show(args: Sequence[str]) -> str:
-    """Draws the first examples of a split, `count=` of each label, into the PNG file `out=`."""
-    own, rest = _options(args, split="train", count="8", out="")
-    data = task_data(rest)
+    """Draws the first examples of a split into a PNG file."""
+    options, fields = take(ShowOptions, args)
+    data = task_data(fields)
     data.setup()
-    if own["split"] not in data.parts:
-        raise UsageError(f"split={own['split']} does not exist: choose from {', '.join(data.parts)}")
-    if own["count"] not in map(str, range(1, 101)):
-        raise UsageError(f"count={own['count']} is not a number from 1 to 100")
-    split = data.parts[own["split"]]
+    if options.split not in data.parts:
+        raise UsageError(f"split={options.split} does not exist: choose from {', '.join(data.parts)}")
+    split = data.parts[options.split]
     labels = np.unique(split.labels)
-    rows = np.concatenate([np.flatnonzero(split.labels == label)[: int(own["count"])] for label in labels])
-    captions = [f"{own['split']} {row}: {_label(data, int(split.labels[row]))}" for row in rows]
+    rows = np.concatenate([np.flatnonzero(split.labels == label)[: options.count] for label in labels])
+    captions = [f"{options.split} {row}: {_label(data, int(split.labels[row]))}" for row in rows]
     examples = [data.depict(split[int(row)]) for row in rows]
     texts = isinstance(examples[0], str)
     drawn = picture.page(examples, captions) if texts else picture.grid(examples, captions)  # type: ignore[arg-type]
-    path = Path(own["out"] or f"{data.config.name}-{own['split']}.png")
+    path = Path(options.out or f"{data.config.name}-{options.split}.png")
     picture.save(drawn, path)
-    return f"{len(rows)} examples of {own['split']} are drawn in {path}"
+    return f"{len(rows)} examples of {options.split} are drawn in {path}"
 
 
 def _label(data: TaskData, label: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lra
-from lra.bench.options import parse
+from lra.config.options import parse
 from lra.errors import UsageError
 from lra.experiments import accuracy
 
@@ -22,11 +22,12 @@ TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.r
 
 
 def schemas() -> list[type]:
-    """Every dataclass that a module of lra hands to `parse` by its name."""
+    """Every dataclass that a module of lra hands to `parse` or `take` by its name."""
     found: dict[str, type] = {}
     for file, tree in TREES.items():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if isinstance(call.func, ast.Name) and call.func.id == "parse" and isinstance(call.args[0], ast.Name):
+            reads = isinstance(call.func, ast.Name) and call.func.id in ("parse", "take")
+            if reads and isinstance(call.args[0], ast.Name):
                 name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
                 cls = getattr(importlib.import_module(name), call.args[0].id, None)
                 if inspect.isclass(cls):

@@ -212,7 +212,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "data prepare task=nope": ("'nope'", "listops"),
     "data prepare task=": ("'task='", "field=value"),
     "data prepare task=listops task=text": ("task= is given twice",),
-    "data prepare task=listops force=maybe": ("force=maybe", "true or false"),
+    "data prepare task=listops force=maybe": ("force=maybe", "true, false"),
     "data prepare task=listops force=true force=false": ("force= is given twice",),
     "data show task=listops count=0 count=1": ("count= is given twice",),
     "data show task=listops split=train split=test": ("split= is given twice",),

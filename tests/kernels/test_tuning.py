@@ -10,13 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lra.bench import tune as tuner
 from lra.cli import app
 from lra.errors import UsageError
-from lra.kernels.flash import tuner, tuning
+from lra.kernels.flash import tuning
 from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
 from lra.kernels.testing import Case, Error, check
 
 KEY = Key("forward", "bfloat16", 64, False)
+FORWARD = ["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"]
 GOOD, OLD = Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH"), Ptxas("/old/ptxas", (12, 8), "TRITON_PTXAS_PATH")
 
 
@@ -203,8 +205,8 @@ def bench(gpu, monkeypatch):
 
 
 def test_the_fastest_right_tile_is_kept(bench):
-    options = tuner.parse(["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"])
-    trials = list(tuner.tune(options))
+    trials: list[tuner.Trial] = []
+    assert tuner.tune(FORWARD, trials.append) == bench.user
     tried = [trial.tile for trial in trials if not trial.fault.startswith("causal")]
     assert tried == tuner.candidates(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64)
     for trial in trials:
@@ -221,11 +223,10 @@ def test_the_fastest_right_tile_is_kept(bench):
 
 def test_measuring_in_parts_keeps_the_other_rows(bench):
     for dropout in ("false", "true"):
-        for _ in tuner.tune(tuner.parse(["kernels=forward", "dtypes=bfloat16", "head_dims=64", f"dropout={dropout}"])):
-            pass
+        tuner.tune([*FORWARD[:3], f"dropout={dropout}"])
     assert set(tuning.read(bench.user).tiles) == {KEY, KEY._replace(dropout=True)}
     table(bench.user, {KEY._replace(block_d=16): Tile(16, 32, 4, 1)}, sources="of other kernels")
-    list(tuner.tune(tuner.parse(["kernels=dq", "dtypes=bfloat16", "head_dims=128", "dropout=false"])))
+    tuner.tune(["kernels=dq", "dtypes=bfloat16", "head_dims=128", "dropout=false"])
     assert all(key.kernel == "dq" for key in tuning.read(bench.user).tiles)
 
 
@@ -233,47 +234,50 @@ def test_without_a_right_candidate_there_is_no_row(bench, monkeypatch, tmp_path)
     monkeypatch.setattr(tuner, "candidates", lambda key: [Tile(64, 64, 4, 2)])
     out = tmp_path / "out.json"
     with pytest.raises(UsageError, match="no tile was right"):
-        list(tuner.tune(tuner.parse(["kernels=forward", "dtypes=bfloat16", "head_dims=64", f"out={out}"])))
+        tuner.tune([*FORWARD[:3], f"out={out}"])
     assert not out.exists()
 
 
 def test_hopper_kernels_are_left_out_or_refused(bench, monkeypatch):
     bench.ptxas = OLD
     monkeypatch.setattr(tuner, "candidates", lambda key: [Tile(32, 32, 8, 2)])
-    kernels = {trial.key.kernel for trial in tuner.tune(tuner.parse(["head_dims=64", "dropout=true"]))}
-    assert kernels == {"forward", "dkdv", "dq", "dkdv_dq"}
+    trials: list[tuner.Trial] = []
+    tuner.tune(["head_dims=64", "dropout=true"], trials.append)
+    assert {trial.key.kernel for trial in trials} == {"forward", "dkdv", "dq", "dkdv_dq"}
     with pytest.raises(UsageError, match=r"can't be measured: ptxas 12\.8"):
-        list(tuner.tune(tuner.parse(["kernels=hopper_forward"])))
+        tuner.tune(["kernels=hopper_forward"])
 
 
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
-        ("head_dim=64", "does not know 'head_dim=64': its fields are kernels="),
-        ("forward", "does not know 'forward'"),
-        ("out=", "does not know 'out='"),
-        ("kernels=forwards", "kernels= takes forward, dkdv"),
-        ("head_dims=32,256", "head_dims=256: head_dims= takes 1 to 128"),
-        ("dropout=0.1", "dropout= takes false, true"),
+        ("head_dim=64", "unknown field 'head_dim': did you mean 'head_dims'"),
+        ("forward", "'forward' is not of the form field=value"),
+        ("out=", "'out=' is not of the form field=value"),
+        ("kernels=forwards", "kernels=forwards: choose from forward, dkdv"),
+        ("dtypes=fp16", "dtypes=fp16: choose from bfloat16, float32"),
+        ("head_dims=32,256", "head_dims=256: the kernels take 1 to 128"),
+        ("head_dims=32,32", "head_dims=32,32 names one twice"),
+        ("dropout=0.1", "dropout=0.1: choose from true, false"),
     ],
 )
 def test_bad_arguments_are_named(arg, message):
     with pytest.raises(UsageError, match=message):
-        tuner.parse([arg])
+        tuner.tune([arg])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_nothing_is_measured():
     with pytest.raises(UsageError, match="PyTorch sees none here"):
-        list(tuner.tune(tuner.parse([])))
+        tuner.tune([])
 
 
 @pytest.mark.gpu
 def test_tuning_writes_a_table_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    args = ["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"]
-    trials = list(tuner.tune(tuner.parse(args)))
+    trials: list[tuner.Trial] = []
+    written = tuning.read(tuner.tune(FORWARD, trials.append))
     assert any(trial.microseconds for trial in trials)
-    written = tuning.read(tuning.user_table(torch.cuda.get_device_name()))
+    assert written.path == tuning.user_table(torch.cuda.get_device_name())
     assert forward_tile() == written.tiles[KEY]
     tuning.forget()

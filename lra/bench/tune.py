@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
 from lra import environment
+from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
@@ -43,7 +44,16 @@ class Options:
     dtypes: tuple[str, ...] = DTYPES
     head_dims: tuple[int, ...] = (32, 64, 128)
     dropout: tuple[bool, ...] = (False, True)
-    out: Path | None = None  # the user's table of this GPU
+    out: str | None = None  # the user's table of this GPU
+
+    def __post_init__(self) -> None:
+        for field, known in (("kernels", KERNELS), ("dtypes", DTYPES)):
+            if others := set(getattr(self, field)) - set(known):
+                raise UsageError(f"{field}={min(others)}: choose from {', '.join(known)}")
+        for head_dim in self.head_dims:
+            if not 1 <= head_dim <= 128:
+                raise UsageError(f"head_dims={head_dim}: the kernels take 1 to 128")
+        refuse_repeats(kernels=self.kernels, dtypes=self.dtypes, head_dims=self.head_dims, dropout=self.dropout)
 
 
 @dataclass(frozen=True)
@@ -55,35 +65,18 @@ class Trial:
     microseconds: float | None = None
     fault: str = ""
 
-
-def parse(args: Sequence[str]) -> Options:
-    """Options from `field=value` or `field=value,value`; UsageError names what is not understood."""
-    hints, values = get_type_hints(Options), {}
-    for arg in args:
-        field, equals, text = arg.partition("=")
-        if not (equals and text) or field not in hints:
-            raise UsageError(
-                f"lra tune does not know '{arg}': its fields are {', '.join(f'{name}=' for name in hints)}"
-            )
-        values[field] = Path(text) if field == "out" else tuple(_value(field, part) for part in text.split(","))
-    return Options(**values)
+    def __str__(self) -> str:
+        what = f"{self.key.kernel:15} {self.key.dtype:8} d={self.key.block_d:<3} dropout={self.key.dropout!s:5}"
+        return f"{what} {'x'.join(map(str, self.tile)):13} {self.fault or f'{self.microseconds:,.0f} us'}"
 
 
-def _value(field: str, text: str) -> str | int | bool:
-    known = {"kernels": KERNELS, "dtypes": DTYPES, "head_dims": range(1, 129), "dropout": (False, True)}[field]
-    for value in known:
-        if text.lower() == str(value).lower():
-            return value
-    shown = "1 to 128" if field == "head_dims" else ", ".join(str(value).lower() for value in known)
-    raise UsageError(f"{field}={text}: {field}= takes {shown}")
-
-
-def tune(options: Options) -> Iterator[Trial]:
-    """Yields every trial as it is made; the table is written whenever one of its rows is known.
+def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: None) -> Path:
+    """The table that it wrote, anew whenever one of its rows is known. `progress` is given every trial.
 
     Rows that this does not measure stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
-    compiling.
+    compiling. Raises UsageError for bad arguments, without a GPU, and if no tile is right.
     """
+    options = parse(Options, args)
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
@@ -91,7 +84,7 @@ def tune(options: Options) -> Iterator[Trial]:
     if refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {refusal}")
     kernels = options.kernels or [kernel for kernel in KERNELS if not (refusal and kernel.startswith("hopper_"))]
-    table = _begin(destination(options))
+    table = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
         options.dtypes, options.head_dims, kernels, options.dropout
     ):
@@ -101,18 +94,14 @@ def tune(options: Options) -> Iterator[Trial]:
         trials = []
         for candidate in candidates(key):
             trials.append(measure(key, head_dim, candidate))
-            yield trials[-1]
-        best = yield from _fastest(key, head_dim, trials)
-        if best:
+            progress(trials[-1])
+        if best := _fastest(key, head_dim, trials, progress):
             table.tiles[key], table.microseconds[key] = best
             tuning.write(table)
     tuning.forget()
     if not table.tiles:
         raise UsageError("no tile was right, so no table is written: the reasons are listed above")
-
-
-def destination(options: Options) -> Path:
-    return options.out or tuning.user_table(torch.cuda.get_device_name())
+    return table.path
 
 
 def _begin(path: Path) -> Table:
@@ -130,14 +119,16 @@ def _begin(path: Path) -> Table:
     return old._replace(measured=new | {"command": " && ".join(commands)})
 
 
-def _fastest(key: Key, head_dim: int, trials: Sequence[Trial]) -> Generator[Trial, None, tuple[Tile, float] | None]:
-    """The fastest that is right with the causal mask too; yields those that are not."""
+def _fastest(
+    key: Key, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
+) -> tuple[Tile, float] | None:
+    """The fastest that is right with the causal mask too."""
     timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
     for microseconds, candidate in sorted(timed):
         fault = wrong(key, head_dim, candidate, causal=True)
         if not fault:
             return candidate, microseconds
-        yield Trial(key, candidate, fault=f"causal: {fault}")
+        progress(Trial(key, candidate, fault=f"causal: {fault}"))
     return None
 
 

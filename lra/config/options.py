@@ -1,4 +1,4 @@
-"""Options of a measurement from `field=value` arguments: a frozen dataclass, lists with commas."""
+"""A verb's own options from `field=value` arguments: a frozen dataclass, lists with commas."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset:
             raise UsageError(f"{label}{name}= is given twice")
         values[name] = _convert(f"{label}{name}={text}", hints[name], text)
     return schema(**(preset | values))
+
+
+def take(schema: type[Options], args: Sequence[str]) -> tuple[Options, list[str]]:
+    """A `schema` of those arguments that are its fields, as `parse` has it, and the other arguments."""
+    names = {field.name for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
+    own = [arg for arg in args if arg.partition("=")[0] in names]
+    return parse(schema, own), [arg for arg in args if arg not in own]
 
 
 def refuse_repeats(**lists: Sequence[Any] | None) -> None:
