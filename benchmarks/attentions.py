@@ -18,15 +18,20 @@ import tokenize
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import table
+from lra.config.options import parse
 from lra.config.registry import Entry
 from lra.models.attention import ATTENTIONS, Capabilities
+from lra.models.attention.base import Attention, AttentionSpec
+from lra.models.attention.block_sparse import BlockSparseAttention
 
 PAGE = pages.ROOT / "docs" / "attentions.md"
 KEYS = 256  # what a query costs in the micro-benchmarks of FlashAttention's appendix E.6, from N = 2048 on
+LENGTHS = (1024, 65536)  # of sequences in which these are counted
 NOT_SHOWN = ("fmt:", "type:", "noqa", "pyright:")  # comments for tools
 HEADER = (
     "# Attentions\n\n<!-- made by benchmarks/attentions.py: make docs -->\n\n"
@@ -88,9 +93,19 @@ def _section(entry: Entry) -> str:
         f"{facts.paper}. Source: [{source}](../{source}).",
         " ".join(limits),
         table(("option", "type", "default", "what"), rows) if rows else "No options.",
-        f"At the cost of {KEYS} keys for each query: {sized}." if sized else "No option sets what a query costs.",
+        f"Sized for {KEYS} keys to a query: {sized}{_seen(cls)}." if sized else "No option sets what a query costs.",
     ]
     return "\n\n".join(parts)
+
+
+def _seen(cls: type[Attention]) -> str:
+    """How many keys a query of a pattern sees then, on average: that can grow with the sequence."""
+    if not issubclass(cls, BlockSparseAttention):
+        return ""
+    config = parse(cls.Config, [f"{name}={_value(value)}" for name, value in cls.budget(KEYS).items()])
+    layouts = {n: cls.make_layout(config, AttentionSpec(heads=1, head_dim=64, max_length=n))[0] for n in LENGTHS}
+    seen = (f"{n * layout.density(n):,.0f} of {n:,}" for n, layout in layouts.items())
+    return f"; it sees {', '.join(seen)} then"
 
 
 def _load(entry: Entry) -> Any:
@@ -150,9 +165,9 @@ def _value(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return pages.main(lambda: {PAGE: page() + "\n"}, arguments)
+def make() -> dict[Path, str]:
+    return {PAGE: page() + "\n"}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main(make))

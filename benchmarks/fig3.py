@@ -32,7 +32,8 @@ def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
         "<!-- made by benchmarks/fig3.py of benchmarks/results/fig3: make docs -->",
         "Setting of FlashAttention's appendix E.6 (arXiv 2205.14135): batch 16, 8 heads, head dimension 64, N from 128 "
         "to 65,536; approximate methods at a compression to N / 8 keys, at most 256 (`Attention.budget`; the options "
-        "are in the files). bf16, where the paper has fp16. *mask*: each sequence is up to 20 tokens shorter than N. "
+        "are in the files); of `openai_sparse` the ends of segments come on top, N / 8 keys more, as no stride does "
+        "without. bf16, where the paper has fp16. *mask*: each sequence is up to 20 tokens shorter than N. "
         f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}, {made_with['date'][:10]}; "
         "measured by `lra reproduce fig3`. An empty cell was not measured, OOM did not fit. Each method was "
         "checked before it was timed: exact ones and patterns against the reference, the others for finite results. "

@@ -80,5 +80,9 @@ def _score(score: dict[str, Any] | None) -> str:
     return f"{accuracy(score)}; {best} {100 * score['baselines'][best]:.2f}"
 
 
+def make() -> dict[Path, str]:
+    return {PAGE: f"{HEAD}\n\n{runs(pages.RESULTS)}\n"}
+
+
 if __name__ == "__main__":
-    sys.exit(pages.main(lambda: {PAGE: f"{HEAD}\n\n{runs(pages.RESULTS)}\n"}))
+    sys.exit(pages.main(make))

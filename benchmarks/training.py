@@ -184,5 +184,9 @@ def _made_with(environment: dict[str, Any]) -> str:
     return f"{environment['gpu'] or 'CPU'}, PyTorch {versions['torch']}, {environment['date'][:10]}, commit {commit}"
 
 
+def make() -> dict[Path, str]:
+    return {PAGE: page()}
+
+
 if __name__ == "__main__":
-    sys.exit(pages.main(lambda: {PAGE: page()}))
+    sys.exit(pages.main(make))

@@ -22,7 +22,7 @@ class Batch:
     tokens: Tensor  # int [T]
     start: Tensor  # int32 [B]
     length: Tensor  # int32 [B]
-    max_length: int  # on the host, so that kernels launch without a synchronisation; at least max(length)
+    max_length: int  # on the host, so that kernels launch without a synchronisation; at least max(length), and 1
     label: Tensor  # int64 [examples]: [B], or [B / 2] where two sequences in a row are one example
     index: Tensor  # int32 [B], place of each sequence in the global batch: dropout depends on it, not on the rank
     positions: Tensor | None = None  # int [T]; None means 0, 1, ... within the sequence

@@ -106,7 +106,4 @@ def attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, batch: Batch, 
     dense: Any = getattr(attention, "dense", None)
     if full and dense:
         return dense(*(x.unflatten(0, (batch.size, batch.max_length)) for x in (q, k, v))).flatten(0, 1)
-    if attention.facts.ragged or batch.padded:
-        return attention(q, k, v, batch)
-    padded = attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), batch.to_padded())
-    return batch.unpad(padded.unflatten(0, (batch.size, batch.max_length)))
+    return attention.attend(q, k, v, batch)

@@ -130,7 +130,10 @@ def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slic
 
 
 def check_dropout(cell: Cell, device: torch.device) -> Verdict:
-    """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum."""
+    """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum.
+
+    In two heads, and in two of the longest sequences, others are dropped.
+    """
     attention = cell.build(device)
     if not cell.dropout or has_reference_dropout(attention, device) or not _known(attention):
         return Verdict(None)
@@ -139,12 +142,19 @@ def check_dropout(cell: Cell, device: torch.device) -> Verdict:
     if attention.layout is not None:
         visible = attention.layout.token_mask(torch.arange(longest), torch.arange(longest)).sum(-1).clamp(min=1)
     ones = torch.ones(sum(cell.lengths), cell.heads, cell.head_dim, dtype=DTYPES[cell.dtype], device=device)
-    out = attend(attention, ones, ones, ones, make_batch(cell.lengths, False, device), cell.full)[:longest].float()
+    made = attend(attention, ones, ones, ones, make_batch(cell.lengths, False, device), cell.full).float()
+    out, *others = made.split([n for n in cell.lengths if n])
     # each row of the first sequence, the longest, is the mean of the ones that it sees, of which a share is dropped
     mean, spread = float(out.mean()), float(out.std())
     expected = (cell.dropout / (1 - cell.dropout) * float((1 / visible).mean())) ** 0.5
-    right = abs(mean - 1) < 0.5 * expected and 0.5 * expected < spread < 2 * expected
-    return Verdict(None, "" if right else f"dropout {cell.dropout} makes ones {mean:.3f} ± {spread:.3f}")
+    if not (abs(mean - 1) < 0.5 * expected and 0.5 * expected < spread < 2 * expected):
+        return Verdict(None, f"dropout {cell.dropout} makes ones {mean:.3f} ± {spread:.3f}")
+    alike = {
+        "heads": cell.heads > 1 and torch.equal(out[:, 0], out[:, 1]),
+        "sequences": any(torch.equal(each, out) for each in others),
+    }
+    what = " and of two ".join(name for name, same in alike.items() if same)
+    return Verdict(None, what and f"dropout {cell.dropout} drops the same weights of two {what}")
 
 
 def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]:

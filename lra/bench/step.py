@@ -218,10 +218,10 @@ def _share(record: dict[str, Any], label: str) -> str:
 
 
 def clear(device: torch.device) -> None:
-    """Frees what the loop before left, and forgets what was compiled for it."""
-    gc.collect()
+    """Frees what the loop before left on a GPU, and forgets what was compiled for it."""
     if device.type != "cuda":
         return
+    gc.collect()
     torch.cuda.synchronize(device)  # raises if the last loop was a fault: no later one could be measured
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

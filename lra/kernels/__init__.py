@@ -1,4 +1,4 @@
-"""Attention kernels: each folder has a `reference.py` that defines the result and the kernels that compute it fast."""
+"""Attention kernels; `flash/reference.py` defines what they compute."""
 
 from lra.kernels.block_sparse.api import block_sparse_attention
 from lra.kernels.flash import flash_attention

@@ -52,18 +52,12 @@ class Block(nn.Module):
             o_THD = self.attention(q_THD, k_THD, v_THD, batch, rotary)
         else:
             if rotary is not None:
-                q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
-            o_THD = self._attend(q_THD, k_THD, v_THD, batch)
+                q_THD = rotate(q_THD, *rotary)
+                k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *rotary)
+            o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         x_TD = x_TD + drop(self.out(o_THD.flatten(1)), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
         return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
-
-    def _attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, batch: Batch) -> Tensor:
-        if self.attention.facts.ragged or batch.padded:
-            return self.attention(q_THD, k_THD, v_THD, batch)
-        q_THD, k_THD, v_THD = (batch.pad(x).flatten(0, 1) for x in (q_THD, k_THD, v_THD))
-        padded = batch.to_padded()
-        return batch.unpad(padded.pad(self.attention(q_THD, k_THD, v_THD, padded)))
 
 
 class Encoder(nn.Module):
@@ -129,7 +123,8 @@ class Encoder(nn.Module):
         """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""
         x_TD = x_TD.float()
         if self.config.pooling == "cls":
-            return x_TD.index_select(0, batch.start)
+            first_BD = x_TD.index_select(0, batch.start.clamp(max=len(x_TD) - 1))
+            return first_BD.where(batch.length[:, None] > 0, 0)
         x_BND, real_BN1 = batch.pad(x_TD), batch.mask()[:, :, None]
         if self.config.pooling == "mean":
             return x_BND.where(real_BN1, 0).sum(1) / batch.length.clamp(min=1)[:, None]

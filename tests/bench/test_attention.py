@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -295,6 +296,16 @@ def test_verdicts_are_within_the_budget_and_not_zero():
     verdict = check_timed(cell, [torch.randn(128, 2, 16) for _ in range(4)], batch)
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
     assert not check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
+
+
+@pytest.mark.parametrize(("heads", "sequences", "what"), [(1, 2, "heads"), (2, 1, "sequences")])
+def test_one_mask_for_two_is_wrong(heads, sequences, what, monkeypatch):
+    def dropout(p: torch.Tensor, rate: float) -> torch.Tensor:
+        return p * torch.nn.functional.dropout(torch.ones_like(p[:sequences, :heads]), rate)
+
+    monkeypatch.setattr("lra.models.attention.standard.F", SimpleNamespace(dropout=dropout))
+    verdict = check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU)
+    assert verdict.wrong == f"dropout 0.1 drops the same weights of two {what}"
 
 
 def test_axes_have_ticks_within_a_decade():

@@ -81,13 +81,8 @@ def subjects(able: Callable[[Capabilities], bool] = lambda facts: True):
     return pytest.mark.parametrize("subject", [param for param in params if able(param.values[0].facts)])
 
 
-def attend(attention: Attention, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The attention as the model calls it: padded unless it is ragged."""
-    if attention.facts.ragged or batch.padded:
-        return attention(q, k, v, batch)
-    padded = batch.to_padded()
-    out = attention(*(batch.pad(x).flatten(0, 1) for x in (q, k, v)), padded)
-    return batch.unpad(padded.pad(out))
+def attend(attention: Attention, batch: Batch, *qkv: Tensor) -> Tensor:
+    return attention.attend(*qkv, batch)
 
 
 def rows(batch: Batch, sequence: int) -> slice:

@@ -33,6 +33,27 @@ def build(name: str, n: int, layer: int = 0, heads: int = 2, **options: Any) -> 
     return cls(cls.Config(**options), AttentionSpec(heads, head_dim=16, max_length=n, layer=layer))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here, and these tensors are on the CPU")
+@pytest.mark.parametrize("name", ["flash", *NAMES])
+def test_triton_drops_what_the_reference_drops(name):
+    """The layer's seed, the places in the global batch and the rate reach the kernels."""
+    pytest.importorskip("triton")
+    block = {"block": "16"}
+    options: dict[str, Any] = {
+        "flash": {}, "local": {"window": 4}, "longformer": {"window": 4}, "openai_sparse": block | {"stride": 16},
+    }  # fmt: skip
+    cls = ATTENTIONS.get(name)
+    config = cls.Config(impl="triton", **options.get(name, block))
+    attention = cls(config, AttentionSpec(2, 16, 21, dropout=0.3, layer=4))
+    batch = make_batch((21, 0, 13, 1), False, CPU, index=torch.tensor([3, 9, 1, 0], dtype=torch.int32))
+    assert batch.seed is not None
+    expected = reference_attention(
+        *qkv(35), start=batch.start, length=batch.length, index=batch.index, dropout=0.3, seed=batch.seed + 4,
+        layout=attention.layout,
+    )  # fmt: skip
+    torch.testing.assert_close(attention.train()(*qkv(35), batch), expected, atol=1e-5, rtol=1e-5)
+
+
 def qkv(total: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(total, 2, 16, generator=generator).requires_grad_() for _ in range(3)]

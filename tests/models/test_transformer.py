@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lra.batch import Batch
+from lra.bench.cell import make_batch
 from lra.config.schema import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError
@@ -57,12 +58,13 @@ def test_a_sequence_does_not_depend_on_its_batch_or_layout(attn, positions, pool
     torch.testing.assert_close(alone, together[:1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max"])
+@pytest.mark.parametrize("pooling", POOLING)
 def test_an_empty_sequence_pools_to_zeros(pooling):
     model = encoder(pooling=pooling)
     for layout in ("packed", "padded"):
-        pooled = model(sequences((4, 0), model, layout))
-        assert not pooled[1].any() and pooled.isfinite().all()
+        for lengths in ((4, 0), (0, 4)):
+            pooled = model(make_batch(lengths, layout == "padded", torch.device("cpu")))
+            assert pooled.isfinite().all() and [bool(row.any()) for row in pooled] == [n > 0 for n in lengths]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

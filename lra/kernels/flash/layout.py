@@ -170,7 +170,8 @@ class Layout:
 
 EVERY = Visits(None, 0, 0, 0)
 
-# By content: layers with equal layouts share the lists, which stay for as long as the process runs.
+# By content: layers with equal layouts share the lists. All stay for as long as the process runs, as a graph or a
+# backward that comes later knows a layout by its key alone.
 _known: dict[int, Layout] = {}
 _visits: dict[tuple[int, int, int, torch.device, bool], Visits] = {}
 

@@ -7,13 +7,12 @@ from lra.config.registry import Registry
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The facts an attention registers with; `lra ls attns` prints them and `Attention` enforces them."""
+    """The facts an attention registers with. What asks for what it lacks is refused, or done in its stead."""
 
     exact: bool  # equals softmax attention up to rounding
     paper: str
     cost: str = ""  # how time grows with the sequence length N, in terms of options; memory grows with N, or as said
     dropout: bool = True  # on attention probabilities
-    causal: bool = False
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
     rotates: bool = False  # takes the angles of rotary positions and turns its features, not the queries and keys
     shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone

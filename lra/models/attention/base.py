@@ -79,6 +79,14 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """As `forward`, in the padded form where that is the only one it reads."""
+        if self.facts.ragged or batch.padded:
+            return self(q, k, v, batch)
+        q, k, v = (batch.pad(x).flatten(0, 1) for x in (q, k, v))
+        padded = batch.to_padded()
+        return batch.unpad(padded.pad(self(q, k, v, padded)))
+
     def resolve(self, device: torch.device, precision: str) -> str:
         """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
         if precision not in self.facts.dtypes:

@@ -18,7 +18,6 @@ from lra.models.attention.base import Attention
     "flash",
     exact=True,
     cost="N²",
-    causal=True,
     head_dims=(16, 128),
     paper="Dao et al. 2022, arXiv 2205.14135",
 )

@@ -24,7 +24,9 @@ class LongShortAttention(Attention):
     after it, one more if the window is odd: 2 `window` in all. Landmarks are P^T K and P^T V, where each column of
     P = softmax(K W) is a distribution over the sequence (the dynamic projection). The paper has the layer's input in
     the place of this K; an attention is handed the head's keys. Tokens have one LayerNorm, landmarks another (DualLN),
-    each over all heads together and the same for keys and values, as in the authors' code.
+    each over all heads together and the same for keys and values. Landmarks are of keys and values before their norm,
+    as in the paper; the authors' code compresses normalised ones. With rotary positions the norms come after turning,
+    so scores depend on places, not on distances alone.
     """
 
     @dataclass(frozen=True)
