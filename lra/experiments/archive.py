@@ -110,7 +110,7 @@ class Run:
     def steps(self) -> int:
         """Up to where it can be continued: those behind its last.ckpt."""
         try:
-            return checkpoints.steps_done(self.path / "last.ckpt") if self.has("last.ckpt") else 0
+            return checkpoints.behind(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 

@@ -227,7 +227,7 @@ class Faults(pl.Callback):
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
                 fault["batches"].append([faults.plain(batch.with_seed(seed)) for batch in loader.step(step)])
-            WholeFiles().save_checkpoint(fault, self.file)
+            WholeFiles(self.file.parent).save_checkpoint(fault, self.file)
             try:
                 what = faults.culprit(module, fault)
             except torch.cuda.OutOfMemoryError:

@@ -35,8 +35,12 @@ TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of lea
 class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system.
 
-    Loads none that is damaged, and lets a run's folder be moved.
+    Loads none that is damaged, and lets a run's folder be moved: the best checkpoint is looked for in `home`.
     """
+
+    def __init__(self, home: Path):
+        super().__init__()
+        self.home = os.path.realpath(home)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with replacing(Path(path)) as file:
@@ -45,21 +49,21 @@ class WholeFiles(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         verify(Path(path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        here = os.path.realpath(Path(path).parent)
         for state in checkpoint.get("callbacks", {}).values():
             if there := state.get("dirpath"):  # Lightning forgets which checkpoint is the best if that is elsewhere
-                state |= {key: text.replace(there, here) for key, text in state.items() if isinstance(text, str)}
-                state["best_k_models"] = {file.replace(there, here): at for file, at in state["best_k_models"].items()}
+                state |= {key: text.replace(there, self.home) for key, text in state.items() if isinstance(text, str)}
+                best = state["best_k_models"].items()
+                state["best_k_models"] = {file.replace(there, self.home): score for file, score in best}
         return checkpoint
 
 
 def verify(path: Path) -> None:
     """UsageError if a `.ckpt` is not as it was written, naming another file of its run that is whole."""
-    if fault := _fault(path):
-        raise _unreadable(path, fault)
+    if what := fault(path):
+        raise _unreadable(path, what)
 
 
-def _fault(path: Path) -> str | None:
+def fault(path: Path) -> str | None:
     """What is wrong with a file, by its checksums: torch.load takes flipped bits for weights without a word."""
     try:
         if path.suffix == ".safetensors":
@@ -75,16 +79,17 @@ def _fault(path: Path) -> str | None:
         return type(error).__name__
 
 
-def _unreadable(path: Path, fault: str) -> UsageError:
+def _unreadable(path: Path, what: str) -> UsageError:
     last = path.name == "last.ckpt"
     mend = "without it, resume=auto begins anew" if last else "choose another checkpoint"
     for other in map(path.with_name, OTHERS.get(path.name, ())):
-        if not _fault(other):
+        if not fault(other):
             on = f"resume={other} goes on there, " if last else ""  # no run goes on whose best checkpoint is lost
             mend = f"{other} is whole: {on}init={other} takes its weights"
             break
-    what = f"{path} can't be read as a checkpoint of lra ({fault})"
-    return UsageError(f"{what}: it is damaged or of another program; {mend}")
+    return UsageError(
+        f"{path} can't be read as a checkpoint of lra ({what}): it is damaged or of another program; {mend}"
+    )
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -212,17 +217,13 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     module.seen = identity.get("seen", {})
 
 
-def steps_done(path: str | Path) -> int:
-    """How many optimisation steps a `.ckpt` has behind it."""
-    return torch.load(path, map_location="cpu", weights_only=True)["global_step"]
-
-
-def lost_best(path: Path) -> Path | None:
-    """The checkpoint that was the best so far when the run wrote `path`, where that is no longer whole beside it."""
-    states = torch.load(path, map_location="cpu", weights_only=True)["callbacks"].values()
+def behind(path: Path) -> tuple[int, Path | None]:
+    """What a `.ckpt` has behind it: optimisation steps, and the best checkpoint so far, which lies beside it."""
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    states = checkpoint["callbacks"].values()
     scored = (state for state in states if state.get("best_model_score") is not None)
-    found = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
-    return next((best for best in found if _fault(best)), None)
+    best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
+    return checkpoint["global_step"], next(best, None)
 
 
 def save_weights(module: TaskModule, path: Path) -> None:

@@ -33,7 +33,7 @@ from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
 from lra.training.curves import Curves
 from lra.training.preemption import Preemption
-from lra.training.run import COMPUTING, RunDirectory
+from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
 from lra.training.step import Step
 
@@ -99,7 +99,7 @@ def fit(*args: str) -> dict[str, Any]:
         data.prepare_data()  # what is refused of this run is refused before another one trains for hours
         _before(composed.start)
         data, module, trainer, clock, attention, engine = _assembled(run, directory)
-    checkpoint, origin = directory.checkpoint(), transfer.Origin()
+    checkpoint, carried, origin = directory.checkpoint(), None, transfer.Origin()
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
@@ -107,15 +107,16 @@ def fit(*args: str) -> dict[str, Any]:
         _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
         own = checkpoint.parent.resolve() == directory.path.resolve()
-        if own and (best := checkpoints.lost_best(checkpoint)):
+        done, best = checkpoints.behind(checkpoint)
+        if best and checkpoints.fault(best):
+            over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
                 f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
-                f"or remove {checkpoint.name}, and resume=auto starts over; or begin another run, name=, with "
-                f"init={checkpoint}"
+                f"{over}or begin another run, name=, with init={checkpoint}"
             )
+        carried = None if own else best  # nothing after it may be better
         scoring = own and directory.best.exists()  # may be what is left to do
-        done = 0 if scoring else checkpoints.steps_done(checkpoint)
-        if done >= run.trainer.steps:
+        if done >= run.trainer.steps and not scoring:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
     elif run.init:
         moved = transfer.start(module, run.init)
@@ -135,6 +136,9 @@ def fit(*args: str) -> dict[str, Any]:
     trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
     opened = directory.opened() if trainer.is_global_zero else nullcontext()
     with opened, preemption.listening(trainer), _recorded(directory, run, trainer, facts):
+        if carried and trainer.is_global_zero:
+            with replacing(directory.best) as file:
+                file.write(carried.read_bytes())
         what = (
             f"attention {attention}",
             f"{result.count(module):,} parameters",
@@ -285,7 +289,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
         logger=[Curves(directory.curves), TensorBoardLogger(directory.path, name="", version="tensorboard")],
-        plugins=[checkpoints.WholeFiles()],
+        plugins=[checkpoints.WholeFiles(directory.path)],
         callbacks=[
             clock,
             Onward(),

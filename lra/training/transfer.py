@@ -76,10 +76,10 @@ def apply(
 ) -> Transfer:
     """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check(module, identity, path)
-    module.seen = _seen(identity)
-    _refuse_seen(module.run.task, module.seen, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained = _task(there["task"])
+    module.seen = _seen(identity)
+    _refuse_seen(run.task, trained, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
         for name, before, here in (
@@ -92,15 +92,18 @@ def apply(
     }
     # under another attention a tensor of the same name would be something else
     parts = [".attention."] if "attn" in changed else []
-    if run.head == "kept" and not _head(weights):
-        raise UsageError(f"{path} has no head to keep, it is of a pretraining: leave out head=kept")
+    if run.head == "kept" and _head(weights) != _head(own):
+        why = "no head to keep, it is of a pretraining" if not _head(weights) else "another head than this task"
+        raise UsageError(f"{path} has {why}: leave out head=kept")
     if run.head == "fresh" or (run.head is None and _head(weights) != _head(own)):
         parts.append(".head.")
     if "pretrain" in changed:
         parts.append(".decoder.")
     fresh, left = ({key for key in keys if any(part in f".{key}" for part in parts)} for keys in (own, weights))
     old, new = _size(trained), _size(run.task)
-    if old != new:  # Linformer's projections and Reformer's rotations have the size of the longest sequence
+    prefixed = [pooling == "cls" for pooling in (there["model"]["pooling"], run.model.pooling)]
+    # Linformer's projections and Reformer's rotations have the size of the longest sequence, CLS included
+    if old != new or prefixed[0] != prefixed[1]:
         both = {key for key in own.keys() & weights.keys() if ".attention." in key}
         other = {key for key in both if weights[key].shape != own[key].shape}
         fresh, left = fresh | other, left | other
@@ -138,14 +141,21 @@ def _seen(identity: dict[str, Any]) -> dict[str, int]:
     return before | ({stream: max(task.train, before.get(stream, 0))} if stream else {})
 
 
-def _refuse_seen(task: Any, seen: dict[str, int], path: str | Path) -> None:
-    """UsageError if the test set is among what was trained on."""
+def _refuse_seen(task: Any, trained: Any, seen: dict[str, int], path: str | Path, first: str) -> None:
+    """UsageError if what is scored, `first` of all validation or test, is among what was trained on."""
     count = seen.get(_stream(task) or "", 0)
-    if count and task.train + task.val < count:
+    if count and task.train + (task.val if first == "test" else 0) < count:
         raise UsageError(
-            f"test would be of the examples that {path} was trained on, as task.train={task.train} is not its "
+            f"{first} would be of the examples that {path} was trained on, as task.train={task.train} is not its "
             f"{count}: leave task.train as it was, or add task.data_seed={task.data_seed + 1}"
         )
+    if first == "test" or task.name != trained.name or getattr(task, "protocol", None) != "heldout":
+        return
+    for field in ("protocol", "data_seed"):  # of the part of train that is held out for validation
+        if (there := getattr(trained, field)) != getattr(task, field):
+            raise UsageError(
+                f"validation would be of examples that {path} was trained on: give task.{field}={there}, as it had"
+            )
 
 
 @dataclass(frozen=True)

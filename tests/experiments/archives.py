@@ -38,7 +38,7 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
     (folder / "best.ckpt").write_bytes(f"best.ckpt {steps}".encode())
     identity = {"task": made["task"], "vocabulary": "any", "config": made["config"]}
     save_file({"steps": torch.tensor([steps])}, folder / "model.safetensors", {"lra": json.dumps(identity)})
-    torch.save({"global_step": steps}, folder / "last.ckpt")
+    torch.save({"global_step": steps, "callbacks": {}}, folder / "last.ckpt")
     (folder / "tensorboard").mkdir(exist_ok=True)
     if status:
         (folder / "result.json").write_text(json.dumps(made | {"status": status}))

@@ -81,8 +81,8 @@ def subjects(able: Callable[[Capabilities], bool] = lambda facts: True):
     return pytest.mark.parametrize("subject", [param for param in params if able(param.values[0].facts)])
 
 
-def attend(attention: Attention, batch: Batch, *qkv: Tensor) -> Tensor:
-    return attention.attend(*qkv, batch)
+def attend(attention: Attention, batch: Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention.attend(q, k, v, batch)
 
 
 def rows(batch: Batch, sequence: int) -> slice:

@@ -152,6 +152,26 @@ def test_a_finished_run_goes_on_with_more_steps(small):
     assert longer["steps"] == 20 and [int(row["step"]) for row in rows if row["val/accuracy"]] == [16, 20]
 
 
+def test_what_goes_on_elsewhere_keeps_the_best_so_far(small):
+    first = Path(small()["directory"])
+    checkpoint = torch.load(first / "last.ckpt", weights_only=True)
+    (scored,) = (state for state in checkpoint["callbacks"].values() if state.get("best_model_score") is not None)
+    scored["best_model_score"] = torch.tensor(0.875)  # no later validation of 20 examples reaches it
+    scored["best_k_models"] = {scored["best_model_path"]: scored["best_model_score"]}
+    torch.save(checkpoint, first / "last.ckpt")
+    fields = ("name=longer", "trainer.steps=20", f"resume={first}/last.ckpt")
+    best = first / "best.ckpt"
+    kept = best.rename("kept.ckpt")
+    with pytest.raises(UsageError, match="best.ckpt is missing or damaged, .*: put it back; or begin another run"):
+        small(*fields)
+    kept.rename(best)
+    longer = small(*fields)
+    assert longer["val"]["accuracy"] == 0.875
+    assert Path(longer["directory"], "best.ckpt").read_bytes() == best.read_bytes()
+    weights, scored_weights = (checkpoints.read(folder)[0] for folder in (first, longer["directory"]))
+    assert all(torch.equal(value, weights[key]) for key, value in scored_weights.items())
+
+
 def test_an_unfinished_run_says_how_to_go_on(small, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(7, patch)
