@@ -11,14 +11,14 @@ a curve is not what would be.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 import lra
 from benchmarks import pages, release
 from lra import environment
+from lra.bench import plots
 from lra.bench.files import write
 from lra.config.options import parse
 from lra.data import picture
@@ -40,6 +41,9 @@ from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import Pathfinder, PathfinderData
 from lra.training import curves
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 PAGE, FOLDER = pages.ROOT / "docs" / "pictures.md", pages.ROOT / "docs" / "pictures"
 EACH = 4  # images on the sheet of each kind: right or wrong, of either label
 CHUNK = 16  # images in a batch
@@ -48,8 +52,7 @@ KINDS = ((True, 1), (True, 0), (False, 1), (False, 0))  # whether it is right, a
 # little to much attention: purple, red, orange, light yellow
 RAMP = ((0.0, (122, 28, 109)), (0.4, (212, 60, 66)), (0.7, (249, 142, 9)), (1.0, (252, 255, 164)))
 QUERY = (0, 200, 255)
-BLUE, GREY, RULE = "#1f77b4", "#777777", "#dddddd"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 340, 46, 690, 50, 290  # of the curves, and of their axes
+GREY = "#777777"
 
 
 @dataclass(frozen=True)
@@ -248,52 +251,23 @@ def _panels(rows: Sequence[tuple[str, Sequence[tuple[Image.Image, str]]]]) -> Im
 
 def curve(chain: Sequence[tuple[release.Result, Sequence[tuple[int, float]]]], chance: float) -> str:
     """The SVG text of the validation accuracy of runs one after another, each of (step, accuracy) points."""
-    total = sum(result["steps"] for result, _ in chain)
-    low = math.floor(10 * min(chance, *(y for _, points in chain for _, y in points)) - 0.5) / 10
+    ends = [0, *itertools.accumulate(result["steps"] for result, _ in chain)]
 
-    def place(step: float, share: float) -> tuple[float, float]:
-        return LEFT + step / total * (RIGHT - LEFT), BOTTOM - (share - low) / (1 - low) * (BOTTOM - TOP)
+    def plot(axes: Axes) -> None:
+        for begin, end, (result, points) in zip(ends, ends[1:], chain, strict=False):
+            places = [(begin + step, 100 * share) for step, share in points]
+            look = plots.look(0) | {"markevery": [-1], "clip_on": False}
+            axes.plot(*zip(*places, strict=True), gid=f"until-{end}", **look)
+            axes.annotate(f"{places[-1][1]:.1f}", places[-1], (-4, 5), textcoords="offset points", ha="right")
+            task = f"{result['task'].partition('@')[0]}\n{result['config']['task']['level']}"
+            axes.text((begin + end) / 2, 101, task, ha="center", va="bottom", color=GREY)
+        axes.axhline(100 * chance, color=GREY, linestyle="--")
+        axes.annotate("chance", (0, 100 * chance), (3, -3), textcoords="offset points", va="top", color=GREY)
+        axes.set(xlabel="step, of all runs together", ylabel="validation accuracy, %", xlim=(0, ends[-1]), xticks=ends)
+        axes.set_ylim(min(axes.get_ylim()[0], 100 * chance - 5), 100)
+        plots.ticks(axes.xaxis)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 18, "validation accuracy, %", "start"),
-        _text((LEFT + RIGHT) / 2, HEIGHT - 10, "step, of all runs together", "middle"),
-    ]
-    for share in np.arange(math.ceil(10 * low), 11) / 10:
-        y = place(0, share)[1]
-        parts += [_line(LEFT, y, RIGHT, y), _text(LEFT - 6, y + 4, f"{100 * share:.0f}", "end")]
-    y = place(0, chance)[1]
-    parts += [_line(LEFT, y, RIGHT, y, GREY, "5 4"), _text(RIGHT - 4, y - 5, "chance", "end", GREY)]
-    begin = 0
-    for result, points in chain:
-        end = begin + result["steps"]
-        (left, _), (right, _) = place(begin, low), place(end, low)
-        task = result["task"].partition("@")[0]
-        parts += [
-            _line(right, TOP - 14, right, BOTTOM, GREY, "2 3") if end < total else "",
-            _text(right, BOTTOM + 18, f"{end:,}", "middle"),
-            _text((left + right) / 2, TOP - 4, f"{task}, {result['config']['task']['level']}", "middle", GREY),
-        ]
-        places = [place(begin + step, share) for step, share in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="2"/>')
-        (x, y), (_, last) = places[-1], points[-1]
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{BLUE}"/>',
-            _text(x - 5, y - 9, f"{100 * last:.1f}", "end", BLUE),
-        ]
-        begin = end
-    return "\n".join([*filter(None, parts), _text(LEFT, BOTTOM + 18, "0", "middle"), "</svg>"]) + "\n"
-
-
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "black") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str = RULE, dash: str = "") -> str:
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dashes}/>'
+    return plots.svg((9, 4), plot)
 
 
 def page(records: dict[str, dict[str, Any]], drawn: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -340,6 +341,7 @@ def _visible(text: str) -> str:
 
 
 def main() -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
         for argument in sys.argv[1:]:
             if not argument.isprintable():

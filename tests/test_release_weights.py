@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import shutil
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lra.errors import UsageError
 from lra.experiments import accuracy, archive
 from lra.models.attention.base import Attention
 from lra.training import checkpoints, fit, transfer
+from tests.drawings import lines, words
 
 RELEASED = release.released()
 CPU = ("trainer.accelerator=cpu", "trainer.precision=fp32")
@@ -320,13 +320,10 @@ def test_curves_are_one_after_another():
     result = {"task": "pathfinder@1", "steps": 100, "config": {"task": {"level": "easy"}}}
     points = [(50, 0.5), (100, 0.75)]
     text = pictures.curve([(result, points), (result | {"steps": 300}, [(300, 1.0)])], 0.5)
-    root = ElementTree.fromstring(text)
-    words = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"100", "400", "chance", "75.0", "100.0"} <= set(words) and words.count("pathfinder, easy") == 2
-    first, second = (
-        [[float(x) for x in pair.split(",")] for pair in line.attrib["points"].split()]
-        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
-    )
-    width = pictures.RIGHT - pictures.LEFT
-    assert [x for x, _ in first] == [pictures.LEFT + width / 8, pictures.LEFT + width / 4]
-    assert second == [[pictures.RIGHT, pictures.TOP]] and first[0][1] > first[1][1]
+    shown = words(text)
+    assert {"0", "100", "400", "chance", "75.0", "100.0"} <= set(shown) and shown.count("pathfinder") == 2
+    first, second = lines(text)["until-100"].points, lines(text)["until-400"].points
+    step = first[1][0] - first[0][0]  # of 50
+    assert [x for x, _ in second] == [pytest.approx(first[1][0] + 6 * step, abs=1e-3)]
+    assert first[0][1] - first[1][1] == pytest.approx(first[1][1] - second[0][1], abs=1e-3) and step > 0
+    assert [line.dots for line in lines(text).values()] == [1, 1]

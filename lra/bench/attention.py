@@ -106,7 +106,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
 
 
 def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measures and returns {"environment", "options", "cells"}; `out=` and `plots=` are rewritten after every cell.
+    """Measures and returns {"environment", "options", "cells"}; writes `out=` after every cell and `plots=` in the end.
 
     Args:
         args: `field=value` of AttentionOptions.
@@ -121,14 +121,20 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     def keep() -> None:
         if options.out:
             write(Path(options.out), result)
+
+    def draw() -> None:
         if options.plots:
             plots.draw(result["cells"], Path(options.plots))
 
-    keep()  # what can't be written is refused before it is measured
-    for records in run(options, device):
-        result["cells"] += records
-        progress(line(records))
-        keep()
+    keep()
+    draw()  # what can't be written is refused before it is measured
+    try:
+        for records in run(options, device):
+            result["cells"] += records
+            progress(line(records))
+            keep()
+    finally:
+        draw()
     return result
 
 

@@ -1,32 +1,93 @@
-"""Runtime and memory against the sequence length as SVG, log-log, a line for each attention (the paper's Figure 3)."""
+"""Figures as SVG: how a line looks, and runtime and memory against the sequence length (the paper's Figure 3)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lra.errors import UsageError
 
-WIDTH, LEAST_HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BELOW = 70, 470, 40, 50  # of the axes; the names stand to the right, and decide the height
-NAME = 18  # height of a name
-COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
-DASHES = ("", "7 3", "2 3", "9 3 2 3")  # when the colours are used up, they come again with the next of these
+if TYPE_CHECKING:  # imported when something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+
+COLOURS = 10  # matplotlib's; when they are used up, they come again with the next of these
+AGAIN = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "X"))  # dash and marker
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "lra",  # ids are those of the last time
+    "text.parse_math": False,  # nor is a dollar sign a formula
+    "path.simplify": False,  # every point stays
+    "font.sans-serif": ["DejaVu Sans"],  # which matplotlib brings along
+    "font.size": 9,
+    "axes.titlesize": "medium",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#bbbbbb",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.markersize": 5,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.08,
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+}
 
 Lines = dict[str, list[tuple[float, float]]]  # attention -> (N, value)
 
 
+def svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str:
+    """The text of a figure of so many inches, on whose axes `plot` draws: the same again for the same lines, whatever
+    the user's settings are."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    text = io.StringIO()
+    with matplotlib.style.context(STYLE, after_reset=True):
+        figure = Figure(size, layout="constrained")
+        plot(figure.add_subplot())
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return text.getvalue()
+
+
+def look(index: int) -> dict[str, Any]:
+    """Of the line of an attention, by its place among those of a page."""
+    again, colour = divmod(index, COLOURS)
+    dash, marker = AGAIN[again % len(AGAIN)]
+    return {"color": f"C{colour}", "linestyle": dash, "marker": marker}
+
+
+def ticks(axis: Axis) -> None:
+    """At round numbers; on a logarithmic axis once, twice and five times powers of ten, unless these are few."""
+    from matplotlib.ticker import LogLocator
+
+    if axis.get_scale() == "log":
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.minorticks_off()
+    axis.set_major_formatter("{x:,.10g}")
+
+
 def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Writes a file for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
-    drawn. An attention looks the same in all of them. UsageError if the folder can't be made."""
+    """Writes the figures. UsageError if the folder can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"plots={folder} can't be a folder ({error.strerror}): name another") from None
-    written, number = [], {name: i for i, name in enumerate(dict.fromkeys(r["attention"] for r in records))}
+    made = {folder / name: text for name, text in figures(records).items()}
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    return list(made)
+
+
+def figures(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
+    drawn. An attention looks the same in all of them."""
+    made, number = {}, {name: i for i, name in enumerate(dict.fromkeys(r["attention"] for r in records))}
     for what, unit, key in (("runtime", "ms", "ms"), ("memory", "MB", "memory_mb")):
         groups: dict[tuple[Any, ...], Lines] = {}
         for record in records:
@@ -36,77 +97,25 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
                 points.append((record["N"], record[key]))
         for (name, dtype, d, dropout, ragged), lines in groups.items():
             kind = "" if ragged == "false" else f"-{ragged}"
-            path = folder / f"{what}-{name}-{dtype}-d{d}-p{dropout:g}{kind}.svg"
             passes = "forward and backward" if name == "both" else name
             title = f"{what} of {passes}, {dtype}, head dimension {d}, dropout {dropout:g}"
             title += {"mask": ", padding mask", "imdb": ", lengths of IMDB"}.get(ragged, "")
-            path.write_text(chart(title, unit, lines, number), encoding="utf-8")
-            written.append(path)
-    return written
+            made[f"{what}-{name}-{dtype}-d{d}-p{dropout:g}{kind}.svg"] = chart(title, unit, lines, number)
+    return made
 
 
-def chart(title: str, unit: str, lines: Lines, number: Mapping[str, int] | None = None) -> str:
-    """The SVG text of positive values. `number` decides how a line looks, by default its place.
+def chart(title: str, unit: str, lines: Lines, number: Mapping[str, int]) -> str:
+    """The SVG of positive values, log-log. Names stand in the order in which the lines end, so that a name is near its
+    line."""
 
-    Names stand in the order in which the lines end, so that a name is near its line.
-    """
-    number = number or {name: i for i, name in enumerate(lines)}
-    bottom = max(LEAST_HEIGHT - BELOW, TOP + NAME * len(lines))
-    points = [point for line in lines.values() for point in line]
-    (x_low, x_high), (y_low, y_high) = (_range([point[i] for point in points]) for i in (0, 1))
+    def plot(axes: Axes) -> None:
+        for name, line in sorted(lines.items(), key=lambda item: -max(item[1])[1]):
+            axes.plot(*zip(*sorted(line), strict=True), label=name, gid=name, **look(number[name]))
+        axes.set(title=title, xlabel="sequence length N", ylabel=unit, xscale="log", yscale="log")
+        lengths = sorted({n for line in lines.values() for n, _ in line})
+        axes.set_xticks(lengths, [f"{n / 1024:g}K" if n % 1024 == 0 else f"{n:g}" for n in lengths])
+        axes.xaxis.minorticks_off()
+        ticks(axes.yaxis)
+        axes.figure.legend(loc="outside right upper")
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = math.log(x / x_low) / math.log(x_high / x_low)
-        up = math.log(y / y_low) / math.log(y_high / y_low)
-        return LEFT + across * (RIGHT - LEFT), bottom - up * (bottom - TOP)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + BELOW}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{bottom + BELOW}" fill="white"/>',
-        _text(WIDTH / 2, 20, title, "middle"),
-        _text((LEFT + RIGHT) / 2, bottom + BELOW - 12, "sequence length N", "middle"),
-        _text(LEFT, TOP - 8, unit, "end"),
-    ]
-    for tick in _powers(2, x_low, x_high):
-        x, _ = place(tick, y_low)
-        parts += [
-            _line((x, TOP), (x, bottom)),
-            _text(x, bottom + 18, f"{tick / 1024:g}K" if tick >= 1024 else f"{tick:g}", "middle"),
-        ]
-    for tick in _powers(10, y_low, y_high):
-        _, y = place(x_low, tick)
-        parts += [_line((LEFT, y), (RIGHT, y)), _text(LEFT - 6, y + 4, f"{tick:g}", "end")]
-    for place_of_name, (name, line) in enumerate(sorted(lines.items(), key=lambda item: -max(item[1])[1])):
-        again, colour = divmod(number[name], len(COLOURS))
-        colour, dash = COLOURS[colour], DASHES[again % len(DASHES)]
-        style = f'stroke="{colour}" stroke-width="2"' + (f' stroke-dasharray="{dash}"' if dash else "")
-        places = [place(*point) for point in sorted(line)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" {style}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-        y = TOP + 12 + NAME * place_of_name
-        parts += [_line((RIGHT + 12, y - 4), (RIGHT + 42, y - 4), style), _text(RIGHT + 48, y, name, "start", colour)]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """A little more than the values span, so that lines do not lie on the axes."""
-    return min(values) / 1.2, max(values) * 1.2
-
-
-def _powers(base: int, low: float, high: float) -> Iterator[float]:
-    """The powers of `base` between; of 10, where there is only one of them or none, also twice and five times those."""
-    exponents = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
-    ticks = [float(base) ** e for e in exponents]
-    if base == 10 and sum(low <= tick <= high for tick in ticks) < 2:
-        ticks = [factor * tick for tick in ticks for factor in (1, 2, 5)]
-    return (tick for tick in ticks if low <= tick <= high)
-
-
-def _text(x: float, y: float, text: str, anchor: str, colour: str = "black") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
-
-
-def _line(begin: tuple[float, float], end: tuple[float, float], style: str = 'stroke="#dddddd"') -> str:
-    (x1, y1), (x2, y2) = begin, end
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
+    return svg((8, max(4.5, 0.6 + 0.19 * len(lines))), plot)

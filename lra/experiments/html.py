@@ -1,21 +1,24 @@
-"""The report as one page for a browser: no network, no script; drawings are SVG in the text."""
+"""The report as one page for a browser: no network, no script; plots are SVG inside it."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lra.bench.plots import COLOURS, DASHES
+from lra.bench import plots
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean
 from lra.experiments.reproduction import Table
 from lra.training import curves
 
-WIDTH, HEIGHT = 380, 260
-LEFT, RIGHT, TOP, BELOW = 52, 12, 30, 40  # margins of the axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 LEAST_SPAN = 5.0  # points of accuracy: chance shall look flat
 MOST_POINTS = 200  # of a line: more are narrower than its stroke
 STYLE = """
@@ -27,7 +30,7 @@ caption { text-align: left; font-weight: 600; padding: 20px 0 6px; }
 th, td { padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid #888; } th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 12px; }
-.plots svg { width: 380px; height: auto; } .names span { display: inline-block; margin-right: 18px; }
+.names span { display: inline-block; margin-right: 18px; } .names img { vertical-align: middle; }
 pre { background: #f6f6f6; padding: 8px; overflow-x: auto; font-size: 13px; }
 """
 
@@ -39,7 +42,7 @@ def page(
 ) -> str:
     """The whole document."""
     number = {name: i for i, name in enumerate(dict.fromkeys(row.attention for row in rows))}
-    title = escape(f"{table.name}: {table.about}")
+    title, names = escape(f"{table.name}: {table.about}"), _names(number)
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -48,10 +51,10 @@ def page(
         *map(_table, tables),
         _list(notes),
         "<h2>Learning curves</h2><p>Validation accuracy, %, by step; a line for each seed.</p>",
-        _names(number),
+        names,
         *_learning(rows, entries, number),
         "<h2>Speed and memory</h2><p>Test accuracy, %, a point for each attention: the mean of its seeds.</p>",
-        _names(number),
+        names,
         *_against(rows, number),
         "<h2>Commands</h2>",
         *_commands(rows),
@@ -61,53 +64,24 @@ def page(
 
 
 def chart(title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool) -> str:
-    """An SVG of lines by name; one of a single point is a dot. `log`: of the values across, which are then positive."""
-    points = [point for group in lines.values() for line in group for point in line]
-    scale = math.log10 if log else float
-    low, high = _span([scale(x) for x, _ in points], 0.05)
-    bottom, top = _span([y for _, y in points], 0.08, LEAST_SPAN)
+    """A picture of lines by name, each with a dot at its end. `log`: of the values across, which are then positive."""
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        right, up = (scale(x) - low) / (high - low), (y - bottom) / (top - bottom)
-        return LEFT + right * (WIDTH - LEFT - RIGHT), HEIGHT - BELOW - up * (HEIGHT - BELOW - TOP)
+    def plot(axes: Axes) -> None:
+        for name, group in lines.items():
+            for place, line in enumerate(group):
+                look = plots.look(number[name])
+                axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
+        axes.set(title=title, xlabel=across, xscale="log" if log else "linear")
+        plots.ticks(axes.xaxis)
+        low, high = axes.get_ylim()
+        room = max(0.0, LEAST_SPAN - (high - low)) / 2
+        axes.set_ylim(low - room, high + room)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="sans-serif" font-size="11" role="img"><title>{escape(title)}</title>',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 18, title, "start", "13"),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, across, "middle"),
-    ]
-    for tick in _powers(low, high) if log else _ticks(low, high):
-        x, _ = place(tick, bottom)
-        parts += [
-            f'<path d="M{x:.1f} {TOP}V{HEIGHT - BELOW}" stroke="#ddd"/>',
-            _text(x, HEIGHT - BELOW + 15, f"{tick:,.10g}", "middle"),
-        ]
-    for tick in _ticks(bottom, top):
-        _, y = place(points[0][0], tick)
-        parts += [
-            f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>',
-            _text(LEFT - 6, y + 4, f"{tick:,.10g}", "end"),
-        ]
-    for name, group in lines.items():
-        colour, dash = _look(number[name])
-        for line in group:
-            places = [place(*point) for point in line]
-            hint = f"<title>{escape(name)}</title>"
-            if len(places) == 1:
-                [(x, y)] = places
-                ring = f'stroke="{colour}" stroke-width="2" fill="{"white" if dash else colour}"'
-                parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {ring}>{hint}</circle>')
-            else:
-                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-                style = f'stroke="{colour}" stroke-width="1.5" fill="none" stroke-dasharray="{dash or "none"}"'
-                parts.append(f'<polyline points="{path}" {style}>{hint}</polyline>')
-    return "\n".join([*parts, "</svg>"])
+    return _picture((3.96, 2.7), plot, f"{title}, by {across}: {', '.join(lines)}")
 
 
 def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mapping[str, int]) -> Iterator[str]:
-    plots, without = [], []
+    drawn, without = [], []
     for column in dict.fromkeys(row.column for row in rows):
         lines: dict[str, list[Points]] = {}
         for cell, entry in entries.items():
@@ -120,10 +94,10 @@ def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mappin
                 else:
                     without.append(f"{cell}: no curves beside {entry.path}")
         if lines:
-            plots.append(chart(column, "step", lines, number, log=False))
+            drawn.append(chart(column, "step", lines, number, log=False))
         elif not any(cell.column == column for cell in entries):
             without.append(f"{column}: no results")
-    yield f'<div class="plots">{"".join(plots)}</div>'
+    yield f'<div class="plots">{"".join(drawn)}</div>'
     if without:
         yield f"<details><summary>Without curves: {len(without)}</summary>{_list(without)}</details>"
 
@@ -155,7 +129,7 @@ def _against(rows: Sequence[Row], number: Mapping[str, int]) -> Iterator[str]:
                     if x and y is not None:
                         lines[attn] = [[(x, y)]]
                 if lines:
-                    drawn.append(chart(column, f"{label}, {place}", lines, number, log=True))
+                    drawn.append(chart(column, f"{label}\n{place}", lines, number, log=True))
     yield f'<div class="plots">{"".join(drawn)}</div>' if drawn else "<p>No finished run.</p>"
 
 
@@ -183,42 +157,17 @@ def _names(number: Mapping[str, int]) -> str:
     """The legend of all drawings below."""
 
     def sample(index: int) -> str:
-        colour, dash = _look(index)
-        line = f'<path d="M0 6H28" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dash or "none"}"/>'
-        ring = f'<circle cx="38" cy="6" r="4" stroke="{colour}" stroke-width="2" fill="{"white" if dash else colour}"/>'
-        return f'<svg width="46" height="12">{line}{ring}</svg>'
+        def plot(axes: Axes) -> None:
+            axes.set_axis_off()
+            axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **plots.look(index))
+
+        return _picture((0.6, 0.25), plot, "")
 
     parts = (f"<span>{sample(index)} {escape(name)}</span>" for name, index in number.items())
     return f'<p class="names">{"".join(parts)}</p>'
 
 
-def _look(index: int) -> tuple[str, str]:
-    again, colour = divmod(index, len(COLOURS))
-    return COLOURS[colour], DASHES[again % len(DASHES)]
-
-
-def _span(values: Sequence[float], margin: float, least: float = 0.0) -> tuple[float, float]:
-    """From the least to the greatest and a little more; of one value, something around it."""
-    low, high = min(values), max(values)
-    room = max(margin * (high - low) or margin * (abs(high) or 1), (least - (high - low)) / 2)
-    return low - room, high + room
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return [round(i * step, 10) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _powers(low: float, high: float) -> list[float]:
-    """Once, twice and five times powers of ten; the arguments are logarithms. Where these are few, round numbers."""
-    exponents = range(math.floor(low), math.ceil(high) + 1)
-    ticks = [factor * 10.0**e for e in exponents for factor in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
-    return ticks if len(ticks) > 2 else [tick for tick in _ticks(10**low, 10**high) if tick > 0]
-
-
-def _text(x: float, y: float, text: str, anchor: str, size: str = "11") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="#333">{escape(text)}</text>'
+def _picture(size: tuple[float, float], plot: Callable[[Axes], object], text: str) -> str:
+    """Of so many inches, in the page itself; `text` stands for it."""
+    data = base64.b64encode(plots.svg(size, plot).encode()).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(text)}">'

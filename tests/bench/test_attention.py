@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -24,6 +24,7 @@ from lra.kernels.flash.reference import reference_attention
 from lra.models.attention import ATTENTIONS, Capabilities
 from lra.models.attention.base import Attention
 from lra.models.attention.standard import StandardAttention
+from tests import drawings
 
 CPU = torch.device("cpu")
 TINY = {"lengths": "16,32", "head_dims": "16", "dtypes": "fp32", "tokens": "64", "heads": "2"}
@@ -194,8 +195,9 @@ def test_records_tables_and_json(tmp_path):
 
     files = sorted(path.name for path in folder.iterdir())  # no memory on a CPU
     assert files == [f"runtime-{name}-fp32-d16-p0.svg" for name in ("backward", "both", "forward")]
-    drawing = ElementTree.parse(folder / files[0])
-    assert len(drawing.findall("{*}polyline")) == 3
+    for file in files:
+        drawn = drawings.lines((folder / file).read_text())
+        assert {name: len(line.points) for name, line in drawn.items()} == {"flash": 2, "sdpa": 2, "standard": 2}
 
 
 @pytest.mark.parametrize(
@@ -308,10 +310,29 @@ def test_one_mask_for_two_is_wrong(heads, sequences, what, monkeypatch):
     assert verdict.wrong == f"dropout 0.1 drops the same weights of two {what}"
 
 
-def test_axes_have_ticks_within_a_decade():
-    drawing = ElementTree.fromstring(plots.chart("a < b", "ms", {"flash": [(1024, 0.3)], "x": [(1024, 0.4)]}))
-    texts = [element.text for element in drawing.findall("{*}text")]
-    assert "a < b" in texts and "1K" in texts and len(drawing.findall("{*}line")) >= 1
+def chart(**points: list[tuple[float, float]]) -> str:
+    return plots.chart("a < $b$", "ms", points, {name: i for i, name in enumerate(points)})
+
+
+def test_axes_have_ticks_within_a_decade_and_at_every_length():
+    drawing = chart(flash=[(1024, 0.3), (1500, 0.5)], x=[(1024, 0.4), (65536, 0.6)])
+    assert {"a < $b$", "1K", "1500", "64K", "0.3", "0.4", "ms"} <= set(drawings.words(drawing))
+    assert [line.dots for line in drawings.lines(drawing).values()] == [2, 2]
+
+
+def test_one_point_is_a_dot():
+    drawing = chart(flash=[(1000, 7.0)])
+    [line] = drawings.lines(drawing).values()
+    assert (len(line.points), line.dots) == (1, 1) and "1000" in drawings.words(drawing)
+
+
+def test_a_figure_is_the_same_again_whatever_the_users_settings_are():
+    drawn = chart(flash=[(1024, 0.3), (2048, 0.5)])
+    with matplotlib.rc_context({"lines.linewidth": 9, "svg.fonttype": "path", "font.size": 20}):
+        before = dict(matplotlib.rcParams)
+        assert chart(flash=[(1024, 0.3), (2048, 0.5)]) == drawn
+        assert dict(matplotlib.rcParams) == before
+    assert chart(flash=[(1024, 0.3), (2048, 0.6)]) != drawn
 
 
 def test_the_command_prints_and_fails_on_wrong(broken):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import math
 import re
 import shutil
 import statistics
@@ -17,8 +19,9 @@ from typer.testing import CliRunner
 from lra import cli
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import grid, report
+from lra.experiments import grid, html, report
 from lra.experiments.grid import Cell
+from tests.drawings import lines, words
 from tests.experiments.test_ledger import RESULTS, dated, put, result
 
 TABLE = grid.read("table3")
@@ -174,13 +177,50 @@ def test_every_format_shows_the_same_cells(made):
             assert all(cell in page for cell in row)
 
 
+def pictures(page: str) -> list[str]:
+    """The SVG of each image, whose data is in the page."""
+    images = re.findall(r'<img src="data:image/svg\+xml;base64,([^"]+)" alt="[^"]*">', page)
+    assert len(images) == page.count("<img")
+    return [base64.b64decode(image).decode() for image in images]
+
+
 def test_the_page_needs_nothing_else(made):
     page = (made[1] / "table3.html").read_text()
-    assert not re.search(r"<script|<link|<img|@import|url\(|src=", page)
-    assert re.findall(r"https?://[^\"]*", page) == ["http://www.w3.org/2000/svg"] * page.count("viewBox")
-    assert page.count("<polyline") == 3 and "no curves beside" in page  # a line for each seed of flash
-    assert page.count("viewBox") == 1 + 2  # curves; accuracy by speed and by memory
-    assert "lra fit task=listops attn=flash recipe=xiong2021 seed=4  # failed" in page
+    assert not re.search(r"<script|<link|@import|url\(|https?:", page) and page.count("src=") == page.count("<img")
+    assert "no curves beside" in page and "lra fit task=listops attn=flash recipe=xiong2021 seed=4  # failed" in page
+
+
+def test_plots_are_curves_by_seed_and_accuracy_by_speed_and_memory(made):
+    drawn = [picture for picture in pictures((made[1] / "table3.html").read_text()) if "listops" in words(picture)]
+    curves, speed, memory = ({name: line.points for name, line in lines(each).items()} for each in drawn)
+    assert set(curves) == {"flash-0", "flash-1", "flash-2"} and {len(points) for points in curves.values()} == {2}
+    assert set(speed) == set(memory) == {"flash-0", "standard-0"}
+    assert speed["standard-0"][0][0] < speed["flash-0"][0][0] and memory["flash-0"][0][0] < memory["standard-0"][0][0]
+    assert all(line.dots == 1 for picture in drawn for line in lines(picture).values())
+    assert "steps per second" in words(drawn[1]) and {"100", "200"} <= set(words(drawn[1]))
+
+
+def test_chance_looks_flat_and_one_value_is_a_dot():
+    [one] = pictures(html.chart("a", "steps", {"flash": [[(7.0, 50.0)]]}, {"flash": 0}, log=True))
+    assert [(len(line.points), line.dots) for line in lines(one).values()] == [(1, 1)]
+    [flat] = pictures(html.chart("a", "step", {"flash": [[(1.0, 50.0), (2.0, 50.1)]]}, {"flash": 0}, log=False))
+    assert {"48", "50", "52"} <= set(words(flat))
+    (_, low), (_, high) = lines(flat)["flash-0"].points
+    assert 0 < low - high < 10
+
+
+def test_long_curves_are_thinned_and_those_that_are_no_numbers_left_out(tmp_path):
+    for cell, last in zip(cells(["listops"], ["flash"], 2), (0.4, math.nan), strict=True):
+        put(tmp_path / f"{cell.seed}" / "result.json", result(cell))
+        rows = [f"{step},{0.2 + step % 2 / 10}" for step in range(999)] + [f"999,{last}\n"]
+        (tmp_path / f"{cell.seed}" / "metrics.csv").write_text("\n".join(["step,val/accuracy", *rows]))
+    report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={tmp_path / 'out'}"])
+    page = (tmp_path / "out" / "table3.html").read_text()
+    assert "Without curves: 1" in page and "can&#x27;t be read as curves (a value is no number)" in page
+    curves = lines(next(picture for picture in pictures(page) if "step" in words(picture)))
+    assert set(curves) == {"flash-0"}
+    points = curves["flash-0"].points
+    assert 100 < len(points) <= html.MOST_POINTS + 1 and points[-1][1] == min(y for _, y in points)
 
 
 def test_text_of_results_is_escaped(tmp_path):
@@ -245,12 +285,18 @@ def test_a_browser_shows_the_page(made, tmp_path):
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} on PATH")
-    page, picture = (made[1] / "table3.html").resolve().as_uri(), tmp_path / "page.png"
+    page, picture = (made[1] / "table3.html").resolve(), tmp_path / "page.png"
     call = [browser, "--headless", "--disable-gpu", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}"]
-    dumped = subprocess.run([*call, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    counting = "<script>onload = () => document.title = [...document.images].map(image => image.naturalWidth)</script>"
+    (tmp_path / "counted.html").write_text(page.read_text() + counting)
+    dumped = subprocess.run(
+        [*call, "--dump-dom", (tmp_path / "counted.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
     assert dumped.returncode == 0, dumped.stderr
     assert "36.3 ± 1.5 (3), 1 failed, 1 OOM" in unescape(dumped.stdout)
-    shot = [*call, f"--screenshot={picture}", "--window-size=1280,2000", page]
+    widths = re.findall(r"<title>(.*)</title>", dumped.stdout)[0].split(",")
+    assert len(widths) == page.read_text().count("<img") and all(int(width) > 50 for width in widths)
+    shot = [*call, f"--screenshot={picture}", "--window-size=1280,2000", page.as_uri()]
     assert subprocess.run(shot, capture_output=True, timeout=120).returncode == 0
     with Image.open(picture) as image:
         assert image.width == 1280 and len(image.convert("RGB").getcolors(1 << 24) or []) > 20
