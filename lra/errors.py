@@ -21,6 +21,15 @@ def disk_full(error: BaseException | None) -> bool:
     return False
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, a GPU's or the machine's: there PyTorch raises a plain RuntimeError."""
+    import torch  # here, as the command line begins without it
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says; its type where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

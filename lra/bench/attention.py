@@ -23,7 +23,7 @@ from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse, shown
-from lra.errors import UsageError, named
+from lra.errors import UsageError, named, out_of_memory
 from lra.models.attention import ATTENTIONS
 
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
@@ -207,8 +207,10 @@ def _measure(
     """Checks at full size, then times: the verdict, the passes, and whether something did not fit."""
     try:
         return *_checked_times(cell, backward, device, verdict), False
-    except torch.OutOfMemoryError:
-        pass  # outside the handler, whose traceback keeps the tensors alive
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        # what follows is outside the handler, whose traceback keeps the tensors alive
     _clear(device)
     if backward:
         return *_measure(cell, False, device, verdict)[:2], True

@@ -21,7 +21,7 @@ from lra.config.compose import Composed
 from lra.config.options import shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
-from lra.errors import UsageError, named
+from lra.errors import UsageError, named, out_of_memory
 from lra.training.fit import build, configure, hardware, quiet, resolve_attention
 
 LOOPS = ("fit", "captured", "eager", "bare")
@@ -126,11 +126,11 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
         return {"loop": loop, "status": "ok", "reason": ""} | empty | _measure(loop, composed, options, device)
     except UsageError as error:
         status, reason = "unsupported", str(error)
-    except torch.OutOfMemoryError:
-        batch = composed.config.batch
-        status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
         status, reason = "failed", named(error)
+        if out_of_memory(error):
+            batch = composed.config.batch
+            status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
     return {"loop": loop, "status": status, "reason": reason} | empty
 
 

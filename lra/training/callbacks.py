@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lra import environment
 from lra.config.schema import RunConfig
-from lra.errors import UsageError
+from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import faults
 from lra.training.checkpoints import WholeFiles
@@ -97,7 +97,7 @@ class Clock(pl.Callback):
         self.start(trainer)
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, torch.cuda.OutOfMemoryError):  # who else has the memory that ran out, now
+        if out_of_memory(exception):  # who else has the memory that ran out, now
             self.sharing = _planned()
             self._look_around(trainer)
 
@@ -230,7 +230,9 @@ class Faults(pl.Callback):
             WholeFiles(self.file.parent).save_checkpoint(fault, self.file)
             try:
                 what = faults.culprit(module, fault)
-            except torch.cuda.OutOfMemoryError:
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
                 what = "the training loss or a gradient is not finite"
             message = f"{what} at step {step + 1}: {faults.ADVICE}; {self.file} has the batch and the weights before it"
         message = trainer.strategy.broadcast(message)

@@ -23,7 +23,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra.config.compose import Composed, compose, differences, read_recipe, restore
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, denied, disk_full
+from lra.errors import UsageError, denied, disk_full, out_of_memory
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
@@ -195,14 +195,14 @@ def _recorded(
     """Leaves a result.json also when the run inside fails; what the user can mend becomes a UsageError."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError:
-        known, advice = facts(), _smaller(run, trainer, " and resume=auto")
-        if others := known["runs_per_device"] - 1:
-            advice += f"; {others} more on this GPU have their share of it"
-        if trainer.is_global_zero:
-            directory.finish("oom", known | {"error": advice})
-        raise UsageError(advice) from None
     except Exception as error:
+        if out_of_memory(error):
+            known, advice = facts(), _smaller(run, trainer, " and resume=auto")
+            if others := known["runs_per_device"] - 1:
+                advice += f"; {others} more on this {_kind(trainer)} have their share of it"
+            if trainer.is_global_zero:
+                directory.finish("oom", known | {"error": advice})
+            raise UsageError(advice) from None
         full, refused = disk_full(error), denied(error)
         with suppress(OSError) if full or refused else nullcontext():  # nor can this be written, perhaps
             if trainer.is_global_zero:
@@ -247,7 +247,9 @@ def test(*args: str) -> dict[str, Any]:
     _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
     try:
         trainer.test(module, datamodule=data, verbose=False)
-    except torch.cuda.OutOfMemoryError:
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
         raise UsageError(_smaller(run, trainer)) from None
     if not trainer.is_global_zero:
         return {}
@@ -340,10 +342,10 @@ def _smaller(run: RunConfig, trainer: pl.Trainer, also: str = "") -> str:
     field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
     if count == 1:
         return (
-            "out of GPU memory with one sequence at a time: "
+            f"out of {_kind(trainer)} memory with one sequence at a time: "
             "use attn=flash, a shorter task.max_length or a smaller model"
         )
-    advice = f"out of GPU memory at batch.{field}={count}: set batch.{field}={count // 2}{also}"
+    advice = f"out of {_kind(trainer)} memory at batch.{field}={count}: set batch.{field}={count // 2}{also}"
     return f"{advice}, gradients are then accumulated to batch.size={run.batch.size}" if training else advice
 
 
@@ -352,6 +354,10 @@ def _batch(run: RunConfig, trainer: pl.Trainer) -> str:
     if micro == run.batch.size:
         return f"{micro}"
     return f"{run.batch.size} ({trainer.world_size} devices, {math.ceil(share / micro)} micro-batches of {micro})"
+
+
+def _kind(trainer: pl.Trainer) -> str:
+    return "GPU" if trainer.strategy.root_device.type == "cuda" else "CPU"
 
 
 def _device(trainer: pl.Trainer) -> str:

@@ -134,6 +134,12 @@ def test_a_loop_that_fails_leaves_the_others(monkeypatch):
     assert notes(result) == ["fit: failed: RuntimeError: a compiler"]
 
 
+def test_a_loop_that_does_not_fit_is_oom(monkeypatch):
+    monkeypatch.setattr(step.loops, "fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    (record,) = bench(tiny("loops=fit"))["loops"]
+    assert record["status"] == "OOM" and record["reason"].endswith("does not fit: halve it")
+
+
 def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeypatch):
     monkeypatch.setattr(step, "recorded", lambda *_: [])
     (record,) = bench(tiny("loops=captured"))["loops"]
