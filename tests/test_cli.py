@@ -45,7 +45,7 @@ def lra(*arguments: str) -> Done:
     out, err = io.StringIO(), io.StringIO()
     cli.console.width = 1000
     with (
-        mock.patch.object(sys, "argv", ["lra", *arguments]),
+        mock.patch.object(sys, "argv", [str(Path(sys.executable).with_name("lra")), *arguments]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as ended,

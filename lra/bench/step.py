@@ -22,7 +22,8 @@ from lra.config.options import shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
-from lra.training.fit import build, configure, hardware, quiet, resolve_attention
+from lra.training.fit import build, configure, quiet, resolve_attention
+from lra.training.hardware import hardware
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")

@@ -27,7 +27,8 @@ from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
-from lra.training.fit import build, hardware, quiet, resolve_attention
+from lra.training.fit import build, quiet, resolve_attention
+from lra.training.hardware import hardware
 from lra.training.run import RUNS
 
 STANDARD = "standard"  # what the paper's speed is compared with

@@ -6,7 +6,6 @@ import atexit
 import gc
 import logging
 import math
-import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
 from lra.training.curves import Curves
+from lra.training.hardware import hardware
 from lra.training.preemption import Preemption
 from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
@@ -303,22 +303,6 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         ],
     )
     return trainer, clock
-
-
-def hardware(run: RunConfig) -> dict[str, Any]:
-    """Lightning's devices: torchrun's where it launched this process, the configuration's otherwise."""
-    local = world = run.trainer.devices
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        local, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    accelerator = run.trainer.accelerator
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UsageError("trainer.accelerator=gpu, but PyTorch finds no GPU: lra doctor says what it sees")
-    if accelerator == "auto":
-        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
-    if accelerator == "gpu" and local > torch.cuda.device_count():
-        raise UsageError(f"trainer.devices={local}, but this machine has {torch.cuda.device_count()} GPUs")
-    precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[run.trainer.precision]
-    return {"accelerator": accelerator, "devices": local, "num_nodes": world // local, "precision": precision}
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:

@@ -1,0 +1,44 @@
+"""Several devices: who starts their processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import lra
+from lra.errors import UsageError
+from lra.training.fit import configure
+from lra.training.hardware import hardware
+from tests.training.conftest import arguments
+
+
+@pytest.mark.parametrize("option", ["-c", "-"])
+def test_a_program_that_is_no_file_is_refused_before_anything_is_written(option, tmp_path):
+    """Lightning would start sys.argv[0] again, and kill both processes as the second one ends."""
+    program = f"import lra; lra.fit(*{arguments('trainer.devices=2')})"
+    command, given = ([option, program], None) if option == "-c" else ([option], program)
+    environment = os.environ | {"PYTHONPATH": str(Path(lra.__file__).parents[1])}
+    run = subprocess.run([sys.executable, *command], cwd=tmp_path, input=given, env=environment, capture_output=True,
+                         text=True, timeout=240)  # fmt: skip
+    assert "UsageError: trainer.devices=2 needs a script file, `lra fit` or torchrun: " in run.stderr
+    assert run.returncode == 1 and not list(tmp_path.iterdir())
+
+
+def test_files_modules_and_launchers_start_several_processes(monkeypatch):
+    run, main = configure(arguments("trainer.devices=2")).config, SimpleNamespace(__spec__=None)
+    monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", [__file__])
+    assert hardware(run)["devices"] == 2
+    for name in ("-c", "-", ""):
+        monkeypatch.setattr(sys, "argv", [name])
+        with pytest.raises(UsageError, match="trainer.devices=2 needs a script file"):
+            hardware(run)
+        assert hardware(configure(arguments()).config)["devices"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(main, "__spec__", "as python -m has it")
+        assert hardware(run)["devices"] == 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert hardware(run)["devices"] == 2
