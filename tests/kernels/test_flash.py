@@ -295,6 +295,12 @@ def test_lengths_that_the_host_can_see_are_checked(impl, monkeypatch):
         flash_attention(ROWS[None], ROWS[None], ROWS[None], length=torch.tensor([7], dtype=I32), impl=impl)
 
 
+def test_triton_on_a_cpu_is_refused_by_the_names_of_the_arguments(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="^impl='triton' needs CUDA tensors, got cpu: use impl='sdpa', or set"):
+        flash_attention(ROWS, ROWS, ROWS, **SEQUENCES, impl="triton")
+
+
 def test_interpreter_refuses_bfloat16(device):
     if device.type == "cuda":
         pytest.skip("compiled kernels multiply bfloat16 correctly")

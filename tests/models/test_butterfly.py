@@ -122,9 +122,11 @@ def test_triton_takes_multiples_of_16():
 
 def test_what_cannot_run_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UsageError, match=r"attn.impl='triton' needs CUDA tensors, got cpu: use impl='gather'"):
+    with pytest.raises(UsageError, match=r"attn.impl='triton' needs CUDA tensors, got cpu: use attn\.impl='gather'"):
         build(64, impl="triton").resolve(CPU, "fp32")
-    with pytest.raises(UsageError, match=r"attn.impl='gather' is deterministic on CUDA only in PyTorch's own mode"):
+    with pytest.raises(
+        UsageError, match=r"attn.impl='gather' is .*: for attn.deterministic=True use attn.impl='triton'"
+    ):
         build(64, impl="gather", deterministic=True).resolve(GPU, "bf16")
     assert "by triton" in build(64, deterministic=True).resolve(GPU, "bf16")
     with pytest.raises(UsageError, match="attn=butterfly supports head dimensions 16 to 128, not 8"):

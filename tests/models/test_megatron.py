@@ -91,7 +91,7 @@ def test_what_computes_it_is_said_and_kept(monkeypatch):
     assert build().resolve(CPU, "fp32") == "megatron by torch"
     assert build().resolve(GPU, "bf16") == "megatron by triton"
     assert build(impl="torch").resolve(GPU, "bf16") == "megatron by torch"
-    with pytest.raises(UsageError, match=r"attn\.impl='triton' needs CUDA tensors, got cpu: use impl='torch'"):
+    with pytest.raises(UsageError, match=r"attn\.impl='triton' needs CUDA tensors, got cpu: use attn\.impl='torch'"):
         build(impl="triton").resolve(CPU, "fp32")
 
 

@@ -223,9 +223,11 @@ def test_its_dropout_on_a_gpu_is_that_of_the_reference(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_cannot_run_is_refused(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UsageError, match=r"attn.impl='triton' needs CUDA tensors, got cpu: use impl='gather'"):
+    with pytest.raises(UsageError, match=r"attn.impl='triton' needs CUDA tensors, got cpu: use attn\.impl='gather'"):
         build(name, 64, impl="triton").resolve(CPU, "fp32")
-    with pytest.raises(UsageError, match=r"attn.impl='gather' is deterministic on CUDA only in PyTorch's own mode"):
+    with pytest.raises(
+        UsageError, match=r"attn.impl='gather' is .*: for attn.deterministic=True use attn.impl='triton'"
+    ):
         build(name, 64, impl="gather", deterministic=True).resolve(GPU, "bf16")
 
 

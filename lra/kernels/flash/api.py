@@ -119,11 +119,14 @@ def attention(
     return out.view(q.shape)
 
 
-def resolve_impl(impl: str, device: torch.device, deterministic: bool = False, other: str = "sdpa") -> str:
+def resolve_impl(
+    impl: str, device: torch.device, deterministic: bool = False, other: str = "sdpa", section: str = ""
+) -> str:
     """The path that `impl` names on `device`: "triton", or the one for any device, `other`.
 
     "auto" is Triton on CUDA and the other elsewhere. An explicit "triton" that cannot run, and an explicit other that
-    cannot be deterministic, raise a ValueError; nothing falls back.
+    cannot be deterministic, raise a ValueError; nothing falls back. It names arguments as its reader gives them: with
+    a `section` before them, "attn.", where they are fields of a configuration.
     """
     if impl == "auto":
         return "triton" if device.type == "cuda" else other
@@ -131,13 +134,13 @@ def resolve_impl(impl: str, device: torch.device, deterministic: bool = False, o
         raise ValueError(f"unknown impl {impl!r}: use 'auto', 'triton' or '{other}'")
     if impl == "triton" and device.type != "cuda" and not _interpreted():
         raise ValueError(
-            f"impl='triton' needs CUDA tensors, got {device.type}: use impl='{other}', or set TRITON_INTERPRET=1 "
-            "before Triton is imported to run the kernels slowly on the CPU"
+            f"{section}impl='triton' needs CUDA tensors, got {device.type}: use {section}impl='{other}', or set "
+            "TRITON_INTERPRET=1 before Triton is imported to run the kernels slowly on the CPU"
         )
     if impl == other and deterministic and device.type == "cuda" and not _strictly_deterministic():
         raise ValueError(
-            f"impl='{other}' is deterministic on CUDA only in PyTorch's own mode: for deterministic=True use "
-            "impl='triton', or call torch.use_deterministic_algorithms(True)"
+            f"{section}impl='{other}' is deterministic on CUDA only in PyTorch's own mode: for "
+            f"{section}deterministic=True use {section}impl='triton', or call torch.use_deterministic_algorithms(True)"
         )
     return impl
 

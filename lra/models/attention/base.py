@@ -99,9 +99,10 @@ class Attention(nn.Module):
     def path(self, device: torch.device) -> str:
         """What `attn.impl` comes to on the device, triton or `elsewhere`; UsageError if it can't run there."""
         try:
-            return resolve_impl(self.config.impl, device, getattr(self.config, "deterministic", False), self.elsewhere)
+            deterministic = getattr(self.config, "deterministic", False)
+            return resolve_impl(self.config.impl, device, deterministic, self.elsewhere, "attn.")
         except ValueError as error:
-            raise UsageError(f"attn.{error}") from None
+            raise UsageError(str(error)) from None
 
     @property
     def dropout_rate(self) -> float:
