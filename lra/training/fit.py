@@ -236,6 +236,8 @@ def test(*args: str) -> dict[str, Any]:
     quiet()
     data, module = build(run)
     moved = transfer.apply(module, weights, identity, path, score=True)
+    if not moved.fresh and (seed := [arg for arg in args if arg.startswith("seed=")]):
+        raise UsageError(f"{seed[0]}: nothing is drawn to score these weights, it changes no score; leave it out")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         _say(moved.describe(path))
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)

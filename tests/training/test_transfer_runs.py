@@ -8,6 +8,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
+from lra.tasks.base import TaskData
 from lra.training import checkpoints
 from tests.training.test_fit import interrupt_at
 from tests.training.test_transfer import FEW, HOW, MODEL, STEPS
@@ -100,3 +101,13 @@ def test_an_older_run_is_resumed(tmp_path, monkeypatch):
     torch.save(checkpoint, last)
     result = lra.fit(*args, "resume=auto")
     assert result["steps"] == 4 and result["resumed"] and result["transfer"] is None
+
+
+def test_a_seed_scores_what_is_drawn_for_another_attention_and_nothing_else(finished, monkeypatch):
+    monkeypatch.chdir(finished.parents[4])
+    scored = [lra.test(f"init={finished}", "attn=performer", f"seed={seed}")["test"]["loss"] for seed in (1, 1, 2)]
+    assert scored[0] == scored[1] != scored[2]
+    monkeypatch.setattr(TaskData, "prepare_data", lambda _: pytest.fail("prepared data before refusing"))
+    for attention in ((), ("attn=standard",)):
+        with pytest.raises(UsageError, match="^seed=1: nothing is drawn to score these weights, .*; leave it out$"):
+            lra.test(f"init={finished}", *attention, "seed=1")
