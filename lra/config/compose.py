@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config.registry import Registry, unknown
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -210,6 +210,24 @@ def _nested(field: str, value: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], value)
 
 
+def _form(hint: Any) -> str:
+    """How a field's value is written."""
+    *most, last = _forms(hint)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _forms(hint: Any) -> list[str]:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (tuple, list):
+        return [f"[{','.join('|'.join(form.split()[-1] for form in _forms(part)) for part in parts)}]"]
+    if origin is typing.Literal:
+        return [str(value) for value in parts]
+    if origin in (typing.Union, types.UnionType):
+        return [form for part in parts for form in _forms(part)]
+    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], types.NoneType: ["null"]}
+    return named.get(hint) or [getattr(hint, "__name__", str(hint))]
+
+
 @functools.cache  # it takes half of the time of composing
 def _defaults(schema: type, *nodes: tuple[str, type]) -> tuple[Any, Any]:
     """A `schema` of defaults, with these dataclasses as nodes, and OmegaConf's form of it."""
@@ -224,6 +242,7 @@ class _Tree:
         self.example, node = _defaults(schema, *nodes.items())
         self.node = copy.deepcopy(node)  # once; what is merged into it is made for that
         self.nodes = nodes
+        self.given: dict[str, str] = {}  # the command line's fields, as they were written
         self.origin = dict.fromkeys(
             (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"
         )
@@ -247,8 +266,9 @@ class _Tree:
             raise UsageError(f"{label}: {self._unknown(field)}")
         try:
             self.node = OmegaConf.unsafe_merge(self.node, _nested(field, value))
-        except OmegaConfBaseException as error:
-            raise UsageError(f"{label}: {field}={value}: {first_line(error)}") from None
+        except OmegaConfBaseException:  # its messages are of its own types, and some are templates
+            given = self.given.get(field, value)
+            raise UsageError(f"{label}: {field}={given}: write {_form(self._hint(field))}") from None
         self.origin[field] = label
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -260,7 +280,7 @@ class _Tree:
                 raise UsageError(f"{field}= is given twice")
             if field not in self.origin:
                 raise UsageError(f"command line: {self._unknown(field)}")
-            full[field] = text
+            full[field] = self.given[field] = text
         self.merge(*((GIVEN, _nested(field, self.parse(field, text))) for field, text in full.items()))
         return tuple(sorted(f"{field}={text}" for field, text in full.items()))
 
@@ -287,12 +307,15 @@ class _Tree:
             return int(text)  # YAML takes 010 for 8
         if ":" in text and {int, float} & {*options}:
             raise UsageError(f"command line: {field}={text} can't be read as a value: write one number")  # not 1:30
-        if "#" in text:
-            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what # begins")
+        if mark := next((mark for mark in "#!" if mark in text), None):  # YAML's comments and tags
+            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what {mark} begins")
         try:
-            return typing.cast(Any, OmegaConf.create(f"value: {text}")).value
+            value = typing.cast(Any, OmegaConf.create(f"value: {text}")).value
+            if not any(map(OmegaConf.is_config, value if isinstance(value, ListConfig) else [value])):
+                return value  # no field is nested
         except (OmegaConfBaseException, yaml.YAMLError):
-            raise UsageError(f"command line: {field}={text} can't be read as a value") from None
+            pass
+        raise UsageError(f"command line: {field}={text} can't be read as a value: write {_form(hint)}")
 
     def _hint(self, field: str) -> Any:
         owner, hint = self.example, None

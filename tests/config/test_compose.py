@@ -1,5 +1,6 @@
 """Two phases, one precedence, and an error for everything that would be ignored."""
 
+import re
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -39,6 +40,7 @@ def layers(tmp_path, monkeypatch):
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(content))
     monkeypatch.setattr(module, "CONFIGS", tmp_path)
+    return tmp_path
 
 
 def test_later_layers_win_and_origins_say_which(layers):
@@ -94,9 +96,6 @@ def test_the_result_is_frozen():
         ((*BASE, "model.dmodel=3"), "unknown field 'model.dmodel': did you mean 'model.d_model'"),
         ((*BASE, "d_model=3"), "unknown field 'd_model': did you mean 'model.d_model'"),
         ((*BASE, "protocol=lra"), "unknown field 'protocol'"),
-        ((*BASE, "model.d_model=abc"), "model.d_model=abc: .*could not be converted to Integer"),
-        ((*BASE, "model.d_model=1.5"), "could not be converted to Integer"),
-        ((*BASE, "model.pooling=sum"), "expected one of"),
         ((*BASE, "model=3"), "unknown field 'model'"),
         ((*BASE, "OPTIM.LR=1"), "did you mean 'optim.lr'"),
         ((*BASE, "optim.lr=${seed}"), "write the value itself"),
@@ -112,8 +111,6 @@ def test_the_result_is_frozen():
         ((*BASE, "batch.micro=0"), "must be at least 1"),
         ((*BASE, "model.d_model=100000"), "model.d_model=100000 is too large: use at most 16384"),
         ((*BASE, "task.train=100000000"), "task.train=100000000 is too large: use at most 10000000"),
-        ((*BASE, "optim.betas=[1]"), "optim.betas"),
-        ((*BASE, "optim.betas=[1"), "can't be read as a value"),
         ((*BASE, "flash"), "'flash' is not of the form field=value"),
         ((*BASE, "attn="), "'attn=' is not of the form"),
         ((*BASE, "seed=1", "seed=2"), "seed= is given twice"),
@@ -122,7 +119,6 @@ def test_the_result_is_frozen():
         ((*BASE, "seed=-1"), "seed=-1 is negative"),
         ((*BASE, "name=" + "x" * 201), "too long for a folder"),
         ((*BASE, "model.attn_dropout=0.999"), "use at most 0.998"),
-        ((*BASE, "model.axes=3"), "expected one of"),
         ((*BASE, "model.d_model=65"), "model.d_model=65 is not a multiple of model.heads=2"),
         ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
         ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),
@@ -171,3 +167,33 @@ def test_differences_name_the_fields():
 
 def test_a_number_may_begin_with_zeros():
     assert configure((*BASE, "seed=010", "model.dropout=00.1")).config.seed == 10
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "form"),
+    [
+        ("model.layers", "a 1.5 1e3 true null ~ [1] {} - !!int", "an integer"),
+        ("optim.lr", "a 0.1.2 1,5 true null [1] {} - *a &a @ !!int", "a number"),
+        ("attn.deterministic", "a 1.5 null [true] {}", "true or false"),
+        ("model.positions", "foo null [learned]", "learned, sinusoidal or rotary"),
+        ("model.axes", "3 a 1.0 null [1] true {}", "1 or 2"),
+        ("head", "foo None", "kept, fresh or null"),
+        ("batch.micro", "a 1.5 none [1] {}", "an integer or null"),
+        ("optim.clip", "a none true [1] {}", "a number or null"),
+        ("optim.betas", "[a,b] [0.9] [1 [1,1,1] 0.9 null (0,0) {a:1} [[1],2] [{},1] [null,1] 'a", "[number,number]"),
+    ],
+)
+def test_a_value_of_another_form_is_answered_by_the_fields_form(field, wrong, form):
+    for text in wrong.split():
+        unread = "(?: can't be read as a value)?"
+        mend = "leave out what ! begins" if "!" in text else f"write {form}"
+        with pytest.raises(
+            UsageError, match=f"^command line: {re.escape(f'{field}={text}')}{unread}: {re.escape(mend)}$"
+        ):
+            make(*BASE, f"{field}={text}")
+
+
+def test_a_layer_of_a_wrong_form_is_named(layers):
+    (layers / "task/listops.yaml").write_text("recipe: r\noptim: {betas: [a, b]}\n")
+    with pytest.raises(UsageError, match=r"^task/listops.yaml: optim.betas=.*: write \[number,number\]$"):
+        make(*BASE)
