@@ -42,12 +42,13 @@ def page(table: Grid) -> str | None:
 
 
 def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    own = [run for run in runs if run["recipe"] == recipe]
+    tasks = {column.task for column in table.columns.values()}
+    own = [run for run in runs if run["recipe"] == recipe and run["config"]["task"]["name"] in tasks]
     ran = {(run["config"]["task"]["name"], run["config"]["attn"]["name"], run["seed"]) for run in own}
     some = [name for name, column in table.columns.items() if column.task in {task for task, _, _ in ran}]
     if not some:
         return
-    seeds = 1 + max(run["seed"] for run in own)
+    seeds = 1 + max(seed for _, _, seed in ran)
     cells = table.cells(some, seeds=seeds, recipe=recipe)
     cells = [cell for cell in cells if (table.columns[cell.column].task, cell.attn, cell.seed) in ran]
     matched = ledger.match(with_stages(cells, begun=lambda cell: False), pages.RESULTS).entries

@@ -19,6 +19,8 @@ import typer.core
 import typer.main
 
 from benchmarks import runs
+from lra.config.compose import differences
+from lra.training.run import COMPUTING
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -63,6 +65,17 @@ def test_a_result_says_where_it_comes_from(file):
         task, name = result["task"].partition("@")[0], result["config"]["name"] or result["recipe"]
         start, end = f"{task}-{result['attn']}-{name}", f"-s{result['seed']}"
         assert file.stem.startswith(start) and file.stem.endswith(end)  # between them a stage's name
+
+
+AGAIN = [file for file in RESULTS if re.search(r"-(earlier|again)-s\d+$", file.stem)]
+
+
+@pytest.mark.parametrize("file", AGAIN, ids=lambda file: file.stem)
+def test_what_ran_another_time_is_the_same_configuration(file):
+    one, other = (
+        json.loads(each.read_text()) for each in (file, file.with_name(re.sub("-(earlier|again)", "", file.name)))
+    )
+    assert differences(one["config"], other["config"], {*COMPUTING, "name", "resume"}) == []
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))

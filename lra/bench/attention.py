@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,12 @@ from lra import environment
 from lra.bench import plots
 from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
-from lra.bench.files import write
+from lra.bench.files import alone, write
 from lra.bench.imdb import LENGTHS
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
-from lra.config.options import parse, shown
+from lra.config.options import parse, refuse_repeats, shown
 from lra.errors import UsageError, named, out_of_memory
 from lra.models.attention import ATTENTIONS
 
@@ -55,6 +56,8 @@ class AttentionOptions:
             values = getattr(self, name)
             if any(value is not None and value < 1 for value in (values if isinstance(values, tuple) else (values,))):
                 raise UsageError(f"{name}= must be at least 1")
+        lists = ("attns", "lengths", "head_dims", "dropout", "dtypes", "passes")
+        refuse_repeats(**{name: getattr(self, name) for name in lists})
         if not all(0 <= p < 1 for p in self.dropout):
             raise UsageError("dropout= must be at least 0 and below 1")
         for name, known in (("dtypes", DTYPES), ("passes", PASSES)):
@@ -91,11 +94,12 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED else {}
     options = parse(AttentionOptions, args, **compared_by_default, **TABLES.get(table, {}))
     clash = given & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
-    clash |= {"tokens"} if {"tokens", "batch"} <= given else set()
     if {"attn", "attns"} <= given:
         raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
     if clash:
-        raise UsageError(f"{min(clash)}= does not go with {'ragged=imdb' if options.ragged == 'imdb' else 'batch='}")
+        raise UsageError(f"{min(clash)}= does not go with ragged=imdb")
+    if "tokens" in given and options.batch is not None:
+        raise UsageError(f"tokens= does not go with {'batch=' if 'batch' in given else f'table={table}: give batch='}")
     if options.attn is not None:
         configurable(options.attn)
         options = replace(options, attns=compared(options.attn))
@@ -118,23 +122,20 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
         "environment": environment.describe(), "options": shown(options), "cells": []
     }  # fmt: skip
 
-    def keep() -> None:
-        if options.out:
-            write(Path(options.out), result)
-
     def draw() -> None:
         if options.plots:
             plots.draw(result["cells"], Path(options.plots))
 
-    keep()
-    draw()  # what can't be written is refused before it is measured
-    try:
-        for records in run(options, device):
-            result["cells"] += records
-            progress(line(records))
-            keep()
-    finally:
-        draw()
+    with alone(Path(options.out)) if options.out else nullcontext():
+        draw()  # what can't be written is refused before it is measured
+        try:
+            for records in run(options, device):
+                result["cells"] += records
+                progress(line(records))
+                if options.out:
+                    write(Path(options.out), result)
+        finally:
+            draw()
     return result
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +27,16 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """UsageError if another process measures for a file: each would replace the other's records, and slow it down."""
-    held = path.with_name(f".{path.name}.lock")
-    lock = FileLock(held)
+    """UsageError if another process measures for a file: each would replace the other's records, and slow it down.
+
+    So it is if the file can't be written in the end.
+    """
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
+        held = path.with_name(f".{path.name}.lock")
+        lock = FileLock(held)
         lock.acquire(timeout=0)
     except Timeout:
         raise UsageError(f"another process measures for {path}: wait for it") from None

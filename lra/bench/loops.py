@@ -215,6 +215,8 @@ class Dense(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         return out.transpose(1, 2).flatten(0, 1)
 
+    attend = forward  # as an Attention has it: batches are padded
+
 
 def full(padded: Batch, vocabulary: int) -> Batch:
     """A padded batch of drawn tokens in which each sequence has `max_length` of them."""

@@ -7,6 +7,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
-from lra.bench.files import write
+from lra.bench.files import alone, write
 from lra.config.compose import Composed
 from lra.config.options import shown, take
 from lra.config.registry import unknown
@@ -101,18 +102,18 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
         if options.out:
             write(Path(options.out), result)
 
-    keep()  # what can't be written is refused before it is measured
-    for loop in options.loops:
-        clear(device)
-        result["loops"].append(measured(loop, composed, options, device))
-        result["lightning"] = _lightning(result["loops"])
-        keep()
-        progress(line(result["loops"][-1]))
-    for record in result["loops"]:  # after all times, as a profiler may slow what follows
-        if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
+    with alone(Path(options.out)) if options.out else nullcontext():
+        for loop in options.loops:
             clear(device)
-            record |= _where(record, run, options, device)
+            result["loops"].append(measured(loop, composed, options, device))
+            result["lightning"] = _lightning(result["loops"])
             keep()
+            progress(line(result["loops"][-1]))
+        for record in result["loops"]:  # after all times, as a profiler may slow what follows
+            if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
+                clear(device)
+                record |= _where(record, run, options, device)
+                keep()
     return result
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -42,7 +42,7 @@ class Options:
     batch: int = 16
     heads: int = 8
     head_dim: int = 64
-    dtype: str = "bf16"
+    dtype: Literal["fp32", "fp16", "bf16"] = "bf16"
     out: str = "fig3"  # folder
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from lra.bench import attention, plots, timing
 from lra.bench.attention import bench, configure, notes, tables
 from lra.bench.cell import Cell, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
+from lra.bench.files import alone
 from lra.bench.imdb import LENGTHS
 from lra.bench.presets import masked
 from lra.cli import app
@@ -154,6 +155,9 @@ def test_every_combination_is_a_cell_and_attentions_vary_fastest():
         ("ragged=imdb", "lengths=128"): "lengths= does not go with ragged=imdb",
         ("ragged=imdb", "batch=1000"): "batch=1000: ragged=imdb has 128 lengths",
         ("batch=4", "tokens=64"): "tokens= does not go with batch=",
+        ("table=18", "tokens=64"): "tokens= does not go with table=18: give batch=",
+        ("dtypes=fp32,bf16,fp32",): "dtypes=fp32,bf16,fp32 names one twice",
+        ("lengths=64,64",): "lengths=64,64 names one twice",
         ("heads=2", "heads=4"): "heads= is given twice",
         ("heads",): "'heads' is not of the form field=value",
     }.items(),
@@ -203,6 +207,7 @@ def test_records_tables_and_json(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [("out=file/a.json", r"out=file/a.json can't be written \(.*\): name another file"),
+     ("out=.", r"out=\. can't be written \(Is a directory\): name another file"),
      ("plots=file", r"plots=file can't be a folder \(.*\): name another")],
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch, given, message):
@@ -211,6 +216,23 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monke
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=message):
         bench([given])
+
+
+def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, monkeypatch):
+    out = tmp_path / "a.json"
+    out.write_text("measured before")
+    monkeypatch.setattr(attention, "run", lambda *_: pytest.fail("measured"))
+    with alone(out), pytest.raises(UsageError, match="another process measures for .*a.json: wait for it"):
+        bench([f"out={out}"])
+
+    def stopped(*_):
+        assert out.read_text() == "measured before"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attention, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench([f"out={out}"])
+    assert out.read_text() == "measured before" and list(tmp_path.iterdir()) == [out]
 
 
 def test_options_of_an_attention_are_part_of_its_name():
