@@ -24,6 +24,7 @@ from benchmarks.pages import read, table
 from lra.config.compose import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments import grid
+from lra.experiments import speed as step_speed
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
@@ -105,6 +106,27 @@ def _accuracies(name: str) -> str:
     return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
 
 
+def speedup(results: Path) -> str:
+    """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
+    path, paper = results / "table3-curriculum-speed.json", grid.read("table3").paper
+    measured = step_speed.read(path)
+    speeds, columns = step_speed.Speeds(measured["cells"]), measured["options"]["tasks"]
+
+    def row(attn: str, way: str) -> Row:
+        ratios = (speeds.ratio(column, attn, way) for column in columns)
+        shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        stated = paper[attn].get("speedup", "") if way == "attention" else ""
+        return (
+            f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
+            step_speed.mean_ratio(speeds.ratios(columns, attn, way)), str(stated),
+        )  # fmt: skip
+
+    attns = [name for name in measured["options"]["attns"] if name != step_speed.STANDARD]
+    rows = [row(attn, way) for attn in attns for way in step_speed.WAYS]
+    source = f"[{path.name}](benchmarks/results/{path.name}), {step_speed.hardware_of(measured)}"
+    return table(("attention", "way", *columns, "geometric mean", "paper"), rows) + f"\n\n{source}."
+
+
 def learnability(results: Path) -> str:
     rows = []
     for file, result in read(results, "-learnability"):
@@ -147,6 +169,7 @@ MADE: dict[str, Callable[[Path], str]] = {
         headline,
         table3,
         table6,
+        speedup,
         speed,
         sparse,
         short,
