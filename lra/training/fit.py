@@ -378,3 +378,4 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
     warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions
