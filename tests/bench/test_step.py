@@ -158,7 +158,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["init=somewhere"], "init=, name= and resume= mean nothing"),
         (["trainer.devices=2"], "measures one device"),
         (["trainer.stesp=1"], "unknown field 'trainer.stesp': did you mean 'trainer.steps'"),
-        (["attn=cudnn", "trainer.precision=bf16"], "attn=cudnn supports GPUs only"),
+        (["attn=cudnn"], "attn=cudnn supports GPUs only"),
     ],
 )
 def test_bad_options_name_the_mend(args, message):

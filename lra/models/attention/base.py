@@ -89,11 +89,11 @@ class Attention(nn.Module):
 
     def resolve(self, device: torch.device, precision: str) -> str:
         """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
+        if self.facts.needs_gpu and device.type != "cuda":
+            self._refuse("GPUs only", operator.not_, "needs_gpu")
         if precision not in self.facts.dtypes:
             supported = f"trainer.precision={'|'.join(self.facts.dtypes)}, not {precision}"
             self._refuse(supported, lambda dtypes: precision in dtypes, "dtypes")
-        if self.facts.needs_gpu and device.type != "cuda":
-            self._refuse("GPUs only", operator.not_, "needs_gpu")
         return self.name
 
     def path(self, device: torch.device) -> str:
