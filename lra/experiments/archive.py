@@ -8,7 +8,6 @@ place, and a run's directory, or a file that it lacked, appears whole.
 from __future__ import annotations
 
 import csv
-import io
 import lzma
 import os
 import shutil
@@ -18,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 from lra.config.compose import differences
 from lra.config.options import parse
 from lra.errors import UsageError, disk_full
+from lra.experiments.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
     COMPUTING,
@@ -38,15 +38,6 @@ from lra.training.run import (
 )
 
 ENDING = ".tar.xz"
-SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
-CHECKPOINTS = {
-    "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
-    "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
-}  # fmt: skip
-LEAST_LIMIT = 64 << 20  # bytes that any archive may unpack to
-MOST_GROWTH = 200  # times an archive's own size: curves shrink by less, checkpoints hardly
-MOST_SMALL = 64 << 20  # bytes of a small file
-BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -197,7 +188,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     if not (file.is_file() or released):
         raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder, file) as staging:
-        (_copy if released else _unpack)(file, staging / "new")
+        (_copy if released else unpack)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
             raise UsageError(f"{file} holds no runs: get it anew")
@@ -271,79 +262,13 @@ def _copy(source: Path, folder: Path) -> None:
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
     place = str(result.get("directory", source)).split("/")[-3:]
-    if len(place) != 3 or not all(map(_plain, place)):
+    if len(place) != 3 or not all(map(plain_name, place)):
         raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
     target = folder.joinpath(*place)
     target.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL, *CHECKPOINTS["all"]):
         if run.has(name):
             shutil.copyfile(source / name, target / name)
-
-
-def _unpack(file: Path, folder: Path) -> None:
-    """An archive's files below `folder`; UsageError if it holds anything else than `pack` writes."""
-    limit = max(LEAST_LIMIT, MOST_GROWTH * file.stat().st_size)
-    stated, seen = 0, set()
-    with file.open("rb") as packed, lzma.open(packed) as plain:
-        stream = _Limited(cast(IO[bytes], plain), limit, file)
-        try:
-            with tarfile.open(fileobj=stream, mode="r|") as tar:  # type: ignore[call-overload]
-                for member in tar:
-                    name, stated = _name(member, file), stated + member.size
-                    if name in seen:
-                        raise UsageError(f"{file} has {name} twice: get it anew")
-                    if stated > limit or (name.rpartition("/")[2] in SMALL and member.size > MOST_SMALL):
-                        raise UsageError(
-                            f"{file} states more bytes than runs have, {stated:,} up to {name}: get it anew"
-                        )
-                    seen.add(name)
-                    _extract(tar, member, folder / name)
-            while stream.read(BUFFER):  # the checksum is at the end
-                pass
-        except (lzma.LZMAError, EOFError, ValueError, tarfile.TarError, RecursionError) as error:
-            raise UsageError(
-                f"{file} is no archive of lra results pack or a damaged one ({error}): get it anew"
-            ) from error
-    for run in sorted({name.rpartition("/")[0] for name in seen}):
-        if f"{run}/config.yaml" not in seen:
-            raise UsageError(f"{file} has no {run}/config.yaml: get it anew")
-
-
-def _plain(part: str) -> bool:
-    """Whether a part of a path leads down, and can be printed."""
-    return bool(part) and not part.startswith(".") and part.isprintable() and "\\" not in part
-
-
-def _name(member: tarfile.TarInfo, file: Path) -> str:
-    """The name of a regular file of a run; anything else is refused."""
-    parts = member.name.split("/")
-    if not (len(parts) == 4 and all(map(_plain, parts)) and parts[3] in (*SMALL, *CHECKPOINTS["all"])):
-        raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-        raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
-    return member.name
-
-
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with cast(IO[bytes], tar.extractfile(member)) as source, path.open("xb") as target:
-        shutil.copyfileobj(source, target, BUFFER)
-    if path.stat().st_size != member.size:
-        raise tarfile.ReadError(f"{member.name} is cut short")
-
-
-class _Limited(io.RawIOBase):
-    """A stream that is refused when it unpacks to more than `limit` bytes."""
-
-    def __init__(self, stream: IO[bytes], limit: int, file: Path):
-        self.stream, self.limit, self.file, self.count = stream, limit, file, 0
-
-    def read(self, size: int = -1) -> bytes:
-        data = self.stream.read(size)
-        self.count += len(data)
-        if self.count > self.limit:
-            raise UsageError(f"{self.file} unpacks to more than {self.limit:,} bytes, {MOST_GROWTH} times its size")
-        return data
 
 
 def _checked(run: Run, file: Path) -> Run:

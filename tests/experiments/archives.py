@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from lra.experiments import archive
+from lra.experiments import unpack
 from lra.experiments.archive import pack
 from lra.training.curves import COLUMNS
 from lra.training.run import FIRST_FAILURE
@@ -65,4 +65,4 @@ def names(file: Path) -> dict[str, set[str]]:
     return found
 
 
-SMALL = set(archive.SMALL) - {FIRST_FAILURE}
+SMALL = set(unpack.SMALL) - {FIRST_FAILURE}

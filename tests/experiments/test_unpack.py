@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import archive
+from lra.experiments import unpack
 from lra.experiments.archive import merge
 from lra.training.run import FIRST_FAILURE
 from tests.experiments.archives import DONE, SMALL, packed
@@ -66,13 +66,13 @@ def refuse(file: Path, here: Path, message: str) -> None:
 
 def test_too_many_bytes_are_refused(runs, here, monkeypatch):
     file = here.with_suffix(".xz")
-    monkeypatch.setattr(archive, "LEAST_LIMIT", 1 << 20)
+    monkeypatch.setattr(unpack, "LEAST_LIMIT", 1 << 20)
     refuse(crafted(file, whole(runs) | {f"{DONE}/best.ckpt": bytes(8 << 20)}), here, "states more bytes than runs have")
     head = special("x", tarfile.XHDTYPE)  # a header of the format itself
     head.size = 8 << 20
     file.write_bytes(lzma.compress(head.tobuf(tarfile.USTAR_FORMAT) + bytes(8 << 20)))
     refuse(file, here, "unpacks to more than")
-    monkeypatch.setattr(archive, "MOST_SMALL", 10)
+    monkeypatch.setattr(unpack, "MOST_SMALL", 10)
     refuse(crafted(file, whole(runs)), here, "states more bytes than runs have")
 
 
