@@ -2,7 +2,7 @@
 
 A folder of released weights is merged, too, as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as
 below `checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in
-place, and a run's directory, or a file that it lacked, appears whole.
+place. Each is, under the claim on its directory, which stays: a run that a process works on is never touched.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from lra.errors import UsageError, disk_full
 from lra.experiments.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
+    CLAIM,
     COMPUTING,
     ENDS,
     FIRST_FAILURE,
     RUNS,
     End,
+    claim,
     claimed,
     read_config,
     read_result,
@@ -38,6 +40,11 @@ from lra.training.run import (
 )
 
 ENDING = ".tar.xz"
+# in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
+# merge replaces it
+RANKS = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
+Decision = tuple[str, str]  # `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files
+BUSY: Decision = ("kept", "a process works on it here")
 
 
 @dataclass(frozen=True)
@@ -192,17 +199,17 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
             raise UsageError(f"{file} holds no runs: get it anew")
-        decided = [(run, *_decide(run, Run(folder / run.name))) for run in arrived]
-        if refused := [why for _, action, why in decided if action == "refused"]:
+        looked = [_look(run, Run(folder / run.name)) for run in arrived]
+        if refused := [why for action, why in looked if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
-        for run, action, _ in decided:
-            if action == "completed":
-                for name in _lacking(Run(folder / run.name), run):
-                    os.replace(run.path / name, folder / run.name / name)
-            elif action != "kept":
-                _place(run, folder / run.name, staging / "old" / run.name)
-    lines = [f"{run.name}: {action}{', ' + why if why else ''}" for run, action, why in decided]
-    actions = [action for _, action, _ in decided]
+        decided = [
+            seen if seen[0] == "kept" else _settle(run, Run(folder / run.name), staging / "old" / run.name)
+            for run, seen in zip(arrived, looked, strict=True)
+        ]
+    lines = [
+        f"{run.name}: {action}{', ' + why if why else ''}" for run, (action, why) in zip(arrived, decided, strict=True)
+    ]
+    actions = [action for action, _ in decided]
     return [*lines, ", ".join(f"{actions.count(each)} {each}" for each in ("added", "replaced", "completed", "kept"))]
 
 
@@ -282,10 +289,29 @@ def _checked(run: Run, file: Path) -> Run:
     return run
 
 
-def _decide(new: Run, old: Run) -> tuple[str, str]:
-    """What becomes of a run, `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files."""
-    if old.path.is_dir() and claimed(old.path):
-        return "kept", "a process works on it here"
+def _look(new: Run, old: Run) -> Decision:
+    """What would become of a run; changes nothing."""
+    return BUSY if old.path.is_dir() and claimed(old.path) else _decide(new, old)
+
+
+def _settle(new: Run, old: Run, aside: Path) -> Decision:
+    """Does what becomes of a run; what was there before goes `aside`."""
+    if (held := claim(old.path)) is None:
+        return BUSY
+    try:
+        action, why = _decide(new, old)  # once more: a process may have gone on, or ended, until the claim was held
+        if action == "completed":
+            for name in _lacking(old, new):
+                os.replace(new.path / name, old.path / name)
+        elif action in ("added", "replaced"):
+            _place(new.path, old.path, aside)
+        return "kept" if action == "refused" else action, why
+    finally:
+        os.close(held)
+
+
+def _decide(new: Run, old: Run) -> Decision:
+    """Of a run that no process works on."""
     if not (old.path / "config.yaml").exists():
         if vacant(old.path):
             return "added", ""
@@ -311,15 +337,20 @@ def _lacking(old: Run, new: Run) -> list[str]:
     return [name for name in (*SMALL, *CHECKPOINTS["all"]) if new.has(name) and not old.has(name)]
 
 
-def _place(run: Run, target: Path, old: Path) -> None:
-    """Renames a run's directory into place; what was there before goes to `old`."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        old.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(target, old)
+def _place(new: Path, target: Path, aside: Path) -> None:
+    """Moves the files of a run into a claimed directory, and all that was there, but for the claim, `aside`."""
+    aside.mkdir(parents=True)
+    moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM]
+    moves += [(file, target / file.name) for file in _in_order(new)]
     try:
-        os.replace(run.path, target)
+        for source, to in moves:
+            os.replace(source, to)
     except BaseException:
-        if old.exists():
-            os.replace(old, target)
+        for source, to in reversed(moves):
+            if not os.path.lexists(source):
+                os.replace(to, source)
         raise
+
+
+def _in_order(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda file: RANKS.get(file.name, 0))

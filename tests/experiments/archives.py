@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lra.experiments import unpack
 from lra.experiments.archive import pack
 from lra.training.curves import COLUMNS
-from lra.training.run import FIRST_FAILURE
+from lra.training.run import CLAIM, FIRST_FAILURE
 from tests.experiments.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -46,7 +46,9 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
 
 
 def listed(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The files below a folder, but for claims, which say nothing of a run."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CLAIM]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def packed(runs: Path, *args: str) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -142,6 +144,71 @@ def test_a_run_that_a_process_works_on_stays(runs, here):
     for file_held in held:
         os.close(file_held or 0)
     assert merge(file, [f"runs={here}"])[-1] == "1 added, 1 replaced, 0 completed, 1 kept"
+
+
+def test_a_run_that_a_process_begins_meanwhile_stays(runs, here, monkeypatch):
+    make(here, GOING, None, 250)
+    held, decide = [], archive._decide
+
+    def begun(new, old):
+        decided = decide(new, old)
+        if old.name == GOING and not held:
+            held.append(claim(here / GOING))
+            make(here, GOING, None, 750)
+        return decided
+
+    file = packed(runs, "checkpoints=last")
+    monkeypatch.setattr(archive, "_decide", begun)
+    assert f"{GOING}: kept, a process works on it here" in merge(file, [f"runs={here}"])
+    assert torch.load(here / GOING / "last.ckpt")["global_step"] == 750 and claim(here / GOING) is None
+    os.close(held[0])
+
+
+def test_a_run_that_a_process_has_worked_on_meanwhile_is_looked_at_again(runs, here, monkeypatch):
+    make(here, GOING, None, 250)
+    file = packed(runs, "checkpoints=last")
+    monkeypatch.setattr(archive, "claim", lambda path: make(here, GOING, None, 750) and claim(path))
+    assert f"{GOING}: kept, 750 steps here, 500 there" in merge(file, [f"runs={here}"])
+    assert torch.load(here / GOING / "last.ckpt")["global_step"] == 750
+
+
+def test_who_opened_the_claim_before_a_merge_has_it_after(runs, here):
+    make(here, GOING, None, 250)
+    os.close(claim(here / GOING) or 0)
+    with (here / GOING / CLAIM).open() as opened:
+        assert f"{GOING}: replaced, 250 steps here, 500 there" in merge(
+            packed(runs, "checkpoints=last"), [f"runs={here}"]
+        )
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert claim(here / GOING) is None
+
+
+def test_a_merge_that_is_killed_loses_nothing_and_mixes_no_checkpoints(runs, here, monkeypatch):
+    shutil.rmtree(runs / FAILED)
+    shutil.rmtree(runs / GOING)
+    file, replace = packed(runs, "checkpoints=all"), os.replace
+    theirs, moment, killed = set(listed(runs / DONE).items()), 0, True
+    while killed:
+        ours = set(listed(make(here, DONE, None, 250)).items())
+        does = iter([replace] * moment)
+        monkeypatch.setattr(archive.os, "replace", lambda *paths, does=does: next(does, lambda *_: os._exit(9))(*paths))
+        process = multiprocessing.get_context("fork").Process(target=merge, args=(file, [f"runs={here}"]))
+        process.start()
+        process.join()
+        monkeypatch.undo()
+        killed = process.exitcode == 9
+        there = listed(here)
+        if killed:
+            assert ours | theirs <= {(Path(name).name, content) for name, content in there.items()}
+        left = {(name, content) for name, content in listed(here / DONE).items() if name.endswith(".ckpt")}
+        assert left <= ours or left <= theirs or "last.ckpt" not in dict(left), moment
+        if "result.json" in listed(here / DONE):
+            assert set(listed(here / DONE).items()) == theirs
+        merge(file, [f"runs={here}"])
+        assert set(listed(here / DONE).items()) == theirs
+        shutil.rmtree(here)
+        moment += 1
+    assert moment > 10
 
 
 def test_what_cannot_be_continued_replaces_nothing(runs, here):
