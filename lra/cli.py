@@ -267,7 +267,7 @@ def results_pack(
         typer.Argument(metavar="out=<file>.tar.xz [runs=<folder>] [checkpoints=none|weights|last|best|all]"),
     ] = None,
 ) -> None:
-    """Put the results of runs into an archive; with checkpoints, unfinished runs too."""
+    """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
     from lra.experiments.archive import pack
 
     for line in pack(fields or ()):

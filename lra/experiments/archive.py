@@ -14,7 +14,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from lra.training.run import (
     FIRST_FAILURE,
     RUNS,
     End,
+    at_rest,
     claim,
     claimed,
     read_config,
@@ -153,13 +154,18 @@ class Run:
 def pack(args: Sequence[str]) -> list[str]:
     """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
 
-    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt.
+    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
+    run that a process works on they may not belong together: it is left out.
     """
     options = parse(PackOptions, args)
-    folder, out = Path(options.runs), Path(options.out)
+    with ExitStack() as held:
+        return _pack(Path(options.runs), Path(options.out), options.checkpoints, held)
+
+
+def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[str]:
     packed, notes = [], []
     for run in _runs(folder):
-        names, note = _chosen(run, options.checkpoints)
+        names, note = _chosen(run, checkpoints, held)
         packed += [(run, name) for name in names if run.has(name)]
         notes += [note] if note else []
     count = len({run.path for run, _ in packed})
@@ -239,9 +245,11 @@ def _runs(folder: Path) -> Iterator[Run]:
             yield Run(file.parent)
 
 
-def _chosen(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
-    """The files of a run to pack, and a note on what is left out of what was asked for."""
+def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
+    """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
     try:
+        if not run.finished() and not held.enter_context(at_rest(run.path)):  # a finished one changes no more
+            return (), f"left out: {run.name}, a process works on it: pack it when that has ended"
         names, note = _wanted(run, checkpoints)
         run.check(names)  # or no machine would merge the archive
     except UsageError as error:

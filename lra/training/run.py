@@ -164,6 +164,20 @@ def claimed(path: Path) -> bool:
         os.close(file)
 
 
+@contextmanager
+def at_rest(path: Path) -> Iterator[bool]:
+    """Whether nobody works in a run's directory; then nobody begins to until the end."""
+    try:
+        file = os.open(path / CLAIM, os.O_RDONLY | os.O_CREAT, 0o666)
+    except OSError:  # there is no claim, and none can be made: of somebody else's runs, which may only be read
+        yield True
+        return
+    try:
+        yield _lock(file, fcntl.LOCK_SH, path)
+    finally:
+        os.close(file)
+
+
 def _lock(file: int, kind: int, path: Path) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,33 @@ def test_a_finished_run_without_the_checkpoint_asked_for_is_named(runs, tmp_path
     args = [f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"]
     assert pack([*args, "checkpoints=weights"])[:-1] == [f"{DONE}: has no model.safetensors"]
     assert pack([*args, "checkpoints=last"])[:-1] == []
+
+
+def test_a_run_that_a_process_works_on_is_left_out(runs):
+    held = [claim(runs / name) for name in (DONE, FAILED, GOING)]  # the second one is tried again
+    out = packed(runs, "checkpoints=last")
+    assert names(out) == {DONE: SMALL | {"last.ckpt"}}
+    lines = pack([f"runs={runs}", f"out={out}", "checkpoints=last"])
+    why = "a process works on it: pack it when that has ended"
+    assert lines[:-1] == [f"left out: {name}, {why}" for name in (FAILED, GOING)]
+    for file in held:
+        os.close(file or 0)
+    assert set(names(packed(runs, "checkpoints=last"))) == {DONE, FAILED, GOING}
+
+
+def test_nobody_begins_with_a_run_while_it_is_packed(runs, monkeypatch):
+    begun, add = [], tarfile.TarFile.addfile
+    started = lambda: [claim(runs / name) for name in (FAILED, GOING)]  # noqa: E731
+    monkeypatch.setattr(tarfile.TarFile, "addfile", lambda *args: begun.append(started()) or add(*args))
+    packed(runs, "checkpoints=last")
+    assert len(begun) > 10 and all(found == [None, None] for found in begun)
+    for file in started():
+        os.close(file or 0)
+
+
+def test_runs_in_which_nothing_may_be_written_are_packed(runs):
+    (runs / GOING / CLAIM).mkdir()  # root may write everywhere
+    assert GOING in names(packed(runs, "checkpoints=last"))
 
 
 def test_merging_brings_the_same_files_and_again_nothing(runs, here):
