@@ -146,7 +146,10 @@ class Slurm:
         """The cells whose task is in the queue, and that task."""
         owners: dict[str, str] = {}
         for file in FOLDER.glob("*.json"):
-            owners |= json.loads(file.read_text())
+            try:
+                owners |= {str(task): str(path) for task, path in json.loads(file.read_text()).items()}
+            except (ValueError, AttributeError):
+                raise UsageError(f"{file} is damaged: scancel {file.stem}, then remove it") from None
         mine = {str(cell.directory.path): cell for cell in self.todo}
         live = _live(sorted({task.partition("_")[0] for task, path in owners.items() if path in mine}))
         return {mine[path]: task for task, path in owners.items() if path in mine and task in live}

@@ -91,6 +91,14 @@ def test_what_is_left_is_submitted_as_one_array(here):
     ]
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+def test_a_damaged_record_of_an_array_is_named(here, content):
+    FOLDER.mkdir(parents=True)
+    (FOLDER / "1.json").write_bytes(content)
+    with pytest.raises(UsageError, match=f"{FOLDER}/1.json is damaged: scancel 1, then remove it"):
+        array(cells()).plan()
+
+
 def test_what_is_queued_or_worked_on_is_not_submitted_again(here):
     todo = cells(2, ("listops",), ("flash", "standard"))
 
