@@ -42,9 +42,10 @@ def named(error: BaseException) -> str:
 
 
 def denied(error: BaseException) -> str | None:
-    """What is said of a file or folder that may not be read or written; None of any other error."""
-    refusals = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-    if not isinstance(error, OSError) or error.errno not in refusals or not error.filename:
-        return None
+    """What is said of a file or folder that may not or can't be read or written; None of any other error."""
     where = "change who may use it, or work in another folder (that of data is LRA_DATA)"
-    return f"{error.filename} can't be used ({error.strerror}): {where}"
+    mends = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR), where)
+    mends |= {errno.ENAMETOOLONG: "name another", errno.EISDIR: "move it away, or name another"}
+    if not isinstance(error, OSError) or error.errno not in mends or not error.filename:
+        return None
+    return f"{error.filename} can't be used ({error.strerror}): {mends[error.errno]}"

@@ -197,6 +197,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "name=a\u202eb": (r"name=a\u202eb", "leave it out"),
 }
 
+LONG = "x" * 300  # more than a file's name has
+_LONG = ("File name too long", "name another")
+
 # whole command line -> words
 VERBS: dict[str, tuple[str, ...]] = {
     "test": ("init=",),
@@ -256,6 +259,12 @@ VERBS: dict[str, tuple[str, ...]] = {
     "results pack out=file/x.tar.xz runs=.": ("runs=.", "no run"),
     "results pack out=x.tar.xz runs=nowhere": ("runs=nowhere", "no run"),
     "results pack out=x.tar.xz checkpoints=some": ("checkpoints=some", "last, best, all"),
+    f"results merge {LONG}": _LONG,
+    f"results merge file runs={LONG}": _LONG,
+    f"results pack out=x.tar.xz runs={LONG}": _LONG,
+    f"report table3 results={LONG}": _LONG,
+    f"report table3 results=. speed={LONG}": _LONG,
+    f"reproduce fig3 out={LONG}": _LONG,
     # what Typer refuses
     "fits": ("'fits'", "'fit'"),
     "ls task": ("'task'", "'tasks'"),

@@ -272,6 +272,11 @@ def test_a_file_that_may_not_be_read(file, around, made, monkeypatch):
     check(done, (f"{file} can't be used (Permission denied): change who may use it",))
 
 
+def test_a_folder_that_has_the_name_of_a_file(around):
+    Path("fig3/plain.json").mkdir(parents=True)
+    check(lra("reproduce", "fig3"), ("fig3/plain.json can't be used (Is a directory): move it away, or name another",))
+
+
 def test_a_run_that_may_not_write_any_more(around, made, monkeypatch):
     shutil.copytree(made / "data", around / "data")
     refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there/last.ckpt")
