@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from importlib.machinery import PathFinder
@@ -29,7 +30,7 @@ class Entry:
     summary: str  # first line of the class's docstring
     facts: dict[str, Any]  # the keyword arguments of its register(...)
     requires: tuple[str, ...] = ()  # optional packages it imports when used
-    lacks: str = ""  # what another package's declaration lacks; then nothing else here need be so
+    lacks: str = ""  # what its declaration lacks; then nothing else here need be so
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -72,13 +73,13 @@ class Registry:
         return add
 
     def catalogue(self) -> dict[str, Entry]:
-        """Every component by name, without importing any; what other packages declare badly `lacks` something."""
+        """Every component by name, without importing any; what is declared badly `lacks` something."""
         entries = self.builtins()
         for name, points in self._entry_points.items():
             owners = ["lra"] * (name in entries) + [_owner(point) for point in points]
             entry = entries.get(name) or self._installed(points[0])
             if len(owners) > 1:
-                entry = replace(entry, lacks=f"a name of its own, as {' and '.join(sorted(owners))} have a '{name}'")
+                entry = _shared(entry, owners)
             entries[name] = entry
         return dict(sorted(entries.items()))
 
@@ -86,9 +87,15 @@ class Registry:
         """Every component of the registry's own package, by name, without importing any."""
         spec = importlib.util.find_spec(self.package)
         assert spec is not None and spec.submodule_search_locations, self.package
-        files = (f for folder in spec.submodule_search_locations for f in sorted(Path(folder).glob("*.py")))
-        entries = (entry for file in files for entry in _declared(file, f"{self.package}.{file.stem}"))
-        return {entry.name: entry for entry in sorted(entries, key=lambda e: e.name)}
+        found: dict[str, list[Entry]] = {}
+        for folder in spec.submodule_search_locations:
+            for file in sorted(Path(folder).glob("*.py")):
+                for entry in self._own(file):
+                    found.setdefault(entry.name, []).append(entry)
+        return {
+            name: _shared(same[0], [_path(entry.module) for entry in same]) if len(same) > 1 else same[0]
+            for name, same in sorted(found.items())
+        }
 
     def declared(self, entry: Entry) -> Any:
         """An entry's facts, with the defaults of those it leaves out: an instance of the registry's `facts`."""
@@ -96,13 +103,13 @@ class Registry:
 
     def get(self, name: str) -> Any:
         """The class registered as `name`; UsageError, with a suggestion, if there is none or it can't be had."""
-        if name not in self._classes or name in self._entry_points:
-            catalogue = self.catalogue()
-            entry = catalogue.get(name)
+        catalogue = self.catalogue()
+        entry = catalogue.get(name)
+        if entry and entry.lacks:  # even if it is imported: another one may have taken its name
+            raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")
+        if name not in self._classes:
             if entry is None:
                 raise UsageError(unknown(self.kind, name, catalogue))
-            if entry.lacks:
-                raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: mend or uninstall that package")
             if entry.missing:
                 packages = " ".join(requirement.split()[0] for requirement in entry.missing)
                 raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
@@ -117,12 +124,23 @@ class Registry:
             found.setdefault(point.name, []).append(point)
         return found
 
+    def _own(self, file: Path) -> Sequence[Entry]:
+        """What a file of the registry's own package declares; under the file's name, why that can't be read."""
+        module = f"{self.package}.{file.stem}"
+        try:
+            entries = _declared(file, module, file.stat().st_mtime_ns)
+            for entry in entries:
+                self.declared(entry)
+        except Exception as error:  # one is being written, perhaps: the rest is listed
+            return [self._lacking(file.stem, module, f"a declaration that can be read in {_path(module)} ({error})")]
+        return entries
+
     def _installed(self, point: EntryPoint) -> Entry:
         """What the module that an entry point names declares under the entry point's name."""
         lacks = f"the module {point.value} that {_owner(point)} names"
         try:
             if file := _source(point.value):
-                declared = {entry.name: entry for entry in _declared(file, point.value)}
+                declared = {entry.name: entry for entry in _declared(file, point.value, file.stat().st_mtime_ns)}
                 if entry := declared.get(point.name):
                     self.declared(entry)
                     return entry
@@ -130,21 +148,44 @@ class Registry:
                 lacks = f"a class registered as '{point.name}' in {point.value} of {_owner(point)}{others}"
         except Exception as error:  # another's source: whatever is wrong with it, the rest is listed
             lacks = f"a declaration that can be read in {point.value} of {_owner(point)} ({error})"
+        return self._lacking(point.name, point.value, lacks)
+
+    def _lacking(self, name: str, module: str, lacks: str) -> Entry:
         required = (field.name for field in fields(self.facts) if field.default is MISSING)
-        return Entry(point.name, point.value, "", dict.fromkeys(required, ""), lacks=lacks)
+        return Entry(name, module, "", dict.fromkeys(required, ""), lacks=lacks)
 
 
-def _declared(file: Path, module: str) -> Iterable[Entry]:
+@functools.cache  # each composition asks for all
+def _declared(file: Path, module: str, changed: int) -> Sequence[Entry]:
     """The components that a source file registers."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    entries: list[Entry] = []
+    for node in ast.parse(file.read_text(encoding="utf-8"), file.name).body:
         if not isinstance(node, ast.ClassDef):
             continue
         summary = (ast.get_docstring(node) or "").split("\n")[0]
         for call in node.decorator_list:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
-                facts = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+                facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
                 requires = facts.pop("requires", ())
-                yield Entry(ast.literal_eval(call.args[0]), module, summary, facts, requires)
+                entries.append(Entry(_literal(call.args[0]), module, summary, facts, requires))
+    return entries
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # its message is of nodes
+        raise ValueError(f"{ast.unparse(node)} on line {node.lineno} is no literal") from None
+
+
+def _shared(entry: Entry, owners: Iterable[str]) -> Entry:
+    """One of several of the same name."""
+    return replace(entry, lacks=f"a name of its own, as {' and '.join(sorted(owners))} have a '{entry.name}'")
+
+
+def _path(module: str) -> str:
+    """A file of the registry's own package, as its user knows it."""
+    return f"{module.replace('.', '/')}.py"
 
 
 def _source(module: str) -> Path | None:

@@ -10,6 +10,8 @@ import pytest
 
 from lra.config.registry import Registry
 from lra.errors import UsageError
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
 
 SOURCE = '''"""Solids."""
 from dataclasses import dataclass
@@ -142,9 +144,48 @@ def test_a_bad_entry_point_is_listed_with_the_reason_and_refused(registry, insta
     entry = registry.catalogue()[name]
     (lacks,) = entry.missing
     assert re.match(LACKS[point], lacks) and registry.declared(entry).solid
-    with pytest.raises(UsageError, match=f"shape '{name}' lacks {LACKS[point].rstrip('$')}.*: mend or uninstall"):
+    with pytest.raises(UsageError, match=f"shape '{name}' lacks {LACKS[point].rstrip('$')}.*: rename, mend or remove"):
         registry.get(name)
     assert not registry.catalogue()["cube" if name != "cube" else "cone"].missing
+
+
+BAD = {
+    "class": "a declaration that can be read in shapes/mine.py (invalid syntax (mine.py, line 1))",
+    source("mine").replace("sides=6", "sides=SIX"):
+        "a declaration that can be read in shapes/mine.py (SIX on line 6 is no literal)",
+    source("mine").replace("sides", "corners"):
+        "a declaration that can be read in shapes/mine.py (Facts.__init__() got an unexpected keyword argument",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD, ids=["syntax", "literal", "fact"])
+def test_a_file_that_cannot_be_read_is_named_and_takes_no_other_component_away(registry, tmp_path, text):
+    (tmp_path / "shapes/mine.py").write_text(text)
+    entries = registry.catalogue()
+    assert list(entries) == ["cube", "ghost", "mine"] and not entries["cube"].missing
+    assert registry.declared(entries["mine"]).solid and entries["mine"].lacks.startswith(BAD[text])
+    assert registry.get("cube").facts == Facts(6)
+    with pytest.raises(UsageError, match=f"shape 'mine' lacks {re.escape(BAD[text])}.*: rename, mend or remove"):
+        registry.get("mine")
+    (tmp_path / "shapes/mine.py").write_text("# mended\n" + source("mine"))
+    assert registry.get("mine").facts == Facts(6)
+
+
+@pytest.mark.parametrize("own", [ATTENTIONS, TASKS], ids=lambda registry: registry.kind)
+def test_what_is_here_is_declared_well(own):
+    """Other tests leave out what is not to be had."""
+    assert not [(entry.name, entry.lacks) for entry in own.builtins().values() if entry.lacks]
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_copied_file_whose_name_was_not_changed_names_both_files(registry, tmp_path, imported):
+    if imported:
+        importlib.import_module("shapes.cube")
+    (tmp_path / "shapes/z_mine.py").write_text(source("cube"))
+    both = "a name of its own, as shapes/cube.py and shapes/z_mine.py have a 'cube'"
+    assert registry.catalogue()["cube"].missing == (both,)
+    with pytest.raises(UsageError, match=f"shape 'cube' lacks {both}: rename, mend or remove what declares it"):
+        registry.get("cube")
 
 
 def test_an_imported_component_is_no_longer_to_be_had_once_its_name_is_taken(registry, install):

@@ -94,7 +94,7 @@ def test_it_is_measured(lra):
 @pytest.mark.parametrize(
     ("attn", "message"),
     [
-        ("theirs", "lra: attention 'theirs' lacks the module no_such_module that mine names: mend or uninstall"),
+        ("theirs", "lra: attention 'theirs' lacks the module no_such_module that mine names: rename, mend or remove"),
         ("min", "lra: unknown attention 'min': did you mean 'mine'?"),
     ],
 )
