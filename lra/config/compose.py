@@ -14,7 +14,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +70,14 @@ def compose(
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
-    recipe_yaml = read_recipe(recipe)
+    recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
+    _check_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
         raise UsageError(f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(tasks))}")
 
     tree = _Tree(schema, {name: cls.Config for name, cls in classes.items()})
-    label, own = f"recipe/{recipe}.yaml", attns.get(attn) or {}
+    own = attns.get(attn) or {}
     tree.merge(
         (f"task/{task}.yaml", task_yaml),
         (GIVEN if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
@@ -86,13 +87,13 @@ def compose(
     )
     given = tree.override(overrides)
     start = None
-    if locate and tree.origin["init"] == "default":
-        selected |= {"recipe": recipe}
-        if rule := _rule(recipe_yaml.get("start") or (), tree, selected):
-            start = _start(rule, selected, given)
-            own = {field: value for field, value in flatten(rule.get("with") or {}) if tree.origin.get(field) != GIVEN}
-            own |= {"init": locate(start)}
-            tree.merge(*((f"{label} start", _nested(field, value)) for field, value in own.items()))
+    selected |= {"recipe": recipe}
+    rules = _rules(label, recipe_yaml.get("start") or (), tree, selected)
+    if rules and locate and tree.origin["init"] == "default":
+        start = _start(rules[0], selected, given)
+        own = {field: value for field, value in flatten(rules[0].get("with") or {}) if tree.origin.get(field) != GIVEN}
+        own |= {"init": locate(start)}
+        tree.merge(*((f"{label} start", _nested(field, value)) for field, value in own.items()))
     return Composed(tree.build(), tree.origin, given, start)
 
 
@@ -174,10 +175,43 @@ GIVEN = "command line"
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
-def _rule(rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """The first rule whose `when` holds."""
-    found = dict(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree.node)))) | dict(selected)
-    return next((rule for rule in rules if all(found.get(f) == value for f, value in flatten(rule["when"]))), None)
+def _check_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
+    """UsageError for a name in a recipe that nothing has: what is said of it would never count."""
+    tasks, attns, rules = recipe.get("tasks") or {}, recipe.get("attns") or {}, recipe.get("start") or ()
+    known = {name: registry.catalogue() for name, registry in registries.items()}
+    named: list[tuple[str, Iterable[str], Iterable[str]]] = [
+        (registries["task"].kind, tasks, known["task"]),
+        (registries["attn"].kind, attns, known["attn"]),
+        *((f"section of {attn}", sections or (), (*known["task"], "all")) for attn, sections in attns.items()),
+    ]
+    for rule in rules:
+        if lacking := [key for key in ("when", "from") if key not in rule]:
+            raise UsageError(f"{label}: a rule of start has no {lacking[0]}: add it")
+        named.append(("key of a rule of start", rule, ("when", "from", "with")))
+        chosen = [name for name in registries if name in rule["when"]]
+        named += [(registries[name].kind, [rule["when"][name]], known[name]) for name in chosen]
+    for kind, names, there in named:
+        for name in map(str, names):  # YAML reads some as something else
+            if name not in there:
+                raise UsageError(f"{label}: {unknown(kind, name, there)}")
+
+
+def _rules(
+    label: str, rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]
+) -> list[Mapping[str, Any]]:
+    """The rules whose `when` holds; UsageError if one for what is selected asks for a field that this has not."""
+    found = dict(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree.node))))
+    holding = []
+    for rule in rules:
+        when = dict(flatten(rule["when"]))
+        if any(when.pop(name, value) != value for name, value in selected.items()):
+            continue
+        if other := [field for field in when if field not in tree.origin]:
+            here = " ".join(f"{name}={value}" for name, value in selected.items() if name != "recipe")
+            raise UsageError(f"{label}: a rule of start for {here}: {tree.unknown(other[0])}")
+        if all(found.get(field) == value for field, value in when.items()):
+            holding.append(rule)
+    return holding
 
 
 def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[str]) -> tuple[str, ...]:
@@ -263,7 +297,7 @@ class _Tree:
 
     def set(self, label: str, field: str, value: Any) -> None:
         if field not in self.origin:
-            raise UsageError(f"{label}: {self._unknown(field)}")
+            raise UsageError(f"{label}: {self.unknown(field)}")
         try:
             self.node = OmegaConf.unsafe_merge(self.node, _nested(field, value))
         except OmegaConfBaseException:  # its messages are of its own types, and some are templates
@@ -279,7 +313,7 @@ class _Tree:
             if field in full:
                 raise UsageError(f"{field}= is given twice")
             if field not in self.origin:
-                raise UsageError(f"command line: {self._unknown(field)}")
+                raise UsageError(f"command line: {self.unknown(field)}")
             full[field] = self.given[field] = text
         self.merge(*((GIVEN, _nested(field, self.parse(field, text))) for field, text in full.items()))
         return tuple(sorted(f"{field}={text}" for field, text in full.items()))
@@ -329,7 +363,7 @@ class _Tree:
     def _is_name(self, key: str) -> bool:
         return key in {f"{node}.name" for node in self.nodes}
 
-    def _unknown(self, field: str) -> str:
+    def unknown(self, field: str) -> str:
         leaf = field.lower().rpartition(".")[2]
         same_leaf = [known for known in self.origin if known.rpartition(".")[2] == leaf]
         near = same_leaf or difflib.get_close_matches(field.lower(), self.origin, n=1, cutoff=0.5)

@@ -136,10 +136,51 @@ def test_every_recipe_composes_for_every_task_it_covers(recipe):
     content = module.read_recipe(recipe)
     here = {entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing}
     # of the others it says nothing, so that one task shows what all do
-    named = {"flash", *(content.get("attns") or ()), *(rule["when"].get("attn") for rule in content.get("start") or ())}
+    rules = [rule["when"] for rule in content.get("start") or ()]
+    named = {"flash", *(content.get("attns") or ()), *(when["attn"] for when in rules if "attn" in when)}
+    assert named <= set(ATTENTIONS.catalogue()) and {when["task"] for when in rules} <= set(content["tasks"])
     for number, task in enumerate(content["tasks"]):
         for attn in here & named if number else here:
             assert configure([f"task={task}", f"attn={attn}", f"recipe={recipe}"]).config.recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"tasks": {"listopps": {}}}, "unknown task 'listopps': did you mean 'listops'?"),
+        ({"attns": {"linaer": {}}}, "unknown attention 'linaer': did you mean 'linear'?"),
+        ({"attns": {"linear": {"imgae": {}}}}, "unknown section of linear 'imgae': did you mean 'image'?"),
+        ({"attns": {True: None}}, "unknown attention 'True': choose from "),
+        ({"start": [{"when": {"task": "imgae"}, "from": []}]}, "unknown task 'imgae': did you mean 'image'?"),
+        ({"start": [{"when": {"attn": "flahs"}, "from": []}]}, "unknown attention 'flahs': did you mean 'flash'?"),
+        (
+            {"start": [{"when": {}, "from": [], "wiht": {}}]},
+            "unknown key of a rule of start 'wiht': did you mean 'with'?",
+        ),
+        ({"start": [{"form": []}]}, "a rule of start has no when: add it"),
+        (
+            {"start": [{"when": {"task": "listops", "task.max_lenght": 9}, "from": []}]},
+            "a rule of start for task=listops attn=flash: unknown field 'task.max_lenght': did you mean "
+            "'task.max_length'?",
+        ),
+        (
+            {"start": [{"when": {"taks": "text"}, "from": []}]},
+            "a rule of start for task=listops attn=flash: unknown field 'taks'",
+        ),
+    ],
+)
+def test_a_name_in_a_recipe_that_nothing_has_is_refused(layers, content, message):
+    """It would have no effect."""
+    tasks = {"listops": None} | content.pop("tasks", {})
+    (layers / "recipe/r.yaml").write_text(yaml.safe_dump({"tasks": tasks} | content))
+    with pytest.raises(UsageError, match=f"^recipe/r.yaml: {re.escape(message)}"):
+        make(*BASE)
+
+
+def test_a_rule_may_ask_for_a_field_that_another_task_has(layers):
+    rules = [{"when": {"task": "pathfinder", "task.level": "hard", "attn": "flash"}, "from": []}]
+    (layers / "recipe/r.yaml").write_text(yaml.safe_dump({"tasks": {"listops": None}, "start": rules}))
+    assert make(*BASE).start is None
 
 
 def test_every_task_has_a_default_recipe():
