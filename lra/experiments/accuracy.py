@@ -77,7 +77,8 @@ def run(
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, [arg for arg in rest if arg not in given])
+    chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
+    table = table.under(chosen[0], fields)
     wide, most = max(cell.composed.config.trainer.devices for cell in chosen), len({*available}) or 1
     if wide > most:
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it")
@@ -165,6 +166,8 @@ def pace(cell: Cell) -> float | None:
 def report(table: Grid, states: States) -> Reproduction:
     """The table of accuracies, and what is missing of it with the reason."""
     lines = [f"paper: {table.source}", cells.counted(states.values())]
+    if table.given:
+        lines[0] += f"; its figures are left out, as they are not of {', '.join(table.given)}"
     for cell, state in states.items():
         path = cell.directory.path
         if state.status == "failed":
@@ -202,7 +205,7 @@ def accuracies(table: Grid, states: States) -> Table:
         rows.append([*row, *([average, _figure(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
-    return f"{table.name}: test accuracy, %", header, rows
+    return ", ".join((f"{table.name}: test accuracy, %", *table.given)), header, rows
 
 
 def _seconds(cell: Cell, state: State, pace: float | None) -> float | None:

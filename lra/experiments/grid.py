@@ -17,6 +17,9 @@ from lra.errors import UsageError
 from lra.training.fit import configure
 from lra.training.run import RunDirectory
 
+# fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is
+SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh"))
+
 
 @dataclass(frozen=True)
 class Column:
@@ -79,6 +82,17 @@ class Grid:
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
+    given: tuple[str, ...] = ()  # fields that make its tasks others than the paper's
+
+    def under(self, cell: Cell, fields: Sequence[str]) -> Grid:
+        """This grid as the user's fields make it, one of whose cells is given.
+
+        Where they change what a task measures, they stand in its title, and the paper's figures are left out.
+        """
+        asked = {*fields, *(f"task.{text}" for text in fields)}  # a task's fields may be written without its name
+        own = [text for text in cell.composed.overrides if text.startswith("task.") and text in asked]
+        given = tuple(text for text in own if text.partition("=")[0] not in SAME)
+        return replace(self, about=", ".join((self.about, *given)), paper={}, given=given) if given else self
 
     def averaged(self, columns: Sequence[str]) -> list[str]:
         """Those of these columns that an average is of: two at least, and none where the paper has no average."""
@@ -105,7 +119,8 @@ class Grid:
         """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
 
         By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
-        for every cell, also in place of what a column sets beside its task. Raises UsageError for an unknown name.
+        for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
+        for an unknown name, and for a field that a column is made by.
         """
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or [name for name, column in self.columns.items() if not column.apart]
@@ -113,7 +128,15 @@ class Grid:
             for name in given:
                 if name not in known:
                     raise UsageError(unknown(kind, name, known))
-        replaced = {text.partition("=")[0] for text in fields if not text.startswith("task")}
+        replaced = {text.partition("=")[0]: text for text in fields}
+        for name in columns:
+            for made in self.columns[name].fields:
+                field = made.partition("=")[0]
+                text = replaced.get(field) or replaced.get(field.removeprefix("task."))
+                if text and field.startswith("task"):
+                    raise UsageError(
+                        f"{text}: column {name} is made by {made}: leave it out, or name another in tasks="
+                    )
         own = {
             column: [text for text in self.columns[column].fields if text.partition("=")[0] not in replaced]
             for column in columns
