@@ -169,16 +169,18 @@ def report(table: Grid, states: States) -> Reproduction:
     if table.given:
         lines[0] += f"; its figures are left out, as they are not of {', '.join(table.given)}"
     for cell, state in states.items():
-        path = cell.directory.path
+        path, log = cell.directory.path, cell.directory.path / LOG
         if state.status == "failed":
             lines.append(f"{cell}: {state}; tracebacks in {path}: remove {FIRST_FAILURE} there to try again")
         elif state.status != "done":
-            lines.append(f"{cell}: {state}" + (f"; see {path / LOG}" if state.status == "interrupted" else ""))
+            ended = state.status in ("interrupted", "refused", "open") and log.exists()
+            lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
     records = [
         {
             "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
             "accuracy": state.accuracy,
-            "status": "ok" if state.final and state.status != "failed" else "WRONG",  # for the exit code
+            # for the exit code
+            "status": "ok" if state.final and state.status not in ("failed", "refused") else "WRONG",
         }
         for cell, state in states.items()
     ]  # fmt: skip
@@ -198,7 +200,7 @@ def accuracies(table: Grid, states: States) -> Table:
             own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
             if found := [100 * state.accuracy for state in own.values() if state.accuracy is not None]:
                 means[column] = statistics.mean(found)
-            named = others(own, ("OOM", "failed", "interrupted"))
+            named = others(own, ("OOM", "failed", "interrupted", "refused"))
             row += [", ".join(filter(None, (scores(own.values()), named))), _figure(paper.get(column))]
         whole = averaged and all(column in means for column in averaged)
         average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""

@@ -15,7 +15,7 @@ from lra.experiments.grid import Cell
 from lra.training import curves
 from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result, vacant
 
-Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "open"]
+Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
@@ -25,7 +25,8 @@ class State:
 
     status: Status
     result: dict[str, Any] | None = None  # result.json, of a run that ended by itself
-    final: bool = False  # nothing is left to do: done, out of a GPU's memory alone, or failed for the second time
+    # nothing is left to do: done, out of a GPU's memory alone, failed for the second time, or, in this call, refused
+    final: bool = False
     resumes: bool = False  # there is a last.ckpt to go on from
 
     @property
@@ -46,7 +47,7 @@ class State:
     def __str__(self) -> str:
         if self.status == "done":
             return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"
-        if self.status in ("failed", "OOM"):
+        if self.status in ("failed", "OOM", "refused"):
             error = str((self.result or {}).get("error", "")).partition("\n")[0]
             again = " twice" if self.status == "failed" else ""
             if not self.final:
@@ -69,10 +70,8 @@ def look(cell: Cell) -> State:
 def settled(cell: Cell) -> State:
     """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
     directory = cell.directory
-    if vacant(directory.path) and (stopped := _stopped(cell)):
-        return stopped
-    if not directory.path.exists():
-        return State("open")
+    if vacant(directory.path):
+        return _stopped(cell) or State("open")
     result = read_result(directory.path / "result.json")
     same = _check(cell, result is not None)
     if result is None or not (same or result["status"] == "finished"):

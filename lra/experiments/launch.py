@@ -29,6 +29,7 @@ from lra.training.run import CLAIMED, LOG, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
+REFUSED = 2  # exit code of a process whose input was refused, or that was out of memory, which its result says
 DEATHS = 2  # processes that end without a result, or for want of memory beside others, before a call gives a cell up
 
 Slot = str | None  # what CUDA_VISIBLE_DEVICES is set to; None leaves it as it is
@@ -57,7 +58,7 @@ class Child:
 
 
 class Local:
-    """Works on cells until each is done, out of memory, failed twice, or given up as its processes just die.
+    """Works on cells until each is done, out of memory, failed twice, refused, or given up as its processes just die.
 
     A cell that was out of memory beside others is run again with all slots of a GPU.
 
@@ -193,10 +194,13 @@ class Local:
     def _reap(self) -> None:
         for cell, child in self._ended():
             state = self.states[cell] = cells.settled(cell)
+            code = child.process.returncode
             if state.result is None:
-                self.deaths[cell] += 1
-                again = "given up until the next call" if self.deaths[cell] == DEATHS else "taken up once more"
-                self.say(f"{cell}: ended without a result ({_ending(cell, child.process.returncode)}), {again}")
+                self.deaths[cell] += DEATHS if code == REFUSED else 1  # the same input would be refused again
+                again = "given up until the next call" if self.deaths[cell] >= DEATHS else "taken up once more"
+                self.say(f"{cell}: ended without a result ({_ending(cell, code)}), {again}")
+                if code == REFUSED:
+                    self.states[cell] = State("refused", {"error": _said(cell).removeprefix("lra: ")}, final=True)
             elif state.crowded:  # by others than this command's, perhaps, which are still there
                 self.deaths[cell] += 1
 
@@ -220,10 +224,15 @@ class Local:
 
 def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
-    log = cell.directory.path / LOG
-    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{how}, {log}: {said[-1]}" if said and not said[-1].startswith("$ ") else f"{how}, {log}"
+    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if (said := _said(cell)) else "")
+
+
+def _said(cell: Cell) -> str:
+    """The last line of its process; empty if that said nothing."""
+    log = (cell.directory.path / LOG).read_text(errors="replace")
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    return "" if last.startswith("$ ") else last
 
 
 @contextmanager

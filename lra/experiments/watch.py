@@ -125,7 +125,8 @@ class Watch:
         table = Table("attention", *columns, show_lines=True)
         for attn in attns:
             table.add_row(attn, *(self._text(states, column, attn) for column in columns))
-        return Group(self.title, table, counted)
+        refusals = dict.fromkeys(str(state) for state in states.values() if state.status == "refused")
+        return Group(self.title, table, *refusals, counted)
 
     def _text(self, states: States, column: str, attn: str) -> str:
         """The mean of the seeds that are done, then a line for each that is worked on, and what else there is."""
@@ -137,7 +138,7 @@ class Watch:
             if cell in self.paces:
                 elsewhere = ", elsewhere" if state.status == "running elsewhere" else ""
                 lines.append(f"s{cell.seed}: {self.paces[cell]}{elsewhere}")
-        lines.append(others(own, ("failed", "OOM", "interrupted")))
+        lines.append(others(own, ("failed", "OOM", "interrupted", "refused")))
         return "\n".join(line for line in lines if line)
 
     def _save(self, table: Group) -> None:

@@ -35,9 +35,12 @@ with open("runs.txt", "a") as file:
     file.write(entry["path"] + "\\n")
 starts = Path("runs.txt").read_text().splitlines().count(entry["path"])
 print("start", starts, os.environ["OMP_NUM_THREADS"], flush=True)
+does = entry["does"][min(starts, len(entry["does"])) - 1]
+if does == "refuse":
+    print("lra: no data here: prepare it")
+    sys.exit(2)
 (path / ".aside").write_text(entry["config"])
 (path / ".aside").replace(path / "config.yaml")
-does = entry["does"][min(starts, len(entry["does"])) - 1]
 if does == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 if does == "wait":

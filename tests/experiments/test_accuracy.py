@@ -201,13 +201,24 @@ def test_an_average_is_there_when_all_columns_are():
     assert accuracy.accuracies(GRID, states)[2][0] == ["flash", "0.00", "37.6", "OOM s0", "", "40.00", "", "", "59.8"]
 
 
-@pytest.mark.parametrize(("does", "state", "left"), [("fail", "failed", 0), ("die", "interrupted", 4)])
+@pytest.mark.parametrize(
+    ("does", "state", "left"), [("fail", "failed", 0), ("die", "interrupted", 4), ("refuse", "refused", 4)]
+)
 def test_the_command_ends_with_1_if_a_cell_is_not_done(stubbed, does, state, left):
     _, args = stubbed(does)
     done = CliRunner().invoke(app, ["reproduce", "table3", *args])
     assert done.exit_code == 1 and f"{state} s0 s1" in done.output
     planned = CliRunner().invoke(app, ["reproduce", "table3", *args, "--dry-run"])
     assert planned.exit_code == 0 and f"{left} remain to be run" in planned.output
+
+
+def test_why_a_cell_is_refused_is_in_the_report_and_in_the_view(stubbed):
+    todo, args = stubbed("refuse")
+    report = accuracy.run("table3", args)
+    why = "refused: no data here: prepare it"
+    assert report.lines[2:] == [f"{cell}: {why}; see {cell.directory.path}/log.txt" for cell in todo]
+    text = Path("checkpoints/table3.txt").read_text()
+    assert text.count(why) == 1 and "cells: 4, 4 refused" in text and "refused s0 s1" in text
 
 
 def test_a_dry_run_needs_a_name_and_is_not_ignored():

@@ -150,6 +150,20 @@ def test_a_run_that_dies_is_taken_up_once_in_a_call_and_again_in_the_next():
     assert state.status == "done" and len(started()) == 4 and len(said) == 1
 
 
+def test_a_run_that_is_refused_is_not_tried_again_before_the_next_call():
+    todo = with_stages(GRID.cells(("listops",), ("flash",), 1, "curriculum"))
+    states, said = work(todo, stub(todo, "refuse", "finish"))
+    assert [str(state) for state in states] == ["refused: no data here: prepare it", "open", "open"]
+    assert started() == [str(todo[0].directory.path)] and look(todo[0]).status == "open"
+    log = todo[0].directory.path / "log.txt"
+    assert said == [
+        f"{todo[0]}: ended without a result (exit code 2, {log}: lra: no data here: prepare it), "
+        "given up until the next call"
+    ]
+    states, _ = work(todo, stub(todo, "refuse", "finish"))
+    assert [state.status for state in states] == ["done", "refused", "open"], "the second, at its first start"
+
+
 def test_kill_a_run_then_the_command_and_the_next_call_completes():
     todo = cells(2)
     first = command(todo, stub(todo, "wait"), slots=2)
@@ -187,7 +201,7 @@ def test_what_a_dead_run_leaves_behind_does_not_keep_its_claim(here):
         "if os.fork():\n    time.sleep(0.2)\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
     )
     (state,), said = work(todo, [*stub(todo, "finish")[:1], "child.py"])
-    assert state.status == "interrupted" and len(said) == 2
+    assert state.status == "open" and len(said) == 2
     until(lambda: not claimed(todo[0].directory.path))
 
 
