@@ -79,15 +79,16 @@ def run(
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
     table = table.under(chosen[0], fields)
-    wide, most = max(cell.composed.config.trainer.devices for cell in chosen), len({*available}) or 1
+    wide = max(cell.composed.config.trainer.devices for cell in chosen)
+    most = asked.gpus or wide if slurm else len({*available})
     if wide > most:
-        raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it")
-    at_once = len(available) if wide == 1 else most // wide
+        more = f", or give slurm.gres=gpu:{wide}" if slurm else ""
+        raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
         states = {cell: cells.look(cell) for cell in todo}
         if not slurm:
-            return plan(states, at_once)
+            return plan(states, len(available) if wide == 1 else most // wide)
         submission = Slurm(todo, asked, options.devices).plan()
         made = plan(states, options.devices or len(todo))
         return made._replace(lines=[*made.lines, *submission])

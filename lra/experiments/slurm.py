@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from lra.config.options import parse
 from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.grid import Cell
-from lra.experiments.launch import FIT, Local, States, caught
+from lra.experiments.launch import FIT, Local, States, caught, slots
 from lra.training.run import RUNS, write
 
 FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
@@ -51,6 +52,12 @@ class Resources:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"slurm.{name}={value}: it is at least 1")
 
+    @property
+    def gpus(self) -> int | None:
+        """That a job has, as gpu:4 or gpu:h200:4 say it; None where `gres` has none, and the cluster decides."""
+        counts = re.findall(r"(?:^|,)gpu\b(?::[^:,(]*[^:,(\d][^:,(]*)?(?::(\d+))?", self.gres or "")
+        return sum(int(count or 1) for count in counts) or None
+
 
 def resources(args: Sequence[str], launcher: str) -> Resources:
     """Of the arguments `slurm.<field>=`; UsageError if one is unknown, or the launcher is another."""
@@ -68,10 +75,12 @@ class Task:
 
     def __call__(self) -> None:
         os.environ["SLURM_JOB_NAME"] = "interactive"  # so Lightning leaves ranks and requeueing alone
+        gpus = self.cell.composed.config.trainer.devices  # each has a process
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # also where tasks aren't bound to theirs
-            os.environ.setdefault("OMP_NUM_THREADS", cpus)
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // gpus)))
+        places = slots(gpus) if gpus > 1 else [None]  # one is what SLURM gives, or a CPU
         try:
-            Local(cells.with_stages([self.cell]), [None], say=print, command=self.command).work()
+            Local(cells.with_stages([self.cell]), places, say=print, command=self.command).work()
         except SystemExit as end:
             # SIGTERM: of preemption while the job still runs, of scancel when it does not
             if end.code == 128 + signal.SIGTERM and _running():

@@ -22,7 +22,7 @@ from lra.experiments.cells import look
 from lra.experiments.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
 from lra.training.run import claim, claimed
-from tests.experiments.runs import TINY, cells, made, started, stub, until
+from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
 
 submitit = pytest.importorskip("submitit", reason="needs submitit: pip install lra[slurm]")
 
@@ -180,13 +180,44 @@ def test_the_command_plans_and_submits(here):
         (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: '1h' is not of the type int"),
         (["launcher=slurm", "slurm.time=0"], "slurm.time=0: it is at least 1"),
         (["launcher=slurm", "devices=0"], "devices=0: with launcher=slurm it is how many tasks run at once"),
-        (["launcher=slurm", "trainer.devices=2"], "trainer.devices=2, but a cell can have 1 here: lower it"),
+        (
+            ["launcher=slurm", "trainer.devices=2"],
+            "trainer.devices=2, but a cell can have 1 here: lower it, or give slurm.gres=gpu:2",
+        ),
+        (["launcher=slurm", "trainer.devices=4", "slurm.gres=gpu:h200:2"], "a cell can have 2 here: lower it, or give"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_submitted(here, args, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         accuracy.run("table3", ["seeds=1", *args])
     assert not Path("submissions").exists()
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:4", 4), ("gpu", 1), ("gpu:h200", 1), ("gpu:h200:4", 4), ("gpu:4(S:0-1)", 4),
+        ("nvme:2,gpu:a100_3g.20gb:2", 2), ("gpu:a:1,gpu:b:2", 3), ("nvme:2", None), ("gpus:2", None), (None, None),
+    ],
+)  # fmt: skip
+def test_the_gpus_of_a_job_are_those_that_gres_names(gres, gpus):
+    assert Resources(gres=gres).gpus == gpus
+
+
+@pytest.mark.parametrize("gres", ["gpu:4", "null"])
+def test_a_cell_may_have_several_gpus_of_its_job(here, monkeypatch, gres):
+    args = ["tasks=listops", "attns=flash", "seeds=1", "recipe=demo", "launcher=slurm", "trainer.devices=4"]
+    report = accuracy.run("table3", [*args, f"slurm.gres={gres}"], dry_run=True)
+    assert "an array of 1 tasks" in report.lines[-1]
+    for name, value in (("SLURM_JOB_NAME", "lra"), ("SLURM_CPUS_PER_TASK", "8"), ("CUDA_VISIBLE_DEVICES", "2,3,4,5")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")  # back after the test, although the task sets it
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    see = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
+    (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=4",))
+    Task(cell, [sys.executable, "-c", see])()
+    assert (cell.directory.path / "log.txt").read_text().splitlines()[-1] == "2,3,4,5 2"
 
 
 def test_what_is_lacking_is_named(here, monkeypatch, capfd):
