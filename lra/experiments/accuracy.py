@@ -30,6 +30,7 @@ from lra.training.run import FIRST_FAILURE, LOG, RUNS, read_result
 SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 # fields that don't change what a step takes
 NOT_PACE = ("seed", "name", "init", "trainer.steps", "trainer.eval_every", "trainer.log_every")
+MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
-        if self.per_device < 1:
-            raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, at least 1")
+        if not 1 <= self.per_device <= MOST_PER_DEVICE:
+            limit = "at least 1" if self.per_device < 1 else f"at most {MOST_PER_DEVICE}"
+            raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, {limit}")
         if self.per_device > 1 and self.launcher == "slurm":
             raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 

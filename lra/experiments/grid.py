@@ -19,6 +19,7 @@ from lra.training.run import RunDirectory
 
 # fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is
 SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh"))
+MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,10 @@ class Grid:
 
         By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
         for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
-        for an unknown name, and for a field that a column is made by.
+        for an unknown name, a field that a column is made by, and too many seeds.
         """
+        if seeds is not None and seeds > MOST_SEEDS:
+            raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or [name for name, column in self.columns.items() if not column.apart]
         for kind, given, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):

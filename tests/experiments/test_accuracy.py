@@ -63,6 +63,8 @@ def stubbed(monkeypatch):
         (["seeds=0"], "seeds=0: it is how many there are, at least 1"),
         (["devices=2"], "devices=2, but this machine has 0 GPUs"),
         (["attns=flash", "tasks=listops", "optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
+        (["seeds=1000000"], "seeds=1000000: it is how many there are, at most 1000"),
+        (["per_device=100000000000"], "per_device=100000000000: it is how many runs share a GPU, at most 64"),
         (["per_device=0"], "per_device=0: it is how many runs share a GPU, at least 1"),
         (["per_device=2", "launcher=slurm"], "per_device= is for launcher=local"),
         (["seed=3"], "seed=3 can't be one for every cell: give seeds="),

@@ -253,6 +253,7 @@ def test_a_resumed_runs_memory_is_not_known(tmp_path):
         (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'"),
         (["tasks=listops,listops"], "names one twice"),
         (["seeds=0"], "use at least 1"),
+        (["seeds=1000000"], "seeds=1000000: it is how many there are, at most 1000"),
         (["recipe=rotari"], "unknown recipe"),
         (["recipe=rotary", "tasks=text"], "recipe 'rotary' has no text: it covers image"),
         (["colour=red"], "unknown field"),
