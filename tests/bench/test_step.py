@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,8 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["attn=cudnn"], "attn=cudnn supports GPUs only"),
     ],
 )
-def test_bad_options_name_the_mend(args, message):
+def test_bad_options_name_the_mend(args, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [__file__])  # a worker of xdist is no file
     with pytest.raises(UsageError, match=message):
         bench(tiny(*args))
 

@@ -226,7 +226,8 @@ def test_a_finished_checkpoint_of_another_directory_is_no_beginning(small, finis
         small("name=own", f"resume={finished}/last.ckpt")
 
 
-def test_fewer_examples_than_devices_are_refused(small, tmp_path):
+def test_fewer_examples_than_devices_are_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [__file__])  # a worker of xdist is no file
     with pytest.raises(UsageError, match="val has 1 examples for 2 devices: set trainer.devices=1 or less"):
         small("task.val=1", "trainer.devices=2")
     assert not (tmp_path / "checkpoints").exists()
