@@ -38,9 +38,10 @@ Points = list[tuple[float, float]]
 
 
 def page(
-    table: Grid, tables: Sequence[Table], notes: Sequence[str], rows: Sequence[Row], entries: Mapping[Cell, Entry]
-) -> str:
-    """The whole document."""
+    table: Grid, tables: Sequence[Table], notes: Sequence[str], rows: Sequence[Row], entries: Mapping[Cell, Entry],
+    alone: Mapping[tuple[str, str, str], float],
+) -> str:  # fmt: skip
+    """The whole document. `alone`: steps per second by hardware, column and attention, in place of those of runs."""
     number = {name: i for i, name in enumerate(dict.fromkeys(row.attention for row in rows))}
     title, names = escape(f"{table.name}: {table.about}"), _names(number)
     parts = [
@@ -55,7 +56,7 @@ def page(
         *_learning(rows, entries, number),
         "<h2>Speed and memory</h2><p>Test accuracy, %, a point for each attention: the mean of its seeds.</p>",
         names,
-        *_against(rows, number),
+        *_against(rows, number, alone),
         "<h2>Commands</h2>",
         *_commands(rows),
         "</body></html>\n",
@@ -116,7 +117,9 @@ def _validation(path: Path) -> Points | str:
     return [*kept, points[-1]] if points and kept[-1] != points[-1] else kept
 
 
-def _against(rows: Sequence[Row], number: Mapping[str, int]) -> Iterator[str]:
+def _against(
+    rows: Sequence[Row], number: Mapping[str, int], alone: Mapping[tuple[str, str, str], float]
+) -> Iterator[str]:
     """A plot for each column, hardware and figure."""
     drawn = []
     for place in hardware(rows):
@@ -126,6 +129,8 @@ def _against(rows: Sequence[Row], number: Mapping[str, int]) -> Iterator[str]:
                 lines = {}
                 for attn in number:
                     x, y = (mean(here, name, attention=attn, column=column) for name in (field, "accuracy"))
+                    if field == "steps_per_second":
+                        x = alone.get((place, column, attn), x)
                     if x and y is not None:
                         lines[attn] = [[(x, y)]]
                 if lines:

@@ -51,6 +51,7 @@ class Report(NamedTuple):
     notes: list[str]
     rows: list[Row]
     entries: dict[Cell, Entry]
+    alone: dict[tuple[str, str, str], float]  # steps per second that were measured alone, by hardware
 
 
 def run(name: str, args: Sequence[str]) -> Report:
@@ -67,10 +68,14 @@ def run(name: str, args: Sequence[str]) -> Report:
     attns = options.attns or table.attns
     tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
     notes = [f"recipe: {options.recipe or table.recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
+    alone = {}
     if measured is not None:
         tables += speed.tables(table, measured, columns, attns)
         notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
-    report = Report(tables, notes, rows, found.entries)
+        speeds, place = speed.Speeds(measured["cells"]), speed.hardware_of(measured)
+        of = {(place, column, attn): speeds.per_second(column, attn, "product") for column in columns for attn in attns}
+        alone = {key: number for key, number in of.items() if number is not None}
+    report = Report(tables, notes, rows, found.entries, alone)
     if options.out is not None:
         notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
     return report
@@ -233,7 +238,7 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
         "md": lambda: markdown(table, report),
         "csv": lambda: as_csv(report.rows),
         "tex": lambda: latex(table, report),
-        "html": lambda: html.page(table, report.tables, report.notes, report.rows, report.entries),
+        "html": lambda: html.page(table, *report),
     }
     texts = {folder / f"{table.name}.{ending}": make() for ending, make in makers.items()}
     try:

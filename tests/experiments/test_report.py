@@ -200,6 +200,13 @@ def test_plots_are_curves_by_seed_and_accuracy_by_speed_and_memory(made):
     assert "steps per second" in words(drawn[1]) and {"100", "200"} <= set(words(drawn[1]))
 
 
+def test_a_speed_that_was_measured_alone_is_drawn_in_place_of_the_runs(made):
+    report, slow = made[0], {("NVIDIA H200", "listops", "flash"): 1.0}
+    page = html.page(TABLE, *report._replace(alone=slow))
+    speed = next(lines(picture) for picture in pictures(page) if "steps per second" in words(picture))
+    assert speed["flash-0"].points[0][0] < speed["standard-0"].points[0][0]
+
+
 def test_chance_looks_flat_and_one_value_is_a_dot():
     [one] = pictures(html.chart("a", "steps", {"flash": [[(7.0, 50.0)]]}, {"flash": 0}, log=True))
     assert [(len(line.points), line.dots) for line in lines(one).values()] == [(1, 1)]
