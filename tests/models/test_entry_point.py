@@ -103,6 +103,7 @@ def test_what_cannot_be_had_is_one_line(lra, attn, message):
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_declares_badly_is_no_alternative(lra):
     done = lra("fit", *(field for field in RUN if field != "model.attn_dropout=0"), "model.attn_dropout=0.1")
     assert "set model.attn_dropout=0, or use attn=" in done.stderr and "theirs" not in done.stderr

@@ -338,6 +338,7 @@ def digest(*args: str) -> str:
     return parts.hexdigest()
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
     root = str(Path(lra.__file__).parents[1])
     asked = [" ".join(("task=listops", *SHORT)), f"task=text source={imdb}"]

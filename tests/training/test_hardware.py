@@ -15,7 +15,7 @@ from lra.training.hardware import hardware
 from tests.training.conftest import arguments
 
 
-@pytest.mark.parametrize("option", ["-c", "-"])
+@pytest.mark.parametrize("option", ["-c", pytest.param("-", marks=pytest.mark.slow)])
 def test_a_program_that_is_no_file_is_refused_before_anything_is_written(option, tmp_path):
     """Lightning would start sys.argv[0] again, and kill both processes as the second one ends."""
     program = f"import lra; lra.fit(*{arguments('trainer.devices=2')})"

@@ -104,7 +104,7 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
         pytest.param("step", 6, TERM, 6, (), marks=pytest.mark.slow),
         ("step", 6, INT, 6, ()),
         pytest.param("step", 4, TERM, 4, (), marks=pytest.mark.slow),  # validation is next
-        ("validation", 1, USR1, 4, ()),  # SIGTERM has other tests in make test
+        pytest.param("validation", 1, USR1, 4, (), marks=pytest.mark.slow),
         pytest.param("checkpoint", 1, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("checkpoint", 2, TERM, 4, (), marks=pytest.mark.slow),
         pytest.param("step", 12, TERM, 12, (), marks=pytest.mark.slow),
@@ -145,6 +145,7 @@ def test_a_signal_at_any_time_loses_nothing(tmp_path, monkeypatch, whole):
     goes_on(whole())
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = DRIVER.replace("    return genuine", "    time.sleep(60 * (calls >= count))\n    return genuine")
@@ -178,7 +179,8 @@ def test_a_background_job_goes_on_after_ctrl_c(monkeypatch):
         signal.signal(INT, before)
 
 
-@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch, whole, launcher):
     monkeypatch.chdir(tmp_path)
     Path("driver.py").write_text(DRIVER)
