@@ -7,7 +7,6 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from lra import environment
 from lra.bench import plots
 from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed
-from lra.bench.files import alone, write
+from lra.bench.files import output
 from lra.bench.imdb import LENGTHS
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
 from lra.bench.sparse import compared
@@ -126,14 +125,13 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
         if options.plots:
             plots.draw(result["cells"], Path(options.plots))
 
-    with alone(Path(options.out)) if options.out else nullcontext():
+    with output(options.out) as keep:
         draw()  # what can't be written is refused before it is measured
         try:
             for records in run(options, device):
                 result["cells"] += records
                 progress(line(records))
-                if options.out:
-                    write(Path(options.out), result)
+                keep(result)
         finally:
             draw()
     return result

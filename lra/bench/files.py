@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,13 @@ def alone(path: Path) -> Iterator[None]:
     finally:
         held.unlink(missing_ok=True)  # nobody waits for it
         lock.release()
+
+
+@contextmanager
+def output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What writes a measurement to its `out=`, `alone` on it; does nothing without one."""
+    if out is None:
+        yield lambda _: None
+        return
+    with alone(Path(out)):
+        yield functools.partial(write, Path(out))

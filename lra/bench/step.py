@@ -7,9 +7,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch
 from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
-from lra.bench.files import alone, write
+from lra.bench.files import output
 from lra.config.compose import Composed
 from lra.config.options import shown, take
 from lra.config.registry import unknown
@@ -98,22 +96,18 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
         "loops": [], "lightning": None,
     }  # fmt: skip
 
-    def keep() -> None:
-        if options.out:
-            write(Path(options.out), result)
-
-    with alone(Path(options.out)) if options.out else nullcontext():
+    with output(options.out) as keep:
         for loop in options.loops:
             clear(device)
             result["loops"].append(measured(loop, composed, options, device))
             result["lightning"] = _lightning(result["loops"])
-            keep()
+            keep(result)
             progress(line(result["loops"][-1]))
         for record in result["loops"]:  # after all times, as a profiler may slow what follows
             if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
                 clear(device)
                 record |= _where(record, run, options, device)
-                keep()
+                keep(result)
     return result
 
 

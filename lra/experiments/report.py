@@ -72,9 +72,11 @@ def run(name: str, args: Sequence[str]) -> Report:
     if measured is not None:
         tables += speed.tables(table, measured, columns, attns)
         notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
-        speeds, place = speed.Speeds(measured["cells"]), speed.hardware_of(measured)
-        of = {(place, column, attn): speeds.per_second(column, attn, "product") for column in columns for attn in attns}
-        alone = {key: number for key, number in of.items() if number is not None}
+        place = speed.hardware_of(measured)
+        alone = {
+            (place, record["column"], record["attention"]): record["steps_per_second"]
+            for record in measured["cells"] if record["way"] == "product" and record["steps_per_second"]
+        }  # fmt: skip
     report = Report(tables, notes, rows, found.entries, alone)
     if options.out is not None:
         notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
