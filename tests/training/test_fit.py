@@ -125,7 +125,8 @@ def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn, options
     resumed = small("name=broken", *fields, "resume=auto")
     for name in ("best.ckpt", "last.ckpt"):
         a, b = (torch.load(f"{result['directory']}/{name}", weights_only=True) for result in (unbroken, resumed))
-        assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
+        different = [key for key in a["state_dict"] if not torch.equal(a["state_dict"][key], b["state_dict"][key])]
+        assert not different, name
         moments = [list(c["optimizer_states"][0]["state"].values()) for c in (a, b)]
         assert all(torch.equal(x[key], y[key]) for x, y in zip(*moments, strict=True) for key in x)
     texts = [Path(result["directory"], "metrics.csv").read_text() for result in (unbroken, resumed)]
