@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lra.config.compose import read_recipe
 from lra.config.options import parse, refuse_repeats
@@ -60,14 +60,15 @@ def run(name: str, args: Sequence[str]) -> Report:
     Raises UsageError for what is unknown or cannot be read or written.
     """
     table, options = grid.read(name), parse(Options, args)
-    measured = None if options.speed is None else _measured(table, Path(options.speed), options)
+    recipe = options.recipe or table.recipe
+    measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
     columns = options.tasks or [key for key, column in table.columns.items() if not column.apart]
     cells, notes = _cells(table, columns, options)
     found = ledger.match(cells, options.results)
     rows = [ledger.row(table, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
-    notes = [f"recipe: {options.recipe or table.recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
+    notes = [f"recipe: {recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
     alone = {}
     if measured is not None:
         tables += speed.tables(table, measured, columns, attns)
@@ -81,19 +82,6 @@ def run(name: str, args: Sequence[str]) -> Report:
     if options.out is not None:
         notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
     return report
-
-
-def _measured(table: Grid, file: Path, options: Options) -> dict[str, Any]:
-    """The speeds in a file, of the same recipe."""
-    if not file.is_file():
-        raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
-    result, recipe = speed.read(file), options.recipe or table.recipe
-    if (other := result["options"]["recipe"]) != recipe:
-        raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
-    measured = {cell["column"] for cell in result["cells"]}
-    if measured.isdisjoint(table.columns):
-        raise UsageError(f"speed={file} is of {', '.join(sorted(measured))}, no column of {table.name}: name another")
-    return result
 
 
 def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[Cell], list[str]]:

@@ -130,7 +130,7 @@ def run(
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(fields),
         "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
-    path, made = Path(options.out or RUNS.parent / f"{table.name}-speed.json"), environment.describe()
+    path, made = Path(options.out or file_of(table)), environment.describe()
     if device.type == "cpu":
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
@@ -149,12 +149,42 @@ def run(
     return Reproduction([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
 
 
+def file_of(table: Grid) -> Path:
+    """Where its measurements are by default."""
+    return RUNS.parent / f"{table.name}-speed.json"
+
+
+def named(table: Grid, file: Path, recipe: str) -> dict[str, Any]:
+    """`read` of the file in `speed=`; UsageError too if it is of another recipe, or of no column of the table."""
+    if not file.is_file():
+        raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
+    result = read(file)
+    if (other := result["options"]["recipe"]) != recipe:
+        raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
+    measured = {cell["column"] for cell in result["cells"]}
+    if measured.isdisjoint(table.columns):
+        raise UsageError(f"speed={file} is of {', '.join(sorted(measured))}, no column of {table.name}: name another")
+    return result
+
+
+def paces(table: Grid, result: dict[str, Any]) -> list[tuple[dict[str, Any], float | None]]:
+    """The configuration of each cell measured as `product`, and its steps per second, None if there are none.
+
+    Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
+    """
+    found = {(r["column"], r["attention"]): r["steps_per_second"] for r in result["cells"] if r["way"] == "product"}
+    columns, options = {column for column, _ in found}, result["options"]
+    made = table.cells(sorted(columns & table.columns.keys()), None, 1, options["recipe"], options["fields"])
+    return [(cell.directory.config, found[key]) for cell in made if (key := (cell.column, cell.attn)) in found]
+
+
 def read(path: Path) -> dict[str, Any]:
     """{"environment", "options", "cells"} of a file; UsageError if it is no such measurement."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         result = {name: found[name] for name in ("environment", "options", "cells")}
-        stated = {"recipe", "fields"} <= result["options"].keys() and {"gpu", "date"} <= result["environment"].keys()
+        texts = [result["options"]["recipe"], *result["options"]["fields"]]
+        stated = all(isinstance(text, str) for text in texts) and {"gpu", "date"} <= result["environment"].keys()
         if stated and all(map(_is_whole, result["cells"])):
             return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

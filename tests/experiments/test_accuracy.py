@@ -67,6 +67,7 @@ def stubbed(monkeypatch):
         (["per_device=100000000000"], "per_device=100000000000: it is how many runs share a GPU, at most 64"),
         (["per_device=0"], "per_device=0: it is how many runs share a GPU, at least 1"),
         (["per_device=2", "launcher=slurm"], "per_device= is for launcher=local"),
+        (["speed=yes"], "speed=yes: give speed=true to measure, or a file of it with --dry-run"),
         (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
         (["resume=auto"], "resume=auto can't be one for every cell: give nothing, every run is resumed"),
         (["trainer.devices=2"], "trainer.devices=2, but a cell can have 1 here: lower it"),
@@ -120,7 +121,8 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
         "cells: 12, 1 done, 1 OOM, 1 failed, 1 running elsewhere, 1 interrupted, 7 open",
         "9 remain to be run; slots: 1",
         "time for 2 of them, from steps per second of other seeds: 4 min of training",
-        "time for 7 of them: unknown, as no other seed of theirs is done",
+        "time for 7 of them: unknown, as no other seed of theirs is done; lra reproduce table3 tasks=listops,text "
+        "attns=flash,standard recipe=demo speed=true measures 7 of them",
     ]
     assert report.records == []
     shared = accuracy.run("table3", (*args, "per_device=3"), dry_run=True)

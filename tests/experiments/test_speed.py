@@ -356,6 +356,12 @@ def test_the_report_refuses_what_is_of_another_table(here):
         report.run("table6", ["results=runs", "recipe=xiong2021", f"speed={FILE}"])
 
 
+def test_a_real_file_tells_how_long_its_cells_take(real):
+    fields = [arg for arg in TINY if not arg.startswith(("speed=", "steps=", "warmup=", "out="))]
+    plan = accuracy.run("table3", [*fields, "tasks=listops", f"speed={real[0] / 'speed.json'}"], dry_run=True)
+    assert "unknown" not in str(plan) and "(each alone on CPU, " in plan.lines[2]
+
+
 def test_a_real_file_is_shown_with_its_options(real):
     shutil.copy(real[0] / "speed.json", FILE)
     Path("runs").mkdir()

@@ -1,0 +1,147 @@
+"""`lra reproduce … --dry-run`: how long is left, of steps per second that `speed=true` measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lra.errors import UsageError
+from lra.experiments import accuracy, grid
+from tests.experiments.runs import made
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+ARGS = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash,standard")
+FILE, OWN = "speed.json", "checkpoints/table6-speed.json"
+ALONE = "(each alone on NVIDIA H200, commit abc, 2026-01-01T00:00:00Z)"
+UNKNOWN = "unknown, as no other seed of theirs is done"
+SPEEDS = {("path64", "flash"): 100.0, ("pathx", "flash"): 50.0, ("path64", "standard"): None}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    Path("checkpoints").mkdir()
+
+
+def write(
+    file: str, speeds: Mapping[tuple[str, str], float | None] = SPEEDS, recipe: str = "dao2022",
+    fields: Sequence[Any] = (),
+) -> None:  # fmt: skip
+    """A file of `speed=true`, as fast as this in the way `product`; None was out of memory."""
+    records = [
+        {
+            "column": column, "attention": attn, "way": way, "loop": "fit", "status": "ok" if speed else "OOM",
+            "reason": "" if speed else "too much", "engine": "captured", "ms": speed and 1e3 / (speed * times),
+            "rows": speed and 64.0, "memory_mb": speed and 9.5, "steps_per_second": speed and speed * times,
+        }
+        for (column, attn), speed in speeds.items() for way, times in (("attention", 3), ("product", 1))
+    ]  # fmt: skip
+    names = {"tasks": [column for column, _ in speeds], "attns": [attn for _, attn in speeds]}
+    options = names | {"recipe": recipe, "fields": list(fields), "steps": 100, "warmup": 40}
+    environment = {"gpu": "NVIDIA H200", "date": "2026-01-01T00:00:00Z", "commit": "abc"}
+    Path(file).write_text(json.dumps({"environment": environment, "options": options, "cells": records}))
+
+
+def planned(*args: str, table: str = "table6") -> tuple[dict[str, str], list[str]]:
+    """The training left of each cell of seed 0, and the lines on time."""
+    report = accuracy.run(table, args, dry_run=True)
+    left = {" ".join(row[:2]): row[4] for row in report.tables[0][2] if row[2] == "0"}
+    return left, report.lines[2:]
+
+
+def test_without_measurements_the_command_that_makes_them_is_named():
+    command = "lra reproduce table6 tasks=path64,pathx attns=flash,standard recipe=dao2022 speed=true"
+    assert planned(*ARGS)[1] == [f"time for 6 of them: {UNKNOWN}; {command} measures 6 of them"]
+    more = ("seeds=2", "per_device=2", "optim.betas=[0.9,0.95]")
+    mend = f"{command.removesuffix('speed=true')}'optim.betas=[0.9,0.95]' speed=true measures 12 of them"
+    assert planned(*ARGS, *more)[1] == [f"time for 12 of them: {UNKNOWN}; {mend}"]
+    assert planned(*ARGS, "engine=eager")[1] == [f"time for 6 of them: {UNKNOWN}"], "no measurement is of that"
+
+
+@pytest.mark.parametrize("file", [FILE, OWN])
+def test_cells_and_equal_stages_take_as_long_as_measured_alone(file):
+    write(file, fields=["val=1000"])
+    args = (*ARGS, *(["speed=speed.json"] if file == FILE else []))
+    left, lines = planned(*args, "trainer.steps=100000", "trainer.eval_every=5000", "test=50")
+    assert left == {
+        "path64 flash": "17 min", "pathx stage 2 flash": "33 min", "pathx flash": "33 min",
+        "path64 standard": "unknown", "pathx stage 2 standard": "unknown", "pathx standard": "unknown",
+    }  # fmt: skip
+    alone = f"{ALONE[:-1]}, with val=1000)"
+    assert lines[0] == f"time for 3 of them, from steps per second of {file} {alone}: 83 min of training"
+    assert re.fullmatch(rf"time for 3 of them: {UNKNOWN}; lra .* speed=true measures 2 of them", lines[1])
+
+
+def test_finished_runs_come_first():
+    write(OWN)
+    first = grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]
+    made(first, "finished", steps_per_second=125.0)
+    lines = planned("recipe=dao2022", "tasks=path64,pathx", "attns=flash", "seeds=2")[1]
+    said = f"time for 5 of them, from steps per second of {OWN} {ALONE} and of other seeds: "
+    assert [line.startswith(said) for line in lines] == [True]
+    report = accuracy.run("table6", ("recipe=dao2022", "tasks=path64", "attns=flash", "seeds=2"), dry_run=True)
+    assert report.lines[2] == "time for 1 of them, from steps per second of other seeds: 17 min of training"
+
+
+def test_a_stage_that_is_configured_otherwise_remains_unknown():
+    write(FILE, {("listops", "flash"): 255.0}, "curriculum")
+    left, lines = planned(
+        "recipe=curriculum", "tasks=listops", "attns=flash", "seeds=1", "speed=speed.json", table="table3"
+    )
+    assert left["listops flash"] != "unknown"
+    assert left["listops stage 1 flash"] == left["listops stage 2 flash"] == "unknown"
+    assert lines[1] == f"time for 2 of them: {UNKNOWN}", "speed=true measures no stages"
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"), [({"recipe": "demo"}, ()), ({"fields": ["batch.size=8"]}, ()), ({}, ("batch.size=8",))]
+)
+def test_the_tables_own_file_counts_where_it_is_of_the_same_configuration(change, fields):
+    write(OWN, **change)
+    (line,) = planned(*ARGS, *fields)[1]
+    assert OWN not in line and "measures 6 of them" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["speed=none.json"], "speed=none.json is no file: lra reproduce table6 speed=true makes it"),
+        (["speed=damaged.json"], "damaged.json is no measurement of lra reproduce"),
+        (["speed=odd.json"], "odd.json is no measurement of lra reproduce"),
+        (["speed=demo.json"], "speed=demo.json is of recipe=demo, not dao2022: give recipe=demo, or another file"),
+        (["speed=table3.json"], "speed=table3.json is of listops, no column of table6: name another"),
+        (["speed=old.json"], "old.json can't be compared (unknown field 'batch.sise'"),
+        (
+            ["speed=speed.json", "batch.size=8"],
+            f"speed=speed.json {ALONE} has no cell as it is configured here: give its fields, or another file",
+        ),
+        (["speed=speed.json", "tasks=path256"], "has no cell as it is configured here"),
+    ],
+)
+def test_a_file_of_no_use_is_refused(args, message):
+    write(FILE)
+    write("demo.json", recipe="demo")
+    write("table3.json", {("listops", "flash"): 9.0})
+    write("old.json", fields=["batch.sise=8"])
+    write("odd.json", fields=[8])
+    Path("damaged.json").write_text("{")
+    own = [arg for arg in ARGS if not any(arg.partition("=")[0] == one.partition("=")[0] for one in args)]
+    with pytest.raises(UsageError, match=re.escape(message).replace("unknown", "(command line: )?unknown")):
+        planned(*own, *args)
+
+
+def test_a_committed_file_tells_how_long_its_cells_take():
+    file = RESULTS / "table3-curriculum-speed.json"
+    args = ("recipe=curriculum", "tasks=text,pathfinder", "attns=flash", "seeds=1", f"speed={file}")
+    left, lines = planned(*args, table="table3")
+    assert [cell for cell, time in left.items() if time != "unknown"] == ["text flash", "pathfinder flash"]
+    assert lines[0].startswith(
+        f"time for 2 of them, from steps per second of {file} (each alone on NVIDIA H200, commit"
+    )
