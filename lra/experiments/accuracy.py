@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from lra.config.compose import OWN, differences
+from lra.config.compose import OWN
 from lra.config.options import take
 from lra.errors import UsageError
-from lra.experiments import cells, grid, speed
-from lra.experiments.cells import State
-from lra.experiments.grid import SAME, Cell, Grid
+from lra.experiments import cells, grid, plan, speed
+from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import Local, States, slots
 from lra.experiments.reproduction import Reproduction, Table
 from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
-from lra.training.callbacks import duration
-from lra.training.run import FIRST_FAILURE, LOG, RUNS, read_result
+from lra.training.run import FIRST_FAILURE, LOG
 
 # of `lra fit`, but set by the grid or by the command
 SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
-# fields that don't change what a step takes
-NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
-# a configuration, its steps per second and where they are from; None and the command that measures them, if one does
-Measured = tuple[dict[str, Any], float | None, str]
 
 
 @dataclass(frozen=True)
@@ -88,21 +80,20 @@ def run(
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
-    measured = _measured(table, options, chosen, fields) if dry_run else []
     table = table.under(chosen[0], fields)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
     if wide > most:
         more = f", or give slurm.gres=gpu:{wide}" if slurm else ""
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
-    todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     if dry_run:
-        states = {cell: cells.look(cell) for cell in todo}
-        if not slurm:
-            return plan(states, len(available) if wide == 1 else most // wide, measured)
-        submission = Slurm(todo, asked, options.devices).plan()
-        made = plan(states, options.devices or len(todo), measured)
+        states = {cell: cells.look(cell) for cell in cells.with_stages(chosen)}
+        alone, command = plan.measured(table, chosen, options.speed), _measuring(table, options, fields)
+        places = options.devices or len(chosen) if slurm else len(available) if wide == 1 else most // wide
+        made = plan.plan(states, places, alone, command)
+        submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
+    todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     with Watch(table, progress) as watch:
         launcher = (
             Slurm(todo, asked, options.devices, watch, watch.say) if slurm else Local(todo, available, watch, watch.say)
@@ -128,82 +119,13 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
     return chosen
 
 
-def plan(states: States, devices: int, measured: Sequence[Measured]) -> Reproduction:
-    """What there is and what is left, and how long that takes as measured with other seeds, or else alone."""
-    paces: dict[tuple[str, str], tuple[float | None, str]] = {}
-    sources, mends = Counter[str](), Counter[str]()
-    rows: list[list[str]] = []
-    times: dict[Path, float] = {}  # of what is left, as far as they are known
-    left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
-    for cell, state in states.items():
-        text = ""
-        if not state.final:
-            if (place := (cell.column, cell.attn)) not in paces:
-                own, alone = pace(cell), ((each, by) for config, each, by in measured if _same(config, cell))
-                paces[place] = (own, "other seeds") if own else next(alone, (None, ""))
-            seconds = _seconds(cell, state, paces[place][0])
-            text = "unknown" if seconds is None else duration(seconds)
-            if cell in left:
-                (mends if seconds is None else sources)[paces[place][1]] += 1
-                if seconds is not None:
-                    times[cell.directory.path] = seconds
-        rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
-    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {devices}"]
-    if times:
-        # one run takes one slot, and a chain of stages one after the other
-        chains = [sum(times.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
-        spent = duration(max(*chains, sum(times.values()) / devices))
-        named = " and of ".join(sources)
-        lines.append(f"time for {len(times)} of them, from steps per second of {named}: {spent} of training")
-    if unknown := len(left) - len(times):
-        mend = [f"; {command} measures {count} of them" for command, count in mends.items() if command]
-        lines.append("".join((f"time for {unknown} of them: unknown, as no other seed of theirs is done", *mend)))
-    header = ["column", "attention", "seed", "state", "training left", "directory"]
-    return Reproduction([("cells", header, rows)], lines, [])
-
-
-def pace(cell: Cell) -> float | None:
-    """Steps per second of finished runs that differ in nothing that a step takes; None if there are none."""
-    run = cell.composed.config
-    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
-    found = [
-        result["steps_per_second"]
-        for result in results
-        if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
-        and result["steps_per_second"] > 0
-        and _same(result["config"], cell)
-    ]  # fmt: skip
-    return statistics.median(found) if found else None
-
-
-def _same(config: dict[str, Any], cell: Cell) -> bool:
-    """Whether a step of the cell takes what it takes with this configuration."""
-    return not differences(config, cell.directory.config, NOT_PACE)
-
-
-def _measured(table: Grid, options: Options, chosen: Sequence[Cell], fields: Sequence[str]) -> list[Measured]:
-    """What is known of cells from the file in `speed=`, or from the table's own if it is of the recipe.
-
-    Raises UsageError for a file that is of no use.
-    """
-    file, recipe = Path(options.speed or speed.file_of(table)), options.recipe or table.recipe
-    result = speed.named(table, file, recipe) if options.speed else speed.read(file) if file.is_file() else None
-    found, source = list[Measured](), ""
-    if result and result["options"]["recipe"] == recipe:
-        source = f"{file} (each alone on {speed.made_with(result)})"
-        try:
-            found = [(config, each, source if each else "") for config, each in speed.paces(table, result)]
-        except UsageError as error:
-            raise UsageError(f"{file} can't be compared ({error}): remove it, or name another file") from None
-    distinct = {(cell.column, cell.attn): cell for cell in chosen}.values()  # seeds have one pace
-    lacking = [cell.directory.config for cell in distinct if not any(_same(config, cell) for config, *_ in found)]
-    if options.speed and len(lacking) == len(distinct):
-        raise UsageError(f"speed={source} has no cell as it is configured here: give its fields, or another file")
+def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:
+    """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
     if {field.partition("=")[0] for field in fields} & {*speed.REFUSED, *OWN}:
-        return found
-    own = (f"{name}={','.join(given)}" for name in ("tasks", "attns") if (given := getattr(options, name)))
-    command = shlex.join(("lra", "reproduce", table.name, *own, f"recipe={recipe}", *fields, "speed=true"))
-    return [*found, *((config, None, command) for config in lacking)]
+        return ""
+    given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
+    recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
+    return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *fields, "speed=true"))
 
 
 def report(table: Grid, states: States) -> Reproduction:
@@ -251,15 +173,6 @@ def accuracies(table: Grid, states: States) -> Table:
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
     return ", ".join((f"{table.name}: test accuracy, %", *table.given)), header, rows
-
-
-def _seconds(cell: Cell, state: State, pace: float | None) -> float | None:
-    """Of training that is left."""
-    if pace is None:
-        return None
-    step, validated, _ = cells.reached(cell)
-    done = step if state.status == "running elsewhere" else validated if state.resumes else 0
-    return (cell.composed.config.trainer.steps - done) / pace
 
 
 def _figure(value: float | None) -> str:

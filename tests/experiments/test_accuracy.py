@@ -120,22 +120,13 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     assert report.lines == [
         "cells: 12, 1 done, 1 OOM, 1 failed, 1 running elsewhere, 1 interrupted, 7 open",
         "9 remain to be run; slots: 1",
-        "time for 2 of them, from steps per second of other seeds: 4 min of training",
-        "time for 7 of them: unknown, as no other seed of theirs is done; lra reproduce table3 tasks=listops,text "
-        "attns=flash,standard recipe=demo speed=true measures 7 of them",
+        "time for 2 of them, from steps per second of finished runs: 4 min of training",
+        "time for 7 of them: unknown, as no run of the same configuration is done; lra reproduce table3 "
+        "tasks=listops,text attns=flash,standard recipe=demo speed=true measures steps per second",
     ]
     assert report.records == []
     shared = accuracy.run("table3", (*args, "per_device=3"), dry_run=True)
     assert shared.lines[2].endswith(": 2 min of training"), "one run has one slot"
-
-
-def test_the_pace_is_of_the_same_configuration_but_for_how_long_it_goes_on():
-    (cell,) = cells(1)
-    other = GRID.cells(["listops"], ["flash"], 2, fields=["trainer.steps=750"])[1]
-    made(other, "finished", steps_per_second=7.0)
-    assert accuracy.pace(cell) == 7.0
-    larger = GRID.cells(["listops"], ["flash"], 1, fields=["batch.size=8"])[0]
-    assert accuracy.pace(larger) is None
 
 
 def test_the_report_has_means_deviations_and_what_is_missing(stubbed):

@@ -19,7 +19,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 ARGS = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash,standard")
 FILE, OWN = "speed.json", "checkpoints/table6-speed.json"
 ALONE = "(each alone on NVIDIA H200, commit abc, 2026-01-01T00:00:00Z)"
-UNKNOWN = "unknown, as no other seed of theirs is done"
+UNKNOWN = "unknown, as no run of the same configuration is done"
+MEND = "speed=true measures steps per second"
 SPEEDS = {("path64", "flash"): 100.0, ("pathx", "flash"): 50.0, ("path64", "standard"): None}
 
 
@@ -57,11 +58,10 @@ def planned(*args: str, table: str = "table6") -> tuple[dict[str, str], list[str
 
 
 def test_without_measurements_the_command_that_makes_them_is_named():
-    command = "lra reproduce table6 tasks=path64,pathx attns=flash,standard recipe=dao2022 speed=true"
-    assert planned(*ARGS)[1] == [f"time for 6 of them: {UNKNOWN}; {command} measures 6 of them"]
+    command = "lra reproduce table6 tasks=path64,pathx attns=flash,standard recipe=dao2022"
+    assert planned(*ARGS)[1] == [f"time for 6 of them: {UNKNOWN}; {command} {MEND}"]
     more = ("seeds=2", "per_device=2", "optim.betas=[0.9,0.95]")
-    mend = f"{command.removesuffix('speed=true')}'optim.betas=[0.9,0.95]' speed=true measures 12 of them"
-    assert planned(*ARGS, *more)[1] == [f"time for 12 of them: {UNKNOWN}; {mend}"]
+    assert planned(*ARGS, *more)[1] == [f"time for 12 of them: {UNKNOWN}; {command} 'optim.betas=[0.9,0.95]' {MEND}"]
     assert planned(*ARGS, "engine=eager")[1] == [f"time for 6 of them: {UNKNOWN}"], "no measurement is of that"
 
 
@@ -76,7 +76,9 @@ def test_cells_and_equal_stages_take_as_long_as_measured_alone(file):
     }  # fmt: skip
     alone = f"{ALONE[:-1]}, with val=1000)"
     assert lines[0] == f"time for 3 of them, from steps per second of {file} {alone}: 83 min of training"
-    assert re.fullmatch(rf"time for 3 of them: {UNKNOWN}; lra .* speed=true measures 2 of them", lines[1])
+    assert re.fullmatch(rf"time for 3 of them: {UNKNOWN}; lra .* {MEND}", lines[1]), "of standard's Path-X"
+    small = [arg.replace(",pathx", "") for arg in args]
+    assert planned(*small)[1][1:] == [f"time for 1 of them: {UNKNOWN}"], "it was out of memory"
 
 
 def test_finished_runs_come_first():
@@ -84,10 +86,10 @@ def test_finished_runs_come_first():
     first = grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]
     made(first, "finished", steps_per_second=125.0)
     lines = planned("recipe=dao2022", "tasks=path64,pathx", "attns=flash", "seeds=2")[1]
-    said = f"time for 5 of them, from steps per second of {OWN} {ALONE} and of other seeds: "
+    said = f"time for 5 of them, from steps per second of {OWN} {ALONE} and of finished runs: "
     assert [line.startswith(said) for line in lines] == [True]
     report = accuracy.run("table6", ("recipe=dao2022", "tasks=path64", "attns=flash", "seeds=2"), dry_run=True)
-    assert report.lines[2] == "time for 1 of them, from steps per second of other seeds: 17 min of training"
+    assert report.lines[2] == "time for 1 of them, from steps per second of finished runs: 17 min of training"
 
 
 def test_a_stage_that_is_configured_otherwise_remains_unknown():
@@ -106,7 +108,7 @@ def test_a_stage_that_is_configured_otherwise_remains_unknown():
 def test_the_tables_own_file_counts_where_it_is_of_the_same_configuration(change, fields):
     write(OWN, **change)
     (line,) = planned(*ARGS, *fields)[1]
-    assert OWN not in line and "measures 6 of them" in line
+    assert OWN not in line and MEND in line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""`lra reproduce … --dry-run`: what there is of a grid, what is left, and how long that takes where it was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lra.config.compose import OWN, differences
+from lra.errors import UsageError
+from lra.experiments import cells, speed
+from lra.experiments.cells import State
+from lra.experiments.grid import SAME, Cell, Grid
+from lra.experiments.launch import States
+from lra.experiments.reproduction import Reproduction
+from lra.training.callbacks import duration
+from lra.training.run import RUNS, read_result
+
+# fields that don't change what a step takes
+NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
+FINISHED = "finished runs"
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What `speed=true` measured."""
+
+    paces: Sequence[tuple[dict[str, Any], float | None]] = ()  # configurations and steps per second; None: it failed
+    source: str = ""
+
+    def has(self, cell: Cell) -> bool:
+        return any(_same(config, cell) for config, _ in self.paces)
+
+    def pace(self, cell: Cell) -> float | None:
+        return next((pace for config, pace in self.paces if _same(config, cell)), None)
+
+
+def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
+    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
+
+    Raises UsageError for a file that is no such one, or of no use for the cells.
+    """
+    path, recipe = Path(file or speed.file_of(table)), chosen[0].composed.config.recipe
+    if file is None and not path.is_file():
+        return Alone()
+    result = speed.read(path) if file is None else speed.named(table, path, recipe)
+    if result["options"]["recipe"] != recipe:
+        return Alone()
+    try:
+        alone = Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
+    except UsageError as error:
+        raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
+    if file and not any(map(alone.has, chosen)):
+        raise UsageError(f"speed={alone.source} has no cell as it is configured here: give its fields, or another file")
+    return alone
+
+
+def plan(states: States, slots: int, alone: Alone, command: str = "") -> Reproduction:
+    """The cells and the time of training that is left, with the steps per second of finished runs, or else alone.
+
+    Args:
+        states: of the cells and of the stages that they still need.
+        slots: how many run at once.
+        alone: what was measured of cells.
+        command: that would measure what is lacking, if one does.
+    """
+    paces: dict[tuple[str, str], tuple[float, str] | None] = {}
+    rows: list[list[str]] = []
+    times: dict[Path, float] = {}  # of what is left, as far as they are known
+    sources: dict[str, None] = {}
+    left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
+    for cell, state in states.items():
+        text = ""
+        if not state.final:
+            if (place := (cell.column, cell.attn)) not in paces:
+                paces[place] = _pace(cell, alone)
+            text = "unknown"
+            if (known := paces[place]) is not None:
+                pace, source = known
+                text = duration(seconds := _steps(cell, state) / pace)
+                if cell in left:
+                    times[cell.directory.path] = seconds
+                    sources[source] = None
+        rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
+    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
+    if times:
+        # one run takes one slot, and a chain of stages one after the other
+        chains = [sum(times.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
+        spent = duration(max(*chains, sum(times.values()) / slots))
+        lines.append(
+            f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
+        )
+    if unknown := [cell for cell in left if cell.directory.path not in times]:
+        stages = {stage.directory.path for cell in states for stage in cell.stages}
+        lacking = any(cell.directory.path not in stages and not alone.has(cell) for cell in unknown)
+        mend = f"; {command} measures steps per second" if command and lacking else ""
+        lines.append(f"time for {len(unknown)} of them: unknown, as no run of the same configuration is done{mend}")
+    header = ["column", "attention", "seed", "state", "training left", "directory"]
+    return Reproduction([("cells", header, rows)], lines, [])
+
+
+def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
+    """Steps per second and where they are from; None if they are not known."""
+    run = cell.composed.config
+    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    found = [
+        result["steps_per_second"]
+        for result in results
+        if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
+        and result["steps_per_second"] > 0
+        and _same(result["config"], cell)
+    ]  # fmt: skip
+    if found:
+        return statistics.median(found), FINISHED
+    pace = alone.pace(cell)
+    return None if pace is None else (pace, alone.source)
+
+
+def _same(config: dict[str, Any], cell: Cell) -> bool:
+    """Whether a step of the cell takes what it takes with this configuration."""
+    return not differences(config, cell.directory.config, NOT_PACE)
+
+
+def _steps(cell: Cell, state: State) -> int:
+    """That are left."""
+    step, validated, _ = cells.reached(cell)
+    done = step if state.status == "running elsewhere" else validated if state.resumes else 0
+    return cell.composed.config.trainer.steps - done
