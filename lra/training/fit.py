@@ -32,7 +32,7 @@ from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
 from lra.training.curves import Curves
 from lra.training.hardware import hardware
-from lra.training.preemption import Preemption
+from lra.training.preemption import Preemption, start_compilers
 from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
 from lra.training.step import Step
@@ -318,6 +318,7 @@ def resolve_engine(module: TaskModule, device: torch.device) -> str:
     """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
     if not module.step.captures(module, device):
         return "eager"
+    start_compilers()
     torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
     module.step.compile_evaluation(module)
     return "captured"

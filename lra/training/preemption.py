@@ -37,6 +37,24 @@ class Ranks:
         return last
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def start_compilers() -> None:
+    """Starts the processes that torch.compile has compile kernels, deaf to what ends a run.
+
+    Schedulers signal all processes of a job, and PyTorch waits for ever for a kernel of one that is gone: the run could
+    not come to where nothing is lost. They end with this process.
+    """
+    from torch._inductor.async_compile import AsyncCompile  # takes a second, which only a GPU's run needs
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process has its parent's mask
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Preemption(pl.Callback):
     """Signals end a run with 128 + their number where nothing is lost: after its stride of steps, or validation.
 
@@ -48,7 +66,6 @@ class Preemption(pl.Callback):
         clock: is stopped before it is written.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
 
     def __init__(self, run: RunConfig, last: Path, clock: Clock):
@@ -83,7 +100,7 @@ class Preemption(pl.Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # a shell has Ctrl-C ignored for a job in the background
         ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else set()
-        before = {number: signal.signal(number, handle) for number in self.SIGNALS if number not in ignored}
+        before = {number: signal.signal(number, handle) for number in SIGNALS if number not in ignored}
         try:
             yield
         finally:

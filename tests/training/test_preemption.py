@@ -217,3 +217,34 @@ def test_a_stopped_grid_loses_nothing(tmp_path, monkeypatch):
     assert torch.load(path / "last.ckpt", weights_only=True)["global_step"] == 2
     states = Local(todo, [None]).work()
     assert states[todo[0]].status == "done"
+
+
+COMPILERS = """
+import os, signal
+from lra.training.preemption import start_compilers
+
+if __name__ == "__main__":
+    start_compilers()
+    from torch._inductor.async_compile import AsyncCompile
+    pool = AsyncCompile.process_pool()
+    pool.submit(os.getpid).result(60)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.killpg(0, signal.SIGTERM)
+    print(pool.process.pid, pool.submit(os.getpid).result(60))
+"""
+
+
+@pytest.mark.slow
+def test_what_compiles_outlives_a_signal_to_the_group_but_not_the_run(tmp_path):
+    script = tmp_path / "compilers.py"
+    script.write_text(COMPILERS)
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    process = subprocess.run(
+        [sys.executable, script], env=environment() | threads, capture_output=True, text=True, timeout=120,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    until = time.monotonic() + 30
+    while any(Path("/proc", pid).exists() for pid in process.stdout.split()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(process.stdout.split()) == 2 and not any(Path("/proc", pid).exists() for pid in process.stdout.split())
