@@ -193,11 +193,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
-    """The speedups in both ways beside the paper's, then each way's steps per second."""
-    speeds, place = Speeds(result["cells"]), hardware_of(result)
+    """The speedups in both ways beside the paper's, then each way's steps per second.
+
+    Where the measurement's fields make the tasks others than the paper's, they stand beside none of its figures.
+    """
+    speeds, place, options = Speeds(result["cells"]), hardware_of(result), result["options"]
+    known = [(r["column"], r["attention"]) for r in result["cells"] if r["column"] in table.columns]
+    column, attn = known[0] if known else (columns[0], attns[0])
+    table = table.under(table.cells([column], [attn], 1, options["recipe"], options["fields"])[0], options["fields"])
     averaged = [name for name in columns if not table.columns[name].apart]
     yield (
-        f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)",
+        ", ".join((f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)", *table.given)),
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
             [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), _figure(table.paper.get(a, {}))]

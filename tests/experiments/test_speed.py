@@ -310,6 +310,14 @@ def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_ap
     assert speed.notes(list(speeds.records.values()))[1:] == ["product, OOM: too much (image standard)"]
 
 
+def test_tasks_that_are_not_the_papers_stand_beside_none_of_its_figures():
+    arguments = ["speed=true", "tasks=pathfinder", "attns=flash", "recipe=curriculum"]
+    (plain, *_), (lit, *_) = (
+        accuracy.run("table3", arguments + more, dry_run=True).tables for more in ([], ["tokens=lit"])
+    )
+    assert plain[2][0][-1] == "2.4" and lit[2][0][-1] == "" and lit[0].endswith("(columns), task.tokens=lit")
+
+
 def test_the_report_shows_both_columns(here):
     Path("runs").mkdir()
     ways = {"attention": (8.0, 4.0), "product": (6.0, 2.0)}
