@@ -13,6 +13,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.training.fit import configure
+from tests.composing import composed
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 BASE = ("task=listops", "attn=flash")
@@ -141,7 +142,7 @@ def test_every_recipe_composes_for_every_task_it_covers(recipe):
     assert named <= set(ATTENTIONS.catalogue()) and {when["task"] for when in rules} <= set(content["tasks"])
     for number, task in enumerate(content["tasks"]):
         for attn in here & named if number else here:
-            assert configure([f"task={task}", f"attn={attn}", f"recipe={recipe}"]).config.recipe == recipe
+            assert composed((f"task={task}", f"attn={attn}", f"recipe={recipe}")).config.recipe == recipe
 
 
 @pytest.mark.parametrize(

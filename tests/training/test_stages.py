@@ -18,6 +18,7 @@ from lra.experiments.grid import read
 from lra.experiments.launch import Local
 from lra.tasks import TASKS
 from lra.training.run import claim
+from tests.composing import composed
 from tests.experiments.runs import made, stub
 
 TINY = (
@@ -30,24 +31,24 @@ RUNS = Path("checkpoints/runs/pathfinder/flash")
 
 def starts(*args: str) -> list[tuple[str, ...]]:
     """The arguments of the runs before one, the last of them first."""
-    found, composed = [], lra.configure(args)
-    while composed.start:
-        found.append(composed.start)
-        assert composed.config.init and composed.origin["init"].startswith("recipe/")
-        composed = lra.configure(composed.start)
-    assert composed.config.init is None
+    found, last = [], lra.configure(args)
+    while last.start:
+        found.append(last.start)
+        assert last.config.init and last.origin["init"].startswith("recipe/")
+        last = composed(last.start)
+    assert last.config.init is None
     return found
 
 
 def levels(*args: str) -> list[str]:
-    return [lra.configure(start).config.task.level for start in starts(*args)]
+    return [composed(start).config.task.level for start in starts(*args)]
 
 
 def test_a_recipe_says_where_a_run_starts():
     assert levels("task=pathfinder", *TINY) == ["intermediate", "easy"]
     assert levels("task=pathfinder", *TINY, "task.level=intermediate") == ["easy"]
     dense = [arg for arg in TINY if arg != "task.tokens=lit"]
-    chain = [lra.configure(start).config.task for start in starts("task=pathx", *dense)]
+    chain = [composed(start).config.task for start in starts("task=pathx", *dense)]
     named = [(task.name, task.tokens, task.level) for task in chain]
     assert named == [
         ("pathx", "lit", "hard"), ("pathx", "lit", "intermediate"), ("pathx", "lit", "easy"),
@@ -68,7 +69,7 @@ def test_arguments_are_handed_on_but_for_a_runs_own():
 @pytest.mark.parametrize(("task", "steps"), [("path64", 4000), ("pathx", 2000)])
 def test_other_attentions_start_from_what_flash_has_learned(task, steps):
     chosen = (f"task={task}", "attn=butterfly", "recipe=curriculum", "task.tokens=lit", "attn.local=2")
-    before = lra.configure(starts(*chosen)[0]).config
+    before = composed(starts(*chosen)[0]).config
     assert (before.task.name, before.task.level, before.attn.name) == (task, "hard", "flash")
     assert lra.configure(chosen).config.trainer.steps == steps
     assert lra.configure([*chosen, "attn.deterministic=true"]).start == lra.configure(chosen).start, "its own options"
@@ -76,7 +77,7 @@ def test_other_attentions_start_from_what_flash_has_learned(task, steps):
 
 def test_the_background_comes_by_thirds():
     given = ("task=path256", "attn=butterfly", "recipe=curriculum")
-    chain = [lra.configure(start).config for start in starts(*given)][:4]
+    chain = [composed(start).config for start in starts(*given)][:4]
     assert [(run.attn.name, run.task.background) for run in chain] == [
         ("butterfly", 0.3), ("flash", 0.1), ("flash", 0.03), ("flash", 0.0),
     ]  # fmt: skip
@@ -85,8 +86,8 @@ def test_the_background_comes_by_thirds():
     flash, other, reformer = (
         starts("task=path256", f"attn={attn}", "recipe=curriculum") for attn in ("flash", "smyrf", "reformer")
     )
-    assert other == flash and lra.configure(flash[0]).config.task.background == 0.3, "the same start"
-    assert lra.configure(reformer[0]).config.task.background == 0, "of its own, as it shares queries and keys"
+    assert other == flash and composed(flash[0]).config.task.background == 0.3, "the same start"
+    assert composed(reformer[0]).config.task.background == 0, "of its own, as it shares queries and keys"
     kept = [run.saved()["task"].get("background") for run in chain]
     assert kept == [0.3, 0.1, 0.03, None], "older runs are not of another configuration"
 
@@ -108,10 +109,10 @@ def test_only_the_last_run_reads_lras_own_expressions():
 
 def test_a_rule_has_fields_for_the_run_that_it_applies_to():
     chosen = ("task=path64", "attn=flash", "recipe=curriculum")
-    composed = lra.configure(chosen)
-    assert (composed.config.trainer.steps, composed.config.positions.scale) == (2000, None)
-    assert composed.origin["trainer.steps"] == "recipe/curriculum.yaml start"
-    before = lra.configure(composed.start or ())
+    run = lra.configure(chosen)
+    assert (run.config.trainer.steps, run.config.positions.scale) == (2000, None)
+    assert run.origin["trainer.steps"] == "recipe/curriculum.yaml start"
+    before = lra.configure(run.start or ())
     assert (before.config.trainer.steps, before.config.positions.scale) == (8000, "image")
     assert lra.configure([*chosen, "trainer.steps=1500"]).config.trainer.steps == 1500, "what is given counts"
     assert lra.configure([*chosen, "init=other"]).config.trainer.steps == 8000, "no rule applies"
@@ -119,8 +120,8 @@ def test_a_rule_has_fields_for_the_run_that_it_applies_to():
 
 def test_init_given_or_none_ends_the_chain():
     assert lra.configure(["task=pathfinder", *TINY, "init=null"]).start is None
-    composed = lra.configure(["task=pathfinder", *TINY, "init=other"])
-    assert composed.start is None and composed.config.init == "other"
+    run = lra.configure(["task=pathfinder", *TINY, "init=other"])
+    assert run.start is None and run.config.init == "other"
 
 
 @pytest.mark.parametrize("recipe", compose.recipes())
@@ -133,11 +134,11 @@ def test_every_rule_can_apply(recipe):
         when = {"task.tokens": "lit"} if "tokens" in fields else {}  # rules for all tokens come first
         # and those of one attention before the one for all: sdpa has none of its own
         given = [f"{name}={value}" for name, value in ({"attn": "sdpa"} | when | rule["when"]).items()]
-        composed = lra.configure([f"recipe={recipe}", *given])
+        run = composed((f"recipe={recipe}", *given))
         dropped = {text for text in rule["from"] if text.endswith("=")}
-        assert composed.start and set(rule["from"]) - dropped <= set(composed.start)
-        assert not any(text.startswith(field) for text in composed.start for field in dropped)
-        ours = {field for field, origin in composed.origin.items() if origin.endswith("start")}
+        assert run.start and set(rule["from"]) - dropped <= set(run.start)
+        assert not any(text.startswith(field) for text in run.start for field in dropped)
+        ours = {field for field, origin in run.origin.items() if origin.endswith("start")}
         assert ours == {"init", *dict(compose.flatten(rule.get("with") or {}))}
         assert all(name.removeprefix("task.") in fields for name in rule["when"] if name.startswith("task."))
 

@@ -1,0 +1,15 @@
+"""Configurations of recipes with stages, each stage composed once for all that need it."""
+
+from __future__ import annotations
+
+import functools
+
+from lra.config.compose import Composed
+from lra.training.fit import configure
+from lra.training.run import RunDirectory
+
+
+@functools.cache
+def composed(args: tuple[str, ...]) -> Composed:
+    """What `configure` makes of these arguments, which composes a chain of stages anew from each of them."""
+    return configure(args, lambda start: str(RunDirectory(composed(start)).path))
