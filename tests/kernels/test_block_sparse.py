@@ -27,7 +27,7 @@ BUTTERFLY = layouts.butterfly(256, 32)
 CASES = [
     Case((100, 0, 33), sparse=BUTTERFLY),
     Case((100, 0, 33), sparse=BUTTERFLY, deterministic=True, dtype=HALF),
-    Case((200, 1, 33), sparse=BUTTERFLY, layout="padded", slack=20, dropout=0.5, dtype=HALF, head_dim=64),
+    Case((140, 1, 33), sparse=BUTTERFLY, layout="padded", slack=20, dropout=0.5, dtype=HALF, head_dim=64),
     Case((77, 64), sparse=layouts.window(128, 16, band=9), head_dim=16, strides="heads_first"),
     Case((90, 30), sparse=layouts.butterfly(100, 16, 1, globals=5), dropout=0.1, dtype=HALF, strides="fused"),
     Case((90, 30), sparse=layouts.butterfly(100, (16, 64), 1, band=3, causal=True), dropout=0.2, head_dim=48),
@@ -40,7 +40,7 @@ def test_within_budget(case, device):
     assert_within_budget(case, device)
 
 
-@pytest.mark.parametrize("seed", sampled(range(10)))
+@pytest.mark.parametrize("seed", sampled(range(9, -1, -1), 6))
 def test_random_layouts(seed, device):
     dtypes = (HALF, SINGLE) if device.type == "cpu" else (HALF, torch.bfloat16, SINGLE)
     case = random_sparse_case(random.Random(seed), dtypes, max_length=100, blocks=SMALL)
@@ -86,8 +86,8 @@ def test_a_query_that_sees_nothing_gives_zeros(device):
 
 def test_each_head_has_its_layout(device):
     """Head h has layout h % H."""
-    two = torch.stack([torch.eye(4), torch.ones(4, 4)]).bool()
-    case = Case((128,), heads=4, dtype=HALF)
+    two = torch.stack([torch.eye(3), torch.ones(3, 3)]).bool()
+    case = Case((96,), heads=4, dtype=HALF)
     both = attend(case, device, Layout(two, (32, 32)))
     tolerance = 0.0 if device.type == "cpu" else 1e-3  # there dq is summed in any order
     for h, blocks in enumerate(two):

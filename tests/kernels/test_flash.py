@@ -49,7 +49,7 @@ def test_within_budget(case, device):
     assert_within_budget(case, device)
 
 
-@pytest.mark.parametrize("seed", sampled(range(8), 2))
+@pytest.mark.parametrize("seed", sampled(range(8)))
 def test_random_cases(seed, device):
     if device.type == "cpu":
         case = random_case(random.Random(seed), (HALF, SINGLE), max_length=100)
@@ -97,7 +97,7 @@ def test_packed_and_padded_agree_bitwise(device):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # delta of padding rows, never read
 def test_padding_influences_nothing(device):
     """NaN, infinities or ordinary numbers past a length: the same result, bit for bit, and zeros there."""
-    case = Case((50, 0, 64), layout="padded", slack=6, dropout=0.1)
+    case = Case((50, 0, 64), heads=1, layout="padded", slack=6, dropout=0.1)
     inputs = make_inputs(case, device)
     expected = attention(inputs, case)
     for filling in (float("inf"), 3.0):
@@ -107,15 +107,15 @@ def test_padding_influences_nothing(device):
 
 def test_dropout_does_not_depend_on_the_micro_batch(device):
     """Sequences computed together or in two halves, told apart by their index in the global batch."""
-    case = Case((40, 40, 40, 40), layout="padded", dropout=0.3)
+    case = Case((40, 40), layout="padded", dropout=0.3)
     inputs = make_inputs(case, device)
-    index = torch.arange(4, dtype=torch.int32, device=device)
+    index = torch.arange(2, dtype=torch.int32, device=device)
     whole = attention(inputs, case, index=None)
     halves = []
-    for b in (slice(0, 2), slice(2, 4)):
+    for b in (slice(0, 1), slice(1, 2)):
         rows = slice(b.start * 40, b.stop * 40)
         part = inputs._replace(**{name: getattr(inputs, name)[rows] for name in ("q", "k", "v", "do")})
-        halves.append(attention(part, case, start=index[:2] * 40, length=inputs.sequences["length"][b], index=index[b]))
+        halves.append(attention(part, case, start=index[:1] * 40, length=inputs.sequences["length"][b], index=index[b]))
     for all_rows, *parts in zip(whole, *halves, strict=True):
         assert torch.equal(all_rows, torch.cat(parts))
 
@@ -311,5 +311,5 @@ def test_interpreter_refuses_bfloat16(device):
 
 def test_import_does_not_import_triton():
     """So that a machine without Triton has the SDPA path."""
-    program = "import sys, lra.kernels; sys.exit('triton' in sys.modules)"
+    program = "import sys, lra.kernels, lra.kernels.softmax.api; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

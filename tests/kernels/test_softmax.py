@@ -73,13 +73,13 @@ def test_plain_path_within_budget(case):
     assert_within_budget(case, "cpu", "torch")
 
 
-@pytest.mark.parametrize("columns", sampled([64, 32]))
+@pytest.mark.parametrize("columns", sampled([32, 64]))
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
     from lra.kernels.softmax import kernels
 
     monkeypatch.setattr(kernels, "MAX_COLUMNS", columns)
-    assert_within_budget(padded((131, 64, 33), heads=1, dtype=dtype, dropout=0.3), device)
+    assert_within_budget(padded((2 * columns + 3, columns, 17), heads=1, dtype=dtype, dropout=0.3), device)
 
 
 def test_rows_longer_than_a_chunk(device):
@@ -109,7 +109,7 @@ def test_dropout_is_the_references_mask(dtype, device):
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_padding_influences_nothing(impl, device):
     """NaN, infinities or ordinary numbers past a length: the same result, bit for bit, and zeros there."""
-    case = padded((50, 0, 64), slack=6, dropout=0.1 if impl == "triton" else 0.0)
+    case = padded((20, 0, 34), heads=1, slack=6, dropout=0.1 if impl == "triton" else 0.0)
     inputs = make_inputs(case, device)
     expected = results(inputs, case, impl)
     past = inputs.q[:, 0, 0].isnan()
@@ -160,9 +160,9 @@ def test_one_matrix_is_kept_for_the_backward(dropout, device):
 @pytest.mark.parametrize(("dropout", "strides"), [(0.0, "d_strided"), (0.3, "fused")])
 def test_operators_keep_their_contracts(dropout, strides, device):
     """Schema, fake implementation (shapes, dtypes, strides), autograd and tracing with dynamic shapes."""
-    case = padded((17, 5), dropout=dropout, strides=strides, head_dim=16)
+    case = padded((13, 5), dropout=dropout, strides=strides, head_dim=16)
     inputs = make_inputs(case, device)
-    rows = [x.detach().unflatten(0, (2, 17)) for x in (*inputs[:3], inputs.do)]
+    rows = [x.detach().unflatten(0, (2, 13)) for x in (*inputs[:3], inputs.do)]
     threshold = round(256 * dropout)
     random = (inputs.seed, inputs.sequences["index"]) if threshold else (None, None)
     problem = (inputs.sequences["length"], 0.25, threshold, *random)
@@ -177,7 +177,7 @@ def test_operators_keep_their_contracts(dropout, strides, device):
 def test_compiled_equals_eager(impl, device):
     torch.compiler.reset()
     compiled: Any = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
-    for lengths in ((20, 0, 13, 5), (7, 31)):
+    for lengths in ((12, 0, 9, 5), (7, 19)):
         case = padded(lengths, dropout=0.3 if impl == "triton" else 0.0)
         inputs = make_inputs(case, device)
         options: dict[str, Any] = dict(dropout=case.dropout, seed=inputs.seed, impl=impl, **inputs.sequences)
@@ -248,11 +248,6 @@ def test_triton_is_not_replaced(monkeypatch):
     with pytest.raises(ValueError, match="impl='torch'"):
         softmax_attention(ROWS, ROWS, ROWS, impl="triton")
     assert not softmax_attention(ROWS, ROWS, ROWS).any()
-
-
-def test_import_does_not_import_triton():
-    program = "import sys, lra.kernels.softmax.api; sys.exit('triton' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 COMPILED: list[dict[str, Any]] = [
