@@ -1,4 +1,4 @@
-"""The pages of docs that are made are what the registry, the sources and the measurements make them."""
+"""The made tables of README and pages of docs are what the registry, the sources and the measurements make them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Heir(Base):
     causal: bool = False  # or not
 
 
-@pytest.mark.parametrize("page", ["attentions", "fig3", "runs", "tables", "training"])
+@pytest.mark.parametrize("page", ["attentions", "fig3", "readme", "runs", "tables", "training"])
 def test_the_page_is_not_stale(page, monkeypatch, capsys):
     monkeypatch.chdir(pages.ROOT)
     stale = pages.main(importlib.import_module(f"benchmarks.{page}").make, ["--check"])

@@ -357,7 +357,8 @@ PROCESSES = {  # as it is typed: no traceback of an import, no warning above the
 }
 
 
-@pytest.mark.parametrize("command", sampled(PROCESSES))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PROCESSES)
 def test_a_process(command, around):
     before = snapshot(around)
     check(process(*command), PROCESSES[command])

@@ -22,6 +22,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.attention.performer import orthogonal_features
 from lra.tasks import TASKS
+from tests.sampling import sampled
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
@@ -272,7 +273,7 @@ def test_memory_grows_with_the_length(name):
     assert saved(2048) <= 2.01 * saved(1024)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", sampled([True, False]))  # test_attention.py compiles the packed form
 @pytest.mark.parametrize("name", NAMES)
 def test_it_compiles(name, padded):
     attention, batch = build(name).train(), make_batch(LENGTHS, padded, CPU)

@@ -17,6 +17,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
 from lra.training.fit import test as score
+from tests.sampling import sampled
 from tests.training.conftest import arguments
 
 CPU = torch.device("cpu")
@@ -200,7 +201,7 @@ def test_memory_grows_with_the_length():
     assert saved(2048) <= 2.01 * saved(1024)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", sampled([True, False]))
 def test_it_compiles(padded):
     attention, batch = build().train(), make_batch(LENGTHS, padded, CPU)
     q, k, v = qkv(batch.tokens.numel(), torch.float32)

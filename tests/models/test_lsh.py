@@ -19,6 +19,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS, reformer
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
+from tests.sampling import sampled
 
 CPU = torch.device("cpu")
 N, LENGTHS = 45, (45, 0, 31, 1, 8, 2)
@@ -266,7 +267,7 @@ def test_rows_are_hashed_in_parts(monkeypatch):
     assert torch.equal(attention(q, k, v, batch), whole)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", sampled([True, False]))  # test_attention.py compiles the packed form
 @pytest.mark.parametrize("name", NAMES)
 def test_it_compiles(name, padded):
     attention, batch = build(name, 4, 2).train(), make_batch(LENGTHS, padded, CPU)

@@ -306,9 +306,15 @@ def test_the_run_does_not_depend_on_the_layout(small):
     assert packed["test"]["loss"] == pytest.approx(padded["test"]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "launcher", sampled([["-m", "lra"], ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"]])
-)
+LAUNCHERS = [["-m", "lra"], ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"]]
+
+
+def alone() -> dict[str, str]:
+    """The environment of processes that are one thread each."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
+
+
+@pytest.mark.parametrize("launcher", sampled(LAUNCHERS))
 def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
     """Under torchrun and under Lightning's own launcher, going on where one process was interrupted: the same sequences
     and dropout, so the same result.
@@ -320,17 +326,24 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
         with pytest.raises(RuntimeError, match="power cut"):
             small(shared, "name=two")
     devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
     command = [sys.executable, *launcher, "fit", *arguments(shared, "name=two", "resume=auto", *devices)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
+    assert run.returncode == 0 and run.stdout.count("test accuracy") == 1, run.stdout + run.stderr[-2000:]
     two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
     assert two["world_size"] == 2 and two["resumed"]
     for split in ("test", "fresh"):
         assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
-    command = [sys.executable, *launcher, "test", f"init={two['directory']}"]
-    scored = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment)
-    assert scored.stdout.count("test accuracy") == 1, scored.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["lightning", "torchrun"])
+def test_two_processes_share_a_test_set(launcher, tmp_path, finished):
+    devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
+    command = [sys.executable, *launcher, "test", f"init={finished}", *devices]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
+    assert run.returncode == 0 and run.stdout.count("test accuracy") == 1, run.stdout + run.stderr[-2000:]
+    result = json.loads((finished / "result.json").read_text())
+    assert f"test accuracy {100 * result['test']['accuracy']:.2f}%" in run.stdout
 
 
 def test_processes_that_share_a_gpu_are_counted(monkeypatch, tmp_path):

@@ -15,7 +15,8 @@ from lra.training.hardware import hardware
 from tests.training.conftest import arguments
 
 
-@pytest.mark.parametrize("option", ["-c", pytest.param("-", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["-c", "-"])
 def test_a_program_that_is_no_file_is_refused_before_anything_is_written(option, tmp_path):
     """Lightning would start sys.argv[0] again, and kill both processes as the second one ends."""
     program = f"import lra; lra.fit(*{arguments('trainer.devices=2')})"
@@ -27,7 +28,8 @@ def test_a_program_that_is_no_file_is_refused_before_anything_is_written(option,
     assert run.returncode == 1 and not list(tmp_path.iterdir())
 
 
-def test_files_modules_and_launchers_start_several_processes(monkeypatch):
+def test_files_modules_and_launchers_start_several_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run, main = configure(arguments("trainer.devices=2")).config, SimpleNamespace(__spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", [__file__])
@@ -35,7 +37,8 @@ def test_files_modules_and_launchers_start_several_processes(monkeypatch):
     for name in ("-c", "-", ""):
         monkeypatch.setattr(sys, "argv", [name])
         with pytest.raises(UsageError, match="trainer.devices=2 needs a script file"):
-            hardware(run)
+            lra.fit(*arguments("trainer.devices=2"))
+        assert not list(tmp_path.iterdir()), "it is refused before anything is written"
         assert hardware(configure(arguments()).config)["devices"] == 1
     with monkeypatch.context() as patch:
         patch.setattr(main, "__spec__", "as python -m has it")

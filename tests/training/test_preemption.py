@@ -65,14 +65,15 @@ def signalled(moment: str, count: int, number: signal.Signals, *args: str) -> su
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`whole(*options)`: the directory of the unbroken run, in a process as the broken one is, made once."""
+    """`whole(*options)`: the directory of the unbroken run, made once."""
     made: dict[tuple[str, ...], Path] = {}
 
     def make(*options: str) -> Path:
         if options not in made:
             folder = tmp_path_factory.mktemp("whole")
-            line = [sys.executable, "-m", "lra", "fit", *arguments("name=run", *options)]
-            subprocess.run(line, cwd=folder, check=True, capture_output=True, timeout=240, env=environment())
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                lra.fit(*arguments("name=run", *options))
             made[options] = folder / RUN / "run-s0"
         return made[options]
 
@@ -82,9 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def goes_on(whole: Path, *options: str) -> None:
     """Resumes the run of this folder, and compares all that it leaves with the unbroken one."""
     assert not (RUN / "run-s0/result.json").exists()
-    line = [sys.executable, "-m", "lra", "fit", *arguments("name=run", *options), "resume=auto"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240, env=environment())
-    assert done.returncode == 0, done.stderr
+    assert lra.fit(*arguments("name=run", *options), "resume=auto")["status"] == "finished"
     assert (whole / "metrics.csv").read_text() == (RUN / "run-s0/metrics.csv").read_text()
     assert same(state(whole / "best.ckpt"), state(RUN / "run-s0/best.ckpt"))
     assert same(state(whole / "last.ckpt"), state(RUN / "run-s0/last.ckpt"))
@@ -116,7 +115,9 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     ],
     ids=str,
 )
-def test_a_run_ended_by_a_signal_goes_on_bitwise(tmp_path, monkeypatch, whole, moment, count, number, step, options):
+def test_a_run_ended_by_a_signal_goes_on_bitwise(
+    tmp_path, monkeypatch, one_thread, whole, moment, count, number, step, options
+):
     monkeypatch.chdir(tmp_path)
     ended = signalled(moment, count, number, "name=run", *options)
     assert ended.returncode == 128 + number, ended.stderr
@@ -126,7 +127,7 @@ def test_a_run_ended_by_a_signal_goes_on_bitwise(tmp_path, monkeypatch, whole, m
 
 
 @pytest.mark.slow
-def test_a_signal_at_any_time_loses_nothing(tmp_path, monkeypatch, whole):
+def test_a_signal_at_any_time_loses_nothing(tmp_path, monkeypatch, one_thread, whole):
     monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-m", "lra", "fit", *arguments("name=run"), "resume=auto"]
     draw = random.Random(0)
