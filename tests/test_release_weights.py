@@ -22,6 +22,7 @@ from lra.errors import UsageError
 from lra.experiments import accuracy, archive
 from lra.models.attention.base import Attention
 from lra.training import checkpoints, fit, transfer
+from tests.composing import composed
 from tests.drawings import lines, words
 
 RELEASED = release.released()
@@ -59,7 +60,7 @@ def test_the_card_agrees_with_the_result(name):
     chain = release.stages(result, release.known())
     assert chain[0]["config"]["init"] is None and chain[-1] == result
     for command, stage in zip(shown(card, 1), chain, strict=True):
-        saved = fit.configure(command[2:]).config.saved()
+        saved = composed(tuple(command[2:])).config.saved()
         assert command[:2] == ["lra", "fit"] and saved == stage["config"]  # what it trains now is what was trained
 
 

@@ -204,7 +204,7 @@ SHORT = ("task.train=500", "task.val=50", "task.test=50", "task.fresh=50", "task
 # task: its data, steps, and whether these suffice to find more than the commonest token
 CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {
     "listops": ((*SHORT, "batch.size=32", "mask=0.3"), 300, True),
-    "image": (("batch.size=4", "batch.eval=4"), 60, True),
+    "image": (("batch.size=4", "batch.eval=4"), 30, True),
     "pathfinder": (("task.train=24", "task.val=6", "task.test=12", "tokens=all", "batch.size=4"), 10, False),
 }
 
