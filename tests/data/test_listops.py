@@ -18,7 +18,7 @@ from lra.data.store import Content, prepare
 from lra.errors import UsageError
 from tests.fixtures import pack, write_listops
 
-COUNT = 10_000
+COUNT = 5_000
 REFERENCE = 120_000  # expressions behind the reference statistics
 
 

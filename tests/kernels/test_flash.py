@@ -62,9 +62,18 @@ def test_random_cases(seed, device):
 
 
 @pytest.mark.parametrize("tile", sampled([(32, 64), (16, 16), (64, 32)]))
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dtype", "deterministic"), [(SINGLE, False), (HALF, False), (HALF, True)])
-def test_any_tile_shape(tile, causal, dtype, deterministic, device):
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "causal"),
+    [
+        (SINGLE, False, False),
+        (HALF, False, True),
+        (HALF, True, False),
+        pytest.param(SINGLE, False, True, marks=pytest.mark.slow),
+        pytest.param(HALF, False, False, marks=pytest.mark.slow),
+        pytest.param(HALF, True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_any_tile_shape(tile, dtype, deterministic, causal, device):
     """Dropout included: its mask must not depend on the tiles, nor differ between the kernels."""
     given, flipped = Tile(*tile, warps=4, stages=2), Tile(*reversed(tile), warps=4, stages=2)
     shapes = {"forward": given, "dkdv": flipped, "dkdv_dq": flipped, "dq": given}
@@ -82,7 +91,9 @@ def attention(inputs, case: Case, **changes) -> tuple[torch.Tensor, ...]:
 
 
 def test_packed_and_padded_agree_bitwise(device):
-    packed, padded = (Case((37, 0, 80), dropout=0.2, layout=layout, slack=7) for layout in ("packed", "padded"))
+    packed, padded = (
+        Case((37, 0, 80), heads=1, dropout=0.2, layout=layout, slack=7) for layout in ("packed", "padded")
+    )
     inputs = make_inputs(padded, device)
     real = ~inputs.q[:, 0, 0].isnan()
     length = inputs.sequences["length"]

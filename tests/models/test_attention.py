@@ -69,12 +69,16 @@ class Subject:
         torch.testing.assert_close(actual, expected, atol=allowed, rtol=allowed)
 
 
-def subjects(able: Callable[[Capabilities], bool] = lambda facts: True):
-    """For each test the attentions with these facts, on the CPU and on a GPU, with what each needs to run."""
+def subjects(able: Callable[[Capabilities], bool] = lambda facts: True, slow: Sequence[str] = ()):
+    """For each test the attentions with these facts, on the CPU and on a GPU, with what each needs to run.
+
+    Those named `slow` are left to make test-all.
+    """
     params = []
     for name, facts in FACTS.items():
         missing = CATALOGUE[name].missing
         marks = [pytest.mark.skip(reason=f"{name} needs {', '.join(missing)}")] if missing else []
+        marks += [pytest.mark.slow] * (name in slow)
         for device in ("cuda",) if facts.needs_gpu else ("cpu", "cuda"):
             gpu = [pytest.mark.gpu] if device == "cuda" else []
             params.append(pytest.param(Subject(name, device), marks=marks + gpu, id=f"{name}-{device}"))
@@ -218,7 +222,7 @@ def test_a_checkpoint_holds_all_that_evaluation_and_the_next_step_need(subject):
         assert torch.equal(evaluate(restored), evaluate(trained))
 
 
-@subjects()
+@subjects(slow=("local", "longformer", "openai_sparse"))  # their code is butterfly's and bigbird's, but for the layout
 def test_torch_compile_makes_one_graph_with_the_same_result_and_gradients(subject):
     if subject.name in (apart := {"flex": "calls torch.compile itself", "flash_attn": "is left out of graphs"}):
         pytest.skip(f"{subject.name} {apart[subject.name]}")
