@@ -311,8 +311,7 @@ def test_no_data_and_no_network(here, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     hub = {"HOME": str(home), "HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = process("fit", "task=text", "attn=flash", "trainer.accelerator=cpu", **hub)
-    # as it is typed: no warning of a library above the line
+    done = process("fit", "task=text", "attn=flash", "trainer.accelerator=cpu", **hub)  # no warning above the line
     refused(done, "cannot load IMDB from stanfordnlp/imdb .*lra data prepare task=text source=<folder")
     assert not list(here.iterdir())
 
@@ -396,7 +395,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(here):
 
 def test_a_pipe_cuts_nothing():
     done = process("ls", "attns")
-    assert done.code == 0 and not done.err
     rows = {row[0]: row[-1] for row in done.rows}
+    assert done.code == 0 and not done.err and max(map(len, rows.values())) > 80
     assert rows == {name: entry.summary for name, entry in ATTENTIONS.catalogue().items()}
-    assert max(map(len, rows.values())) > 80
