@@ -244,23 +244,6 @@ def _nested(field: str, value: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], value)
 
 
-def _joined(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of flat fields as few nested ones: a field that one sets again is in the next, so that each is checked."""
-    joined, there = [dict[str, Any]()], set[str]()
-    for fields in layers:
-        if not there.isdisjoint(fields):
-            joined.append({})
-            there = set()
-        there |= fields.keys()
-        for field, value in fields.items():
-            *owners, name = field.split(".")
-            node = joined[-1]
-            for owner in owners:
-                node = node.setdefault(owner, {})
-            node[name] = value
-    return joined
-
-
 def _form(hint: Any) -> str:
     """How a field's value is written."""
     *most, last = _forms(hint)
@@ -286,9 +269,6 @@ def _defaults(schema: type, *nodes: tuple[str, type]) -> tuple[Any, Any]:
     return example, OmegaConf.structured(example)
 
 
-_hints = functools.cache(typing.get_type_hints)
-
-
 class _Tree:
     """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
 
@@ -306,7 +286,8 @@ class _Tree:
         flat = [(label, dict(flatten(values))) for label, values in layers]
         with suppress(OmegaConfBaseException):
             if all(fields.keys() <= self.origin.keys() for _, fields in flat):
-                self.node = OmegaConf.unsafe_merge(self.node, *_joined([fields for _, fields in flat]))
+                values = (typing.cast(dict[str, Any], fields) for _, fields in layers)
+                self.node = OmegaConf.unsafe_merge(self.node, *values)
                 for label, fields in flat:
                     self.origin |= dict.fromkeys(fields, label)
                 return
@@ -375,7 +356,7 @@ class _Tree:
         for part in field.split("."):
             if not dataclasses.is_dataclass(owner) or part not in (f.name for f in dataclasses.fields(owner)):
                 return None  # unknown: set() reports it
-            hint = _hints(type(owner))[part]
+            hint = typing.get_type_hints(type(owner))[part]
             owner = getattr(owner, part)
         return hint
 
