@@ -101,7 +101,7 @@ def _cells(line: str) -> list[str]:
 def _accuracies(name: str) -> str:
     """The first table of its page, and how long its runs took."""
     section = _section(name)
-    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+ GPU-hours [^\n]*)")
+    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+(?: to [\d.]+)? GPU-hours [^\n]*)")
     rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
     return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
 

@@ -68,20 +68,23 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
         yield f"**{title}**\n\n{pages.table(header, rows)}"
-    took = {cell: _gpu_hours(entry.result) for cell, entry in matched.items()}
-    total, first = sum(took.values()), sum(hours for cell, hours in took.items() if cell.seed == 0)
-    part = f", {first:.1f} of them of seed 0" if first < total else ""
+    first = [entry.result for cell, entry in matched.items() if cell.seed == 0]
+    part = f", {_gpu_hours(first)} of them of seed 0" if len(first) < len(matched) else ""
     time = (
-        f"{total:.1f} GPU-hours of {len(took)} runs{part}, compilation and stages included; "
-        "runs that shared a GPU count their part"
+        f"{_gpu_hours([entry.result for entry in matched.values()])} GPU-hours of {len(matched)} runs{part}, "
+        "compilation and stages included; of runs that shared a GPU, their part by the most that were seen there to "
+        "all of their time"
     )
     yield "\n".join(f"- {note}" for note in (time, *made.notes) if not note.startswith(OTHERS))
 
 
-def _gpu_hours(result: Mapping[str, Any]) -> float:
-    """Old results don't say how many runs shared the GPU, and count whole."""
-    seconds = spent(result)[0] or result["train_seconds"]
-    return seconds / 3600 * (result.get("world_size") or 1) / result.get("runs_per_device", 1)
+def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
+    """From what runs took if each had always shared its GPU with as many as at most, to what if it never had."""
+    least = most = 0.0
+    for result in results:
+        hours = (spent(result)[0] or result["train_seconds"]) / 3600 * (result.get("world_size") or 1)
+        least, most = least + hours / result.get("runs_per_device", 1), most + hours
+    return f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
 
 
 def _resized(tasks: Collection[str]) -> Iterator[str]:

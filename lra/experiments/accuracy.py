@@ -89,8 +89,8 @@ def run(
     if dry_run:
         states = {cell: cells.look(cell) for cell in cells.with_stages(chosen)}
         alone, command = plan.measured(table, chosen, options.speed), _measuring(table, options, fields)
-        places = options.devices or len(chosen) if slurm else len(available) if wide == 1 else most // wide
-        made = plan.plan(states, places, alone, command)
+        places = options.devices or len(chosen) if slurm else most // wide
+        made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
         submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
@@ -125,7 +125,8 @@ def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
-    return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *fields, "speed=true"))
+    kept = [field for field in fields if field.partition("=")[0] not in plan.NOT_PACE]  # few steps would be refused
+    return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
 
 
 def report(table: Grid, states: States) -> Reproduction:

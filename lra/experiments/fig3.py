@@ -75,7 +75,9 @@ class Part:
             found = json.loads(path.read_text(encoding="utf-8"))
             changed = differences(found["options"], self.result["options"])
             self.result = {name: found[name] for name in self.result}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            for record in self.records:
+                assert {"attention", "N", "pass", "status", "ms"} <= record.keys()
+        except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
             ) from None

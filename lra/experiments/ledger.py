@@ -113,6 +113,9 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if cell is None:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
+        if entry.result["status"] == "oom" and not alone(entry.result):
+            ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
+            continue
         if older := ledger.entries.get(cell):
             ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
         ledger.entries[cell] = entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from lra.experiments.cells import State
 from lra.experiments.grid import SAME, Cell, Grid
 from lra.experiments.launch import States
 from lra.experiments.reproduction import Reproduction
+from lra.training import checkpoints
 from lra.training.callbacks import duration
 from lra.training.run import RUNS, read_result
 
 # fields that don't change what a step takes
 NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
-FINISHED = "finished runs"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
     return alone
 
 
-def plan(states: States, slots: int, alone: Alone, command: str = "") -> Reproduction:
+def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
     """The cells and the time of training that is left, with the steps per second of finished runs, or else alone.
 
     Args:
         states: of the cells and of the stages that they still need.
         slots: how many run at once.
+        places: how many do if each has its GPUs to itself: runs that share one are slower by as much.
         alone: what was measured of cells.
         command: that would measure what is lacking, if one does.
     """
@@ -86,9 +88,9 @@ def plan(states: States, slots: int, alone: Alone, command: str = "") -> Reprodu
         rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
     lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
     if times:
-        # one run takes one slot, and a chain of stages one after the other
+        # one run is in one place, and a chain of stages one after the other
         chains = [sum(times.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
-        spent = duration(max(*chains, sum(times.values()) / slots))
+        spent = duration(max(*chains, sum(times.values()) / places))
         lines.append(
             f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
         )
@@ -102,18 +104,20 @@ def plan(states: States, slots: int, alone: Alone, command: str = "") -> Reprodu
 
 
 def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
-    """Steps per second and where they are from; None if they are not known."""
+    """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
     run = cell.composed.config
     results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
-        result["steps_per_second"]
+        result
         for result in results
         if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
         and result["steps_per_second"] > 0
         and _same(result["config"], cell)
     ]  # fmt: skip
     if found:
-        return statistics.median(found), FINISHED
+        gpus = sorted({result.get("environment", {}).get("gpu") or "CPU" for result in found})
+        own = (result["steps_per_second"] * result.get("runs_per_device", 1) for result in found)
+        return statistics.median(own), f"finished runs on {', '.join(gpus)}"
     pace = alone.pace(cell)
     return None if pace is None else (pace, alone.source)
 
@@ -125,6 +129,10 @@ def _same(config: dict[str, Any], cell: Cell) -> bool:
 
 def _steps(cell: Cell, state: State) -> int:
     """That are left."""
-    step, validated, _ = cells.reached(cell)
-    done = step if state.status == "running elsewhere" else validated if state.resumes else 0
+    done = 0
+    if state.status == "running elsewhere":
+        done = cells.reached(cell)[0]
+    elif state.resumes:
+        with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
+            done = checkpoints.behind(cell.directory.last)[0]
     return cell.composed.config.trainer.steps - done

@@ -149,7 +149,12 @@ class Slurm:
         asked = dataclasses.asdict(self.resources).items()
         shown = " ".join(f"slurm.{name}={'null' if value is None else value}" for name, value in asked)
         many = f"an array of {len(new)} tasks, at most {min(self.most or len(new), len(new))} at once"
-        return [*lines, f"would be submitted: {many}, each with {shown}"]
+        lines.append(f"would be submitted: {many}, each with {shown}")
+        try:
+            _here()
+        except UsageError as error:
+            lines.append(f"but not from here: {error}")
+        return lines
 
     def queued(self) -> dict[Cell, str]:
         """The cells whose task is in the queue, and that task."""
@@ -170,9 +175,7 @@ class Slurm:
         return [cell for cell, s in states if not s.final and s.status != "running elsewhere" and cell not in tasks]
 
     def _executor(self) -> Any:
-        submitit = _submitit()
-        if shutil.which("srun") is None:
-            raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster")
+        submitit = _here()
         try:
             FOLDER.mkdir(parents=True, exist_ok=True)
             executor = submitit.SlurmExecutor(FOLDER, max_num_timeout=TIME_LIMITS)
@@ -258,6 +261,14 @@ def _asked(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(line, capture_output=True, text=True)
     except FileNotFoundError:
         raise UsageError(f"launcher=slurm, but there is no {line[0]} here: call it on the cluster") from None
+
+
+def _here() -> Any:
+    """submitit; UsageError where nothing can be submitted."""
+    submitit = _submitit()
+    if shutil.which("srun") is None:
+        raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster")
+    return submitit
 
 
 def _submitit() -> Any:

@@ -48,6 +48,7 @@ WAYS = {
 }
 _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
+GROWING = ("tasks", "attns")  # options of a file, to which later commands add
 # of `lra fit` or of the runs, but set or of no use here
 REFUSED = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
     ("seed", "seeds", "launcher", "devices", "per_device", "trainer.devices"), _ALONE
@@ -144,6 +145,10 @@ def run(
     lines = [f"paper: {table.source}", *notes(records)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
+        try:
+            _same_environment(path, result, made)
+        except UsageError as error:
+            lines.append(f"but not here: {error}")
     # for the exit code
     ended = [record | {"status": "ok" if record["status"] in ("ok", "OOM") else "WRONG"} for record in records]
     return Reproduction([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
@@ -270,10 +275,19 @@ def _measure(
     write(path, result)  # what can't be written is refused before it is measured
     for one in lacking:
         step.clear(device)
+        _refuse_company(device)
         record = _measured(one, device)
-        result["cells"].append(record)
+        result["cells"] = [*(other for other in result["cells"] if _key(other) != one.key), record]
         write(path, result)
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
+
+
+def _refuse_company(device: torch.device) -> None:
+    """UsageError where another process is on the GPU: its share of time and memory would count as the cell's."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # this process is there, too
+        if environment.gpu_processes(str(torch.cuda.get_device_properties(device).uuid)) > 1:
+            raise UsageError("another process is on this GPU: wait for it, or choose one by CUDA_VISIBLE_DEVICES")
 
 
 def _measured(one: Measurement, device: torch.device) -> dict[str, Any]:
@@ -306,15 +320,17 @@ def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> dict[str,
     if not path.exists():
         return {"environment": made, "options": stated, "cells": []}
     result = read(path)
-    if changed := differences(result["options"], stated):
+    if changed := differences(result["options"], stated, GROWING):
         raise UsageError(
             f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
         )
+    for name in GROWING:
+        result["options"][name] = list(dict.fromkeys((*result["options"].get(name, ()), *stated[name])))
     return result
 
 
 def _lacking(wanted: Sequence[Measurement], result: dict[str, Any]) -> list[Measurement]:
-    done = {_key(record) for record in result["cells"]}
+    done = {_key(record) for record in result["cells"] if record["status"] != "failed"}  # which may have passed
     return [one for one in wanted if one.key not in done]
 
 

@@ -138,6 +138,9 @@ def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp
     row = ledger.row(TABLE, cell, found)
     assert not found.entries and (row.status, row.result, row.memory_gb, row.steps) == ("oom", str(path), None, None)
     assert found.notes == ["of no cell of this table, as configured otherwise: a.json"]
+    alone = ledger.match([first], tmp_path)
+    assert [str(entry.path) for entry in alone.entries.values()] == [str(path)]
+    assert alone.notes == [f"{tmp_path}/a.json: out of memory beside other runs, which says nothing, so it is left out"]
     done = put(tmp_path / "c.json", dated(result(second), 3))
     assert not ledger.match([cell], tmp_path).stopped
     done.unlink()

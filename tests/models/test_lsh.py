@@ -129,7 +129,7 @@ def test_one_chunk_of_all_is_exact_attention(name, size):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_hashes_come_nearer_to_exact_attention(name):
+def test_of_random_vectors_more_hashes_come_nearer_to_exact_attention(name):
     batch = make_batch((256, 131), True, CPU)
     q, k, v = (x.detach() for x in qkv(2 * 256, 1.5))
     exact = exact_of(name, batch, q, k, v)

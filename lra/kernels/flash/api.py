@@ -39,8 +39,9 @@ def flash_attention(
     Ragged form: q, k, v are `[T, H, D]` and sequence `b` owns the rows `start[b] : start[b] + length[b]`. There
     are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
     (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
-    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. In a
-    packed batch an infinity or NaN within a sequence may spread to the first rows of dq of the next one.
+    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. Those of
+    rows in a gap, which a GPU's tensors are not searched for, are not defined. In a packed batch an infinity or
+    NaN within a sequence may spread to the first rows of dq of the next one.
 
     Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
     without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices
@@ -208,6 +209,8 @@ def sequences(
     if _free_to_read(start) and _free_to_read(length):
         if int(start.min()) < 0 or int((start + length).max()) > len(q):
             raise ValueError(f"start and start + length must lie between 0 and the {len(q)} rows of q")
+        if len(q) != start.numel() * max_length and int(length.sum()) != len(q):
+            raise ValueError(f"packed rows have no gaps: the lengths sum to {int(length.sum())}, q has {len(q)} rows")
         _check_lengths(length, max_length)
     return start.contiguous(), length.contiguous(), int(max_length)
 

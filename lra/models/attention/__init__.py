@@ -25,5 +25,10 @@ class Capabilities:
         if self.rotates and not self.ragged:
             raise ValueError("rotates=True needs ragged=True: angles are those of the packed tokens")
 
+    def fits(self, head_dim: int, dropout: float) -> bool:
+        """Whether heads of this dimension, and this dropout on probabilities, are possible."""
+        low, high = self.head_dims
+        return low <= head_dim <= high and head_dim % self.head_dim_multiple == 0 and (self.dropout or not dropout)
+
 
 ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, entry_points="lra.attentions")

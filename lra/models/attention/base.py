@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,20 +53,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__()
-        low, high = self.facts.head_dims
-        if not low <= spec.head_dim <= high:
-            self._refuse(
-                f"head dimensions {low} to {high}, not {spec.head_dim}",
-                lambda c: c[0] <= spec.head_dim <= c[1],
-                "head_dims",
-            )
-        if spec.dropout and not self.facts.dropout:
-            self._refuse("no dropout on its probabilities: set model.attn_dropout=0", bool, "dropout")
-        if spec.head_dim % (multiple := self.facts.head_dim_multiple):
-            raise UsageError(  # names no alternatives: what sdpa takes depends on the device
-                f"attn={self.name} supports head dimensions that are multiples of {multiple}, not {spec.head_dim}"
-            )
         self.config, self.spec = config, spec
+        (low, high), multiple = self.facts.head_dims, self.facts.head_dim_multiple
+        if not low <= spec.head_dim <= high:
+            self._refuse(f"head dimensions {low} to {high}, not {spec.head_dim}")
+        if spec.dropout and not self.facts.dropout:
+            self._refuse("no dropout on its probabilities: set model.attn_dropout=0")
+        if spec.head_dim % multiple:
+            self._refuse(f"head dimensions that are multiples of {multiple}, not {spec.head_dim}")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:
@@ -90,10 +84,10 @@ class Attention(nn.Module):
     def resolve(self, device: torch.device, precision: str) -> str:
         """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
         if self.facts.needs_gpu and device.type != "cuda":
-            self._refuse("GPUs only", operator.not_, "needs_gpu")
+            self._refuse("GPUs only", lambda facts: not facts.needs_gpu)
         if precision not in self.facts.dtypes:
             supported = f"trainer.precision={'|'.join(self.facts.dtypes)}, not {precision}"
-            self._refuse(supported, lambda dtypes: precision in dtypes, "dtypes")
+            self._refuse(supported, lambda facts: precision in facts.dtypes)
         return self.name
 
     def path(self, device: torch.device) -> str:
@@ -116,9 +110,11 @@ class Attention(nn.Module):
         assert batch.seed is not None, "a training batch carries its step's seed"
         return batch.seed + self.spec.layer
 
-    def _refuse(self, supports: str, able: Any, fact: str) -> None:
-        entries = (entry for entry in ATTENTIONS.catalogue().values() if not entry.lacks)
-        others = [entry.name for entry in entries if able(getattr(ATTENTIONS.declared(entry), fact))]
+    def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
+        """UsageError, with those that are installed and can do all that this one is asked for."""
+        there = {e.name: ATTENTIONS.declared(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
+        fit = (name for name, facts in there.items() if facts.fits(self.spec.head_dim, self.spec.dropout))
+        others = [name for name in fit if able(there[name])]
         raise UsageError(
             f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")
         )

@@ -32,6 +32,8 @@ class ReformerAttention(Attention):
     one bucket. The first sees itself alone, as in the paper's equation 5; in reformer-pytorch it sees the last chunk
     of the round before, which may be padding. Buckets are about as many as the sequence has chunks, whatever
     the batch. Rotations are drawn once and saved with the model; heads share them.
+    A key that several rounds show counts in each, as in reformer-pytorch; the paper divides by their number (appendix
+    A), so here more rounds do not tend to softmax attention.
     """
 
     rotations: Tensor  # [head_dim, hashes, half the buckets of the longest sequence]
@@ -61,7 +63,7 @@ class ReformerAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         size = min(self.config.bucket, batch.max_length)
-        with torch.autocast(q.device.type, enabled=False):  # hashes, norms, logits and merging are in fp32
+        with torch.autocast(q.device.type, enabled=False):  # hashes, norms, softmax and merging are in fp32
             q, v = (lsh.pad_rows(x, batch, size) for x in (q, v))
             order = lsh.sort_rows(self._hash(q, batch), batch)
             k = F.normalize(q.float(), dim=-1)

@@ -22,7 +22,10 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 @ATTENTIONS.register("sdpa", exact=True, cost="N²", head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
 class SdpaAttention(Attention):
-    """PyTorch's scaled_dot_product_attention: FlashAttention-2 on a GPU."""
+    """PyTorch's scaled_dot_product_attention: FlashAttention-2 on a GPU.
+
+    There it takes bf16 alone, and head dimensions that are multiples of 8.
+    """
 
     def resolve(self, device: torch.device, precision: str) -> str:
         super().resolve(device, precision)

@@ -50,7 +50,7 @@ class SmyrfAttention(Attention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         size = min(self.config.cluster, batch.max_length)
-        with torch.autocast(q.device.type, enabled=False):  # hashes, norms, logits and merging are in fp32
+        with torch.autocast(q.device.type, enabled=False):  # hashes, norms, softmax and merging are in fp32
             q, k, v = (lsh.pad_rows(x, batch, size) for x in (q, k, v))
             q_order, k_order = (lsh.sort_rows(hashes, batch) for hashes in self._hash(q, k))
             q = lsh.sorted_chunks(q.to(v.dtype), q_order, size)
