@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import pages
 from benchmarks.kernel_tables import exactness, memory, profile, short, sparse, speed, traffic
 from benchmarks.pages import read, table
-from lra.config.compose import read_recipe, recipes
+from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments import grid
 from lra.experiments import speed as step_speed

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from lra.config.compose import read_recipe, recipes
+from lra.config.recipes import read_recipe, recipes
 from lra.experiments import grid, ledger, report
 from lra.experiments.cells import with_stages
 from lra.experiments.grid import Grid

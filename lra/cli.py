@@ -162,12 +162,15 @@ def ls_attns() -> None:
 @ls_app.command("recipes")
 def ls_recipes() -> None:
     """The training recipes."""
-    from lra.config.compose import read_recipe, recipes
+    from lra.config.recipes import read_recipe, recipes
 
     table = Table("recipe", "tasks", "what")
     for name in recipes():
-        recipe = read_recipe(name)
-        table.add_row(name, " ".join(recipe["tasks"]), recipe["about"])
+        try:
+            recipe = read_recipe(name)
+        except UsageError as error:  # one that is broken takes no other away
+            recipe = {"about": str(error)}
+        table.add_row(name, " ".join(recipe.get("tasks") or {}), recipe.get("about", ""))
     console.print(table)
 
 

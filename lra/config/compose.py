@@ -14,20 +14,20 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config.registry import Registry, unknown
+from lra.config.recipes import check_names, read_recipe, read_yaml, recipes
+from lra.config.registry import Registry
 from lra.errors import UsageError
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+STARTED = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ def compose(
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
+    try:
+        return _compose(schema, registries, args, locate, default)
+    except UsageError as error:
+        if locate is None or STARTED in str(error):
+            raise
+        _compose(schema, registries, args, None, default)  # which raises the same, if it is not of the start
+        raise UsageError(f"{error} ({STARTED})") from None
+
+
+def _compose(
+    schema: type,
+    registries: Mapping[str, Registry],
+    args: Sequence[str],
+    locate: Callable[[tuple[str, ...]], str] | None,
+    default: str | None,
+) -> Composed:
     selected, overrides = _split(args, (*registries, "recipe"))
     missing = [f"{name}=" for name in registries if name not in selected]
     if missing:
@@ -71,7 +87,7 @@ def compose(
     if not recipe:
         raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
     recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
-    _check_names(label, recipe_yaml, registries)
+    check_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
         raise UsageError(f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(tasks))}")
@@ -143,57 +159,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collect
     return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
 
 
-def recipes() -> list[str]:
-    return sorted(file.stem for file in (CONFIGS / "recipe").glob("*.yaml"))
-
-
-def read_recipe(name: str) -> dict[str, Any]:
-    """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
-    if name not in recipes():
-        raise UsageError(unknown("recipe", name, recipes()))
-    recipe = read_yaml("recipe", name)
-    extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
-    if extra:
-        raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(extra))}")
-    return recipe
-
-
-def read_yaml(folder: str, name: str) -> dict[str, Any]:
-    """`configs/<folder>/<name>.yaml`; not to be written to, as it is kept."""
-    file = CONFIGS / folder / f"{name}.yaml"
-    return _loaded(file, file.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(file: Path, changed: int) -> dict[str, Any]:
-    # OmegaConf's loader reads 1e-4 as a number, PyYAML's does not
-    return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
-
-
 GIVEN = "command line"
 # fields of it that are a run's own: where it starts from is given other ones
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
-
-
-def _check_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
-    """UsageError for a name in a recipe that nothing has: what is said of it would never count."""
-    tasks, attns, rules = recipe.get("tasks") or {}, recipe.get("attns") or {}, recipe.get("start") or ()
-    known = {name: registry.catalogue() for name, registry in registries.items()}
-    named: list[tuple[str, Iterable[str], Iterable[str]]] = [
-        (registries["task"].kind, tasks, known["task"]),
-        (registries["attn"].kind, attns, known["attn"]),
-        *((f"section of {attn}", sections or (), (*known["task"], "all")) for attn, sections in attns.items()),
-    ]
-    for rule in rules:
-        if lacking := [key for key in ("when", "from") if key not in rule]:
-            raise UsageError(f"{label}: a rule of start has no {lacking[0]}: add it")
-        named.append(("key of a rule of start", rule, ("when", "from", "with")))
-        chosen = [name for name in registries if name in rule["when"]]
-        named += [(registries[name].kind, [rule["when"][name]], known[name]) for name in chosen]
-    for kind, names, there in named:
-        for name in map(str, names):  # YAML reads some as something else
-            if name not in there:
-                raise UsageError(f"{label}: {unknown(kind, name, there)}")
 
 
 def _rules(

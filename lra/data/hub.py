@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError, disk_full, first_line
 
 CONFIG = "plain_text"  # of every data set read here
 
@@ -48,6 +48,11 @@ def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
         # A mirror needs no copy in the user's cache; a download belongs there
         return datasets.load_dataset(source, CONFIG, cache_dir=str(scratch) if local else None)
     except Exception as error:  # datasets, its readers and the network raise what they like
+        if disk_full(error) and local:
+            raise  # the store's own disk
+        if disk_full(error):
+            there = f"no space left for the download in {datasets.config.HF_CACHE_HOME}"
+            raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
         reason = _reason(error) if reachable else "the Hub does not answer and no copy is cached"
         raise UsageError(f"cannot load {name} from {source} ({reason}); name a copy: {mend}") from error
     finally:

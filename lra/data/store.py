@@ -99,6 +99,8 @@ def prepare(
     try:
         if force or not path.exists():
             _build(path, content, build)
+    except UsageError:
+        raise
     except Exception as error:
         if disk_full(error):
             raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
@@ -128,7 +130,7 @@ class Store:
         try:
             manifest = json.loads((path / "manifest.json").read_bytes())
             version, source = manifest["format"], Path(manifest.get("source", ""))
-            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+            files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
         except PermissionError:  # nothing is damaged
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -141,10 +143,13 @@ class Store:
             )
         if missing := [name for name in STATED if name not in manifest]:
             raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
+        if path.name != folder(manifest["task"], manifest["version"], manifest["params"]).name:
+            other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
+            raise UsageError(f"{path} holds another store, of {other}; {_again(path, command)}")
         parts = manifest["splits"].values() if isinstance(manifest["splits"], dict) else [None]
         if not all(isinstance(part, dict) and isinstance(part.get("labels"), dict) for part in parts):
             raise UsageError(f"{path}/manifest.json does not say which labels the splits have; {_again(path, command)}")
-        for name, stated in sizes.items():
+        for name, (stated, _) in files.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != stated:
                 raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(path, command)}")

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lra.config.compose import CONFIGS, Composed, read_yaml
+from lra.config.compose import Composed
+from lra.config.recipes import CONFIGS, read_yaml
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.training.fit import configure

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lra.config.compose import read_recipe
 from lra.config.options import parse, refuse_repeats
+from lra.config.recipes import read_recipe
 from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, speed
 from lra.experiments.grid import Cell, Grid

@@ -20,7 +20,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.config.compose import Composed, compose, differences, read_recipe, restore
+from lra.config.compose import Composed, compose, differences, restore
+from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, denied, disk_full, out_of_memory
 from lra.models.attention import ATTENTIONS

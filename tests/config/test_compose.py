@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from lra.config import compose as module
+from lra.config import recipes
 from lra.config.compose import compose, differences, restore, to_dict
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
@@ -40,7 +41,7 @@ def layers(tmp_path, monkeypatch):
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(module, "CONFIGS", tmp_path)
+    monkeypatch.setattr(recipes, "CONFIGS", tmp_path)
     return tmp_path
 
 
@@ -132,9 +133,9 @@ def test_bad_input_is_one_line_that_names_the_mend(args, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", module.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipes())
 def test_every_recipe_composes_for_every_task_it_covers(recipe):
-    content = module.read_recipe(recipe)
+    content = recipes.read_recipe(recipe)
     here = {entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing}
     # of the others it says nothing, so that one task shows what all do
     rules = [rule["when"] for rule in content.get("start") or ()]
@@ -182,6 +183,42 @@ def test_a_rule_may_ask_for_a_field_that_another_task_has(layers):
     rules = [{"when": {"task": "pathfinder", "task.level": "hard", "attn": "flash"}, "from": []}]
     (layers / "recipe/r.yaml").write_text(yaml.safe_dump({"tasks": {"listops": None}, "start": rules}))
     assert make(*BASE).start is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tasks:\n\tlistops:", "can't be read: while scanning for the next token"),
+        ("tasks: {listops: {}, listops: {}}", "can't be read: while constructing a mapping"),
+        ("- tasks", "has no fields: it is a mapping of names to values"),
+        ("tasks: [listops]", "tasks is ['listops'], and must be a mapping"),
+        ("tasks: {listops: fast}", "tasks.listops is 'fast', and must be a mapping"),
+        ("attns: {flash: [all]}", "attns.flash is ['all'], and must be a mapping"),
+        ("start: [{when: listops, from: []}]", "when of a rule of start is 'listops', and must be a mapping"),
+        ("start: [{when: {}, from: task=text}]", "from of a rule of start is 'task=text', and must be a list"),
+    ],
+)
+def test_a_recipe_of_another_form_is_refused(layers, text, message):
+    (layers / "recipe/r.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"^recipe/r.yaml:? {re.escape(message)}"):
+        make(*BASE, "recipe=r")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("task=pathx", "recipe=dao2022", "model.positions=rotary"),
+        ("task=pathx", "recipe=curriculum", "model.positions=learned"),
+    ],
+)
+def test_what_a_start_asks_for_in_vain_is_told_from_what_was_given(args):
+    with pytest.raises(UsageError) as error:
+        configure([*args, "attn=flash"])
+    assert str(error.value).count(module.STARTED) == 1
+    assert configure([*args, "attn=flash", "init=null"]).start is None
+    with pytest.raises(UsageError) as error:
+        configure([*args, "attn=flash", "model.heads=3"])
+    assert module.STARTED not in str(error.value)
 
 
 def test_every_task_has_a_default_recipe():

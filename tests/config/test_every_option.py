@@ -17,7 +17,8 @@ import torch
 
 import lra
 from lra.bench.sparse import PEERS
-from lra.config.compose import flatten, read_recipe, recipes
+from lra.config.compose import flatten
+from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.config.schema import ModelConfig, RunConfig
 from lra.errors import UsageError

@@ -292,9 +292,22 @@ def damage_format(path):
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": store.FORMAT + 1}))
 
 
+def damage_content(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "params": {"level": "easy"}}))
+
+
+def damage_checksum(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["test.labels.npy"]["sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (damage_content, r"holds another store, of toy@1 with \{'level': 'easy'\}"),
+        (damage_checksum, "manifest.json is missing or unreadable"),
         (damage_missing, "test.labels.npy has no bytes"),
         (damage_truncated, "test.labels.npy has 143 bytes instead of 144"),
         (damage_manifest, "manifest.json is missing or unreadable"),

@@ -1,5 +1,6 @@
 """Text: bytes of reviews, from a folder laid out like the Hub's repository."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lra.data import text
+import lra
+from lra.data import hub, text
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
 from tests.fixtures import IMDB_CARD, write_imdb
@@ -82,7 +84,8 @@ def test_folder_without_the_data(tmp_path, monkeypatch, source):
 SCRIPT = """
 import sys
 from pathlib import Path
-from lra.data import text
+import lra
+from lra.data import hub, text
 from lra.data.store import Content, prepare
 from lra.errors import UsageError
 content = Content("text", 1, {}, sys.argv[1], text.VOCABULARY, text.GENERATOR, None)
@@ -123,3 +126,22 @@ def test_real_imdb():
         split = made.split(name)
         assert len(split) == 25_000 and np.bincount(split.labels).tolist() == [12_500, 12_500]
         assert len({split[i].tobytes() for i in range(25_000)}) == unique
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_full_disk_is_named_where_it_is(local, tmp_path, monkeypatch):
+    import datasets
+
+    def full(*_, **__):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("a library's own error") from error
+
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
+    source = tmp_path if local else "stanfordnlp/imdb"
+    disk = "LRA_DATA to a larger disk" if local else "HF_HOME to a folder of a larger disk"
+    with pytest.raises(UsageError, match=f"^no space left .*: free some, or set {disk}$"):
+        lra.fit("task=text", "attn=flash", "trainer.accelerator=cpu", f"source={source}")

@@ -222,6 +222,20 @@ def test_a_checkpoint_holds_all_that_evaluation_and_the_next_step_need(subject):
         assert torch.equal(evaluate(restored), evaluate(trained))
 
 
+@subjects(lambda facts: facts.dropout)
+@torch.no_grad()
+def test_dropout_keeps_the_mean(subject):
+    """Of one direction, that of the result without dropout; 1 - rate if what is kept were not scaled."""
+    attention, batch, qkv = subject.build(dropout=0.3), subject.batch(), subject.inputs()
+    exact = attend(attention.eval(), batch, *qkv).float()
+    attention.train()
+    assert attention.dropout_rate == 77 / 256
+    torch.manual_seed(0)
+    steps = (batch.with_seed(torch.tensor(step, device=subject.device)) for step in range(100))
+    mean = torch.stack([attend(attention, step, *qkv).float() for step in steps]).mean(0)
+    assert float((mean * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=0.1)
+
+
 @subjects(slow=("local", "longformer", "openai_sparse"))  # their code is butterfly's and bigbird's, but for the layout
 def test_torch_compile_makes_one_graph_with_the_same_result_and_gradients(subject):
     if subject.name in (apart := {"flex": "calls torch.compile itself", "flash_attn": "is left out of graphs"}):
@@ -259,11 +273,22 @@ def test_half_precision_runs_forward_and_backward(subject):
     torch.testing.assert_close(out.float(), exact.float(), atol=0.05, rtol=0.05)
 
 
-def test_a_head_dimension_outside_the_range_names_the_alternative():
-    with pytest.raises(
-        UsageError, match=r"attn=flash supports head dimensions 16 to 128, not 8, or use attn=.*standard"
-    ):
-        Subject("flash", "cpu").build(head_dim=8)
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("flash", {"head_dim": 8}, "attn=flash supports head dimensions 16 to 128, not 8"),
+        ("flash", {"head_dim": 192, "dropout": 0.1}, "attn=flash supports head dimensions 16 to 128, not 192"),
+        ("linear", {"dropout": 0.1}, "attn=linear supports no dropout on its probabilities: set model.attn_dropout=0"),
+        ("cudnn", {"head_dim": 20}, "attn=cudnn supports head dimensions that are multiples of 8, not 20"),
+    ],
+)
+def test_what_is_named_in_place_of_an_attention_can_do_what_it_was_asked_for(name, asked, message):
+    with pytest.raises(UsageError, match=f"^{message}, or use attn=") as error:
+        Subject(name, "cpu").build(**asked)
+    others = str(error.value).rpartition("attn=")[2].split("|")
+    assert "standard" in others and not any(CATALOGUE[other].missing for other in others)
+    for other in others:
+        Subject(other, "cpu").build(**asked)
 
 
 def test_an_attention_that_needs_a_gpu_says_so_before_training():

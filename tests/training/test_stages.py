@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lra
-from lra.config import compose
+from lra.config import compose, recipes
 from lra.errors import UsageError
 from lra.experiments import cells
 from lra.experiments.cells import with_stages
@@ -124,9 +124,9 @@ def test_init_given_or_none_ends_the_chain():
     assert run.start is None and run.config.init == "other"
 
 
-@pytest.mark.parametrize("recipe", compose.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipes())
 def test_every_rule_can_apply(recipe):
-    found = compose.read_recipe(recipe)
+    found = recipes.read_recipe(recipe)
     for rule in found.get("start") or ():
         assert {"when", "from"} <= set(rule) <= {"when", "from", "with"}
         task = rule["when"]["task"]
