@@ -111,7 +111,7 @@ def test_tasks_are_listed():
 
 def test_attentions_are_listed():
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
-    assert rows["flash"][:5] == ["yes", "yes", "yes", "16-128", "yes"] and "FlashAttention" in rows["flash"][5]
+    assert rows["flash"][:5] == ["yes", "yes", "yes", "1-128", "yes"] and "FlashAttention" in rows["flash"][5]
     assert rows["standard"][2] == "no"
 
 
@@ -246,7 +246,7 @@ REFUSED = {
     "fit task=listops attn=flash trainer.steps=5100": "250 must divide trainer.steps=5100: .* last 100 steps",
     f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
     f"fit task=text attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
-    "fit task=listops attn=flash model.heads=8": "attn=flash supports head dimensions 16 to 128, not 8",
+    "fit task=listops attn=flash model.d_model=512": "attn=flash supports head dimensions 1 to 128, not 256",
     "fit task=pathx attn=butterfly attn.block=2": "block=2: 16384 tokens would be 8192 x 8192 blocks, choose larger",
     f"fit task=listops attn=butterfly attn.block={10**12}": "attn.block=10*: a side is at most 65536",
     f"fit task=listops attn=butterfly attn.globals={10**26}": "attn.globals=.* must be at least 0 and at most 65536",

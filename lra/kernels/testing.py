@@ -71,7 +71,7 @@ def random_case(
     rng: random.Random,
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
     max_length: int = 2048,
-    head_dims: Sequence[int] = (16, 24, 32, 40, 48, 64, 80, 96, 128),
+    head_dims: Sequence[int] = (8, 16, 24, 32, 40, 48, 64, 80, 96, 128),
 ) -> Case:
     """A case with lengths from 0 to `max_length`, some of them on either side of a tile's edge."""
     top = rng.choice((max_length, rng.randint(2, max_length), min(max_length, 64 * rng.randint(1, 8))))

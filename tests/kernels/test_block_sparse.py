@@ -32,6 +32,7 @@ CASES = [
     Case((90, 30), sparse=layouts.butterfly(100, 16, 1, globals=5), dropout=0.1, dtype=HALF, strides="fused"),
     Case((90, 30), sparse=layouts.butterfly(100, (16, 64), 1, band=3, causal=True), dropout=0.2, head_dim=48),
     Case((120,), sparse=layouts.bigbird(128, 32, heads=2, random=1), heads=4, dtype=HALF, strides="d_strided"),
+    Case((50, 7), sparse=layouts.butterfly(64, 16), dropout=0.1, head_dim=3),  # narrower than a tensor-core product
 ]
 
 

@@ -129,8 +129,8 @@ def test_what_cannot_run_is_refused(monkeypatch):
     ):
         build(64, impl="gather", deterministic=True).resolve(GPU, "bf16")
     assert "by triton" in build(64, deterministic=True).resolve(GPU, "bf16")
-    with pytest.raises(UsageError, match="attn=butterfly supports head dimensions 16 to 128, not 8"):
-        ButterflyAttention(ButterflyAttention.Config(), AttentionSpec(heads=2, head_dim=8, max_length=64))
+    with pytest.raises(UsageError, match="attn=butterfly supports head dimensions 1 to 128, not 130"):
+        ButterflyAttention(ButterflyAttention.Config(), AttentionSpec(heads=2, head_dim=130, max_length=64))
 
 
 def configure(*fields: str) -> Any:

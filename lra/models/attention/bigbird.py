@@ -19,7 +19,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "bigbird",
     exact=False,
     cost="N · block · (window + globals + random)",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Zaheer et al. 2020, arXiv 2007.14062",
 )
 class BigBirdAttention(BlockSparseAttention):

@@ -17,7 +17,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "butterfly",
     exact=False,
     cost="N · block · (1 + factors + 2 local) + N · globals",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Algorithm 5; Pixelated Butterfly, arXiv 2112.00029",
 )
 class ButterflyAttention(BlockSparseAttention):

@@ -18,7 +18,7 @@ from lra.models.attention.base import Attention
     "flash",
     exact=True,
     cost="N²",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135",
 )
 class FlashAttention(Attention):

@@ -16,7 +16,7 @@ from lra.models.attention.block_sparse import BlockSparseAttention, check_blocks
     "local",
     exact=False,
     cost="N · window",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Table 3; Tay et al. 2021, arXiv 2011.04006",
 )
 class LocalAttention(BlockSparseAttention):

@@ -16,7 +16,7 @@ from lra.models.attention.block_sparse import BlockSparseAttention
     "longformer",
     exact=False,
     cost="N · (window + globals)",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Beltagy et al. 2020, arXiv 2004.05150",
 )
 class LongformerAttention(BlockSparseAttention):

@@ -17,7 +17,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "openai_sparse",
     exact=False,
     cost="N · (stride + N / stride · summary)",
-    head_dims=(16, 128),
+    head_dims=(1, 128),
     paper="Child et al. 2019, arXiv 1904.10509",
 )
 class OpenAISparseAttention(BlockSparseAttention):
