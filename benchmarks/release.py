@@ -124,6 +124,7 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
 def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> str:
     """The whole text of a release's README.md."""
     chain, folder = stages(result, runs), f"{RELEASES.name}/{name}"
+    other = "" if _used(result) == result["attn"] else f" attn={_used(result)}"
     return "\n\n".join([
         f"# {name}",
         MADE,
@@ -134,7 +135,7 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         "## Use",
         "In the checkout, or with the folder's path after `init=`:",
         _shell(
-            f"lra test init={folder}   # scores it on the test set",
+            f"lra test init={folder}{other}   # scores it on the test set",
             f"{further(name, result)}   # starts from it",
         ),
         f'In Python `lra.load("{folder}")` is the module in evaluation mode. `config.yaml` names the run from which '
@@ -160,7 +161,7 @@ _ALONE = "Each run starts from the weights of the one before. The last command a
 def command(result: Result) -> str:
     """What trains a run."""
     overrides = (text for text in result["overrides"] if not text.startswith("resume="))
-    return shlex.join(["lra", "fit", *_selectors(result, _task(result)), *overrides])
+    return shlex.join(["lra", "fit", *_selectors(result, _task(result), result["attn"]), *overrides])
 
 
 def further(name: str, result: Result) -> str:
@@ -169,11 +170,17 @@ def further(name: str, result: Result) -> str:
     lit = "task.tokens=lit" in kept
     again = (_task(result), f"seed={result['seed'] + 1}")
     task, *fields = LARGER.get(_task(result), again) if lit else again
-    return shlex.join(["lra", "fit", *_selectors(result, task), *kept, f"init={RELEASES.name}/{name}", *fields])
+    start = _selectors(result, task, _used(result))
+    return shlex.join(["lra", "fit", *start, *kept, f"init={RELEASES.name}/{name}", *fields])
 
 
-def _selectors(result: Result, task: str) -> tuple[str, str, str]:
-    return f"task={task}", f"attn={result['attn']}", f"recipe={result['recipe']}"
+def _selectors(result: Result, task: str, attn: str) -> tuple[str, str, str]:
+    return f"task={task}", f"attn={attn}", f"recipe={result['recipe']}"
+
+
+def _used(result: Result) -> str:
+    """The attention that weights are used with: its own, or what computes the same in linear memory."""
+    return "flash" if result["attn"] == "standard" else result["attn"]
 
 
 def _task(result: Result) -> str:
@@ -231,7 +238,8 @@ def _percent(share: float | None) -> str:
 
 
 def _stage(number: int, result: Result) -> list[str]:
-    seconds = "" if result["resumed"] else f"{result['train_seconds']:,.0f} s"  # else of the last session only
+    whole = not result["resumed"] or result.get("wall_seconds")  # an older lra counted the last session alone
+    seconds = f"{result['train_seconds']:,.0f} s" if whole else ""
     return [
         str(number), result.get("protocol") or result["task"], f"{result['steps']:,}",
         str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _hardware(result),

@@ -33,6 +33,11 @@ def folder(name: str) -> Path:
     return release.RELEASES / name
 
 
+def linear(name: str) -> list[str]:
+    """What spares a card's reader the N x N scores that weights were trained with."""
+    return ["attn=flash"] if RELEASED[name]["attn"] == "standard" else []
+
+
 def shown(text: str, block: int) -> list[list[str]]:
     """The commands of a card's shell block of this number, without their comments."""
     lines = text.split("```sh\n")[1 + block].partition("```")[0].splitlines()
@@ -75,6 +80,13 @@ def test_every_number_comes_from_the_result():
     assert f"{100 * result['test']['accuracy']:.2f}" not in card and "marker distance" not in card
 
 
+@pytest.mark.parametrize(("wall", "known"), [(None, False), (80.0, True)])
+def test_the_time_of_a_resumed_run_is_said_where_all_of_it_was_counted(wall, known):
+    name, result = next(iter(RELEASED.items()))
+    resumed = result | {"train_seconds": 12345.0, "resumed": True, "wall_seconds": wall}
+    assert ("12,345 s" in release.card(name, resumed, release.known())) == known
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_release_is_of_one_run_and_whole(name):
     weights, identity = checkpoints.read(folder(name))
@@ -100,7 +112,7 @@ def test_weights_reach_the_stated_accuracy_on_fresh_examples(name, where, tmp_pa
     count, stated = 300, RELEASED[name]["test"]["accuracy"]
     seed = RELEASED[name]["config"]["task"]["data_seed"] + 1000
     data = (f"task.data_seed={seed}", "task.train=8", "task.val=1", f"task.test={count}", "batch.eval=16")
-    scored = lra.test(f"init={folder(name)}", *data, *where)
+    scored = lra.test(f"init={folder(name)}", *linear(name), *data, *where)
     deviation = math.sqrt(stated * (1 - stated) / count) + RELEASED[name]["test"]["plus_minus"]
     assert scored["test"]["n"] == count and abs(scored["test"]["accuracy"] - stated) < 3 * deviation
     assert not scored["transfer"]["fresh"] and not scored["transfer"]["left"]
@@ -123,7 +135,7 @@ def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, monkeypat
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_commands_for_its_use_are_valid(name):
     (_, _, *scored), (_, _, *fields) = shown((folder(name) / "README.md").read_text(encoding="utf-8"), 0)
-    assert scored == [f"init=checkpoints/{name}"]
+    assert scored == [f"init=checkpoints/{name}", *linear(name)]
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
     _, module = fit.build(run)
