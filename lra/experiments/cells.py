@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -73,7 +73,7 @@ def settled(cell: Cell) -> State:
     if vacant(directory.path):
         return _stopped(cell) or State("open")
     result = read_result(directory.path / "result.json")
-    same = _check(cell, result is not None)
+    same = _check(cell, result)
     if result is None or not (same or result["status"] == "finished"):
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
@@ -155,12 +155,12 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
     return step, validated, best
 
 
-def _check(cell: Cell, ended: bool) -> bool:
+def _check(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     """Whether the run computed on the same and in the same portions: on others it may not fail, nor want for memory."""
     path = cell.directory.path
     file = path / "config.yaml"
     if not file.exists():
-        if ended:
+        if result is not None:
             raise UsageError(f"{path} holds a result without a config.yaml: remove the directory")
         return True
     found = read_config(file)
@@ -170,4 +170,6 @@ def _check(cell: Cell, ended: bool) -> bool:
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
+    if result is not None:
+        cell.directory.refuse_version(result)
     return not differences(found, cell.directory.config)

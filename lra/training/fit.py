@@ -105,7 +105,7 @@ def fit(*args: str) -> dict[str, Any]:
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
         weights, identity = checkpoints.read(checkpoint)
-        _refuse_other(identity["config"], directory.config, checkpoint)
+        _refuse_other(identity, directory, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
         own = checkpoint.parent.resolve() == directory.path.resolve()
         done, best = checkpoints.behind(checkpoint)
@@ -161,9 +161,12 @@ def fit(*args: str) -> dict[str, Any]:
         return directory.finish("finished", trained | scores | result.spent(clock))
 
 
-def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
-    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
-    if changed := differences(there, here, MAY_CHANGE):
+def _refuse_other(identity: dict[str, Any], directory: RunDirectory, checkpoint: Path) -> None:
+    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`, or in the task's version."""
+    changed = differences(identity["config"], directory.config, MAY_CHANGE)
+    if identity["task"] != directory.task:
+        changed = [f"{identity['task']} there, {directory.task} here", *changed]
+    if changed:
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"

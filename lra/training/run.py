@@ -21,6 +21,7 @@ import yaml
 from lra import environment
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError
+from lra.tasks import TASKS
 
 RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
@@ -45,6 +46,7 @@ class RunDirectory:
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
         self.config = run.saved()
+        self.task = f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:
@@ -82,6 +84,8 @@ class RunDirectory:
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
                     f"choose another name={more}"
                 )
+        if (result := self.result()) is not None:
+            self.refuse_version(result)
         if self.finished:
             return
         elsewhere = path.suffix == ".ckpt" and path.resolve().parent != self.path.resolve()
@@ -94,6 +98,14 @@ class RunDirectory:
         if self.resume == "false" and file.exists():
             raise UsageError(
                 f"{self.path} holds an unfinished run: add resume=auto to go on, or name= to start another"
+            )
+
+    def refuse_version(self, result: Mapping[str, Any]) -> None:
+        """UsageError if a result is of another version of the task: of other data, or another protocol."""
+        if result["task"] != self.task:
+            raise UsageError(
+                f"{self.path} holds a result of {result['task']}, and the task is {self.task} by now: "
+                "move it away, or choose another name="
             )
 
     def checkpoint(self) -> Path | None:
@@ -203,7 +215,7 @@ def read_result(file: Path) -> dict[str, Any] | None:
     """The content of a run's `result.json`; None if there is none, or it is damaged or something else."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        ended = result["status"] in ENDS and isinstance(result["config"], dict)
+        ended = result["status"] in ENDS and isinstance(result["config"], dict) and isinstance(result["task"], str)
         whole = ended and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
     except PermissionError:  # nothing is damaged
         raise

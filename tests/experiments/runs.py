@@ -50,12 +50,12 @@ if does == "gate":
     while not Path("gate").exists():
         time.sleep(0.02)
 time.sleep(entry["seconds"])
-result = {"status": "failed", "config": {}, "error": "oh", "traceback": f"start {starts}"}
+result = {"status": "failed", "task": entry["task"], "config": {}, "error": "oh", "traceback": f"start {starts}"}
 if does == "oom":
-    result = {"status": "oom", "config": {}, "error": "too much"}
+    result = {"status": "oom", "task": entry["task"], "config": {}, "error": "too much"}
     result["runs_per_device"] = int(os.environ["LRA_RUNS_PER_DEVICE"])
 if does in ("finish", "wait", "gate"):
-    result = {"status": "finished", "config": {}, "test": {"accuracy": 0.5}}
+    result = {"status": "finished", "task": entry["task"], "config": {}, "test": {"accuracy": 0.5}}
 (path / ".aside").write_text(json.dumps(result))
 (path / ".aside").replace(path / "result.json")
 """
@@ -72,7 +72,7 @@ def made(cell: Cell, status: str | None = None, accuracy: float = 0.4, **more: A
     (path / "config.yaml").write_text(yaml.safe_dump(cell.directory.config))
     if status:
         test = {"test": {"accuracy": accuracy}} if status == "finished" else {"error": "it broke\nhere"}
-        result = {"status": status, "config": cell.directory.config} | test | more
+        result = {"status": status, "task": cell.directory.task, "config": cell.directory.config} | test | more
         (path / "result.json").write_text(json.dumps(result))
     return path
 
@@ -82,7 +82,7 @@ def stub(todo: Sequence[Cell], *does: str, seconds: float = 0.0) -> list[str]:
     entries = {
         " ".join([*cell.args, "resume=auto"]): {
             "path": str(cell.directory.path), "config": yaml.safe_dump(cell.directory.config), "does": does,
-            "seconds": seconds,
+            "seconds": seconds, "task": cell.directory.task,
         }
         for cell in todo
     }  # fmt: skip

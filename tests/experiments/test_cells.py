@@ -34,6 +34,13 @@ def test_a_whole_result_of_this_configuration_is_done(cell):
     assert str(state) == "done, test accuracy 37.20%"
 
 
+@pytest.mark.parametrize("status", ["finished", "oom", "failed"])
+def test_a_result_of_another_version_of_the_task_is_refused(cell, status):
+    made(cell, status, task="listops@0")
+    with pytest.raises(UsageError, match="holds a result of listops@0, and the task is listops@1 by now: move it away"):
+        look(cell)
+
+
 @pytest.mark.parametrize("text", ["", '{"status": "fini', "[]", '{"status": "finished"}', '{"status": "other"}'])
 def test_a_damaged_result_is_none(cell, text):
     path = made(cell)

@@ -100,8 +100,11 @@ def test_a_damaged_archive_is_refused(runs, here):
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
         ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result, failed"),
-        ({FIRST_FAILURE: b'{"status": "failed", "config": {}}'}, "config.yaml and failed.json of"),
-        ({FIRST_FAILURE: b'{"status": "finished", "config": {}, "test": {"accuracy": 1}}'}, "no whole result, failed"),
+        ({FIRST_FAILURE: b'{"status": "failed", "task": "a", "config": {}}'}, "config.yaml and failed.json of"),
+        (
+            {FIRST_FAILURE: b'{"status": "finished", "task": "a", "config": {}, "test": {"accuracy": 1}}'},
+            "no whole result, failed",
+        ),
         ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
         ({"last.ckpt": b""}, "last.ckpt can't be read"),
     ],

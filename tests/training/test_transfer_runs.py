@@ -1,6 +1,8 @@
 """Runs that start from others: scored right after a transfer, trained from there, and resumed."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 
 import lra
 from lra.errors import UsageError
+from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training import checkpoints
+from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 from tests.training.test_transfer import FEW, HOW, MODEL, STEPS
 
@@ -101,6 +105,19 @@ def test_an_older_run_is_resumed(tmp_path, monkeypatch):
     torch.save(checkpoint, last)
     result = lra.fit(*args, "resume=auto")
     assert result["steps"] == 4 and result["resumed"] and result["transfer"] is None
+
+
+def test_a_run_of_another_version_of_the_task_is_not_gone_on_with(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("checkpoints", "runs", "listops", "flash", "done-s0")
+    shutil.copytree(finished, run)
+    cls = TASKS.get("listops")
+    monkeypatch.setattr(cls, "facts", replace(cls.facts, version=2))
+    with pytest.raises(UsageError, match=f"{run} holds a result of listops@1, and the task is listops@2 by now"):
+        lra.fit(*arguments("name=done", "resume=auto"))
+    (run / "result.json").unlink()
+    with pytest.raises(UsageError, match="last.ckpt with another configuration .listops@1 there, listops@2"):
+        lra.fit(*arguments("name=done", "resume=auto"))
 
 
 def test_a_seed_scores_what_is_drawn_for_another_attention_and_nothing_else(finished, monkeypatch):
