@@ -37,7 +37,9 @@ def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
         "measured by `lra reproduce fig3`. An empty cell was not measured, OOM did not fit. Each method was "
         "checked before it was timed: exact ones and patterns against the reference, the others for finite results. "
         "Up to N = 512 a time of an attention that is many small kernels holds launches, too: those outlast the "
-        "millisecond behind which they were queued (lra waits longer by now; not measured anew).",
+        "millisecond behind which they were queued (lra waits longer by now; not measured anew). Backward passes of "
+        "`linformer` and `lsformer` lack the gradients of their own parameters (lra times them by now; not measured "
+        "anew).",
         f"**{fig3.verdict(records)}.**",
         *(f"![{setting}, {what}]({FIGURES.name}/{_figure(setting, what)})" for setting, what in DRAWN),
         *(_table(*rows) for rows in (fig3.fastest(records), *fig3.numbered(records))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 
 
 class UsageError(Exception):
@@ -49,3 +50,12 @@ def denied(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in mends or not error.filename:
         return None
     return f"{error.filename} can't be used ({error.strerror}): {mends[error.errno]}"
+
+
+def refuse_diverged(loss: float, split: str) -> None:
+    """UsageError if a split's loss is not finite: scores that are NaN have an accuracy, that of the first class."""
+    if not math.isfinite(loss):
+        raise UsageError(
+            f"the loss on {split} is {loss}, these weights have diverged: choose another checkpoint, or train with a "
+            "lower optim.lr, or optim.clip=1"
+        )

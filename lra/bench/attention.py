@@ -16,7 +16,7 @@ import torch
 from lra import environment
 from lra.bench import plots
 from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
-from lra.bench.check import Verdict, check_dropout, check_small, check_timed
+from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
 from lra.bench.files import output
 from lra.bench.imdb import LENGTHS
 from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
@@ -166,8 +166,11 @@ def run_cell(
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
     layout, density = None, None
     try:
-        layout = cell.build(device).layout
-        density = cell.density(layout)
+        attention = cell.build(device)
+        layout = attention.layout
+        if has_reference(attention):  # others have FLOPs of their own
+            density = cell.density(layout)
+        del attention
         _clear(device)
         verdict = small(cell.small(layout))
         if not verdict.wrong:
@@ -188,7 +191,7 @@ def run_cell(
             "pass": name, "N": nominal(cell), "d": cell.head_dim, "dtype": cell.dtype,
             "dropout": cell.dropout, "batch": len(cell.lengths), "heads": cell.heads,
             "tokens": sum(cell.lengths), "squares": sum(n * n for n in cell.lengths),
-            "density": _round(density),  # share of these that is seen
+            "density": _round(density),  # share of these that is seen; None where that is not what is computed
             "block": layout and "x".join(map(str, layout.block)),  # queries by keys, of what is block-sparse
             "status": "ok" if spent else status,
             "ms": _round(spent and spent.ms),
@@ -236,7 +239,7 @@ def _checked_times(
 
     def forward(inputs: list[torch.Tensor]) -> Any:
         q, k, v, do = inputs
-        return attend(attention, q, k, v, batch, cell.full), (q, k, v), do
+        return attend(attention, q, k, v, batch, cell.full), (q, k, v, *attention.parameters()), do
 
     steps: Steps = {"forward": forward}
     if backward:
@@ -329,7 +332,9 @@ def notes(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _speed(record: dict[str, Any]) -> str:
-    return f"{record['ms']:g} ({record['tflops']:.0f})" if record["status"] == "ok" else _status(record)
+    if record["status"] != "ok":
+        return _status(record)
+    return f"{record['ms']:g}" + ("" if record["tflops"] is None else f" ({record['tflops']:.0f})")
 
 
 def _memory(record: dict[str, Any]) -> str:

@@ -51,19 +51,23 @@ def check_small(cell: Cell, device: torch.device) -> Verdict:
 
 
 def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
-    """The last head of the longest sequence, at the size that is timed. `inputs` are q, k, v and the gradient."""
+    """The last head of the last longest sequence, where offsets are largest, at the size that is timed.
+
+    `inputs` are q, k, v and the gradient of the result.
+    """
     device = inputs[0].device
     known, attention, cell = _checkable(cell, device)
     q, k, v, do = (x.detach() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(backward)
     out = attend(attention, q, k, v, batch, cell.full)
-    grads = torch.autograd.grad(out, (q, k, v), do, materialize_grads=True) if backward else ()
+    learned = tuple(attention.parameters())
+    grads = torch.autograd.grad(out, (q, k, v, *learned), do, materialize_grads=True) if backward else ()
     if not known:
         return _finite((out, *grads))
-    b = max(range(batch.size), key=cell.lengths.__getitem__)
+    b = max(range(batch.size), key=lambda b: (cell.lengths[b], b))
     rows = slice(first := int(batch.start[b]), first + cell.lengths[b])
-    q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads))
+    q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
     dropout = (cell.dropout, batch.seed, int(batch.index[b]), cell.heads - 1)
     expected, plain = (one_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
@@ -135,7 +139,7 @@ def check_dropout(cell: Cell, device: torch.device) -> Verdict:
     In two heads, and in two of the longest sequences, others are dropped.
     """
     attention = cell.build(device)
-    if not cell.dropout or has_reference_dropout(attention, device) or not _known(attention):
+    if not cell.dropout or has_reference_dropout(attention, device) or not has_reference(attention):
         return Verdict(None)
     longest = max(cell.lengths)
     visible = torch.tensor(float(longest))
@@ -163,10 +167,10 @@ def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]
     if cell.dropout and not has_reference_dropout(attention, device):
         cell = cell.without_dropout()
         attention = cell.build(device)
-    return _known(attention), attention, cell
+    return has_reference(attention), attention, cell
 
 
-def _known(attention: Attention) -> bool:
+def has_reference(attention: Attention) -> bool:
     """Whether the reference computes the same."""
     return attention.facts.exact or attention.layout is not None
 

@@ -334,5 +334,5 @@ class _Tree:
     def unknown(self, field: str) -> str:
         leaf = field.lower().rpartition(".")[2]
         same_leaf = [known for known in self.origin if known.rpartition(".")[2] == leaf]
-        near = same_leaf or difflib.get_close_matches(field.lower(), self.origin, n=1, cutoff=0.5)
+        near = same_leaf or difflib.get_close_matches(field.lower(), self.origin, n=1, cutoff=0.6)
         return f"unknown field '{field}'" + (f": did you mean '{near[0]}'?" if near else ": lra config show lists all")

@@ -63,8 +63,10 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
-        if round(256 * self.attn_dropout) == 256:
-            raise UsageError(f"model.attn_dropout={self.attn_dropout} is 1 in steps of 1/256: use at most 0.998")
+        steps = round(256 * self.attn_dropout)
+        if steps == 256 or (self.attn_dropout and not steps):
+            mend = "use at most 0.998" if steps else "use 0, or at least 0.002"
+            raise UsageError(f"model.attn_dropout={self.attn_dropout} is {steps // 256} in steps of 1/256: {mend}")
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 

@@ -163,6 +163,8 @@ def pack(args: Sequence[str]) -> list[str]:
 
 
 def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[str]:
+    if out.exists():  # it may have checkpoints that are nowhere else any more
+        raise UsageError(f"out={out} is there already: name another file, or remove it first")
     packed, notes = [], []
     for run in _runs(folder):
         names, note = _chosen(run, checkpoints, held)
@@ -185,7 +187,7 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
                     tar.addfile(member, file)
     except OSError as error:
         raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from error
-    return [*notes, f"{count} runs, {len(packed)} files, {out.stat().st_size / 1e6:.1f} MB: {out}"]
+    return [*notes, f"{count} runs, {len(packed)} files, {max(1, out.stat().st_size // 1000):,} kB: {out}"]
 
 
 def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:

@@ -26,7 +26,7 @@ from lra.data import order, resident
 from lra.data.split import IGNORED, Examples, Pairs, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
 from lra.tasks import TASKS, TaskFacts
@@ -326,7 +326,7 @@ class TaskModule(pl.LightningModule):
         self.seen: dict[str, int] = {}  # of streams of generated examples, how many from the first earlier runs had
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
-        self.mean_loss = nn.ModuleDict({name: MeanMetric() for name in splits})
+        self.mean_loss = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in splits})
 
     @classmethod
     def grid(cls, config: Any) -> tuple[int, int] | None:
@@ -380,6 +380,7 @@ class TaskModule(pl.LightningModule):
         scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
         accuracy.update(scores, labels)
         loss.update(F.cross_entropy(scores, labels, reduction="none"))
+        refuse_diverged(float(loss.compute()), split)
         for name, metric in (("accuracy", accuracy), ("loss", loss)):
             self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.split import IGNORED, Examples
-from lra.errors import UsageError
+from lra.errors import UsageError, refuse_diverged
 from lra.models.dropout import BITS, mix, row_keys
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
@@ -100,6 +100,7 @@ class Masked(TaskModule):
         found, loss, *counts = total.tolist()
         if not sum(counts):
             raise UsageError(f"mask={self.share} hides no token of {split}: raise mask=, or take more sequences")
+        refuse_diverged(loss, split)
         self.found[split] = counts
         for name, value in (("accuracy", found), ("loss", loss)):
             mean = value / sum(counts)

@@ -46,6 +46,8 @@ OF_TRAINING = (
     "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
 )  # fmt: skip
 
+OF_STAGE = "(a run before this one: init=null leaves it out, name= does not reach it)"
+
 
 def _locate(args: Sequence[str]) -> str:
     return str(RunDirectory(configure(args)).path)
@@ -105,8 +107,11 @@ def fit(*args: str) -> dict[str, Any]:
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
         weights, identity = checkpoints.read(checkpoint)
-        _refuse_other(identity, directory, checkpoint)
+        _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
+        if identity["task"] != directory.task:
+            mend = f"begin another run, name=, with its weights, init={checkpoint}"
+            raise UsageError(f"{checkpoint} is of {identity['task']}, and the task is {directory.task} by now: {mend}")
         own = checkpoint.parent.resolve() == directory.path.resolve()
         done, best = checkpoints.behind(checkpoint)
         if best and checkpoints.fault(best):
@@ -135,7 +140,7 @@ def fit(*args: str) -> dict[str, Any]:
 
     preemption = Preemption(run, directory.last, clock)
     trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
-    opened = directory.opened() if trainer.is_global_zero else nullcontext()
+    opened = directory.opened(checkpoint) if trainer.is_global_zero else nullcontext()
     with opened, preemption.listening(trainer), _recorded(directory, run, trainer, facts):
         if carried and trainer.is_global_zero:
             with replacing(directory.best) as file:
@@ -161,12 +166,9 @@ def fit(*args: str) -> dict[str, Any]:
         return directory.finish("finished", trained | scores | result.spent(clock))
 
 
-def _refuse_other(identity: dict[str, Any], directory: RunDirectory, checkpoint: Path) -> None:
-    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`, or in the task's version."""
-    changed = differences(identity["config"], directory.config, MAY_CHANGE)
-    if identity["task"] != directory.task:
-        changed = [f"{identity['task']} there, {directory.task} here", *changed]
-    if changed:
+def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
+    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
+    if changed := differences(there, here, MAY_CHANGE):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
@@ -185,7 +187,12 @@ def _assembled(run: RunConfig, directory: RunDirectory) -> tuple[TaskData, TaskM
 
 def _before(args: Sequence[str]) -> None:
     """Makes sure that the run is finished from which another one starts."""
-    fit(*args, "resume=auto")
+    try:
+        fit(*args, "resume=auto")
+    except UsageError as error:
+        if str(error).endswith(OF_STAGE):  # of the one before that one
+            raise
+        raise UsageError(f"{error} {OF_STAGE}") from None
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # rank 0 has just written its result
     gc.collect()

@@ -115,8 +115,12 @@ class RunDirectory:
         return None if self.resume == "false" else Path(self.resume)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The directory with its configuration and environment, claimed; UsageError if somebody works there."""
+    def opened(self, checkpoint: Path | None) -> Iterator[None]:
+        """The directory with its configuration and environment, claimed; UsageError if somebody works there.
+
+        Args:
+            checkpoint: what `checkpoint` said when the run was prepared, which may have taken hours.
+        """
         inherited = os.environ.get(CLAIMED) == str(self.path)
         held = None if inherited else claim(self.path)
         if held is None and not inherited:
@@ -124,6 +128,11 @@ class RunDirectory:
         try:
             if self.finished:  # since it was looked at
                 raise UsageError(f"another process has finished {self.path}: the same command again prints its result")
+            self.check()
+            if self.checkpoint() != checkpoint:
+                raise UsageError(
+                    f"another process has worked in {self.path}: the same command again goes on from there"
+                )
             self._open()
             yield
         finally:

@@ -53,6 +53,7 @@ def listed(folder: Path) -> dict[str, bytes]:
 
 def packed(runs: Path, *args: str) -> Path:
     out = runs.parent / f"{runs.name}.tar.xz"
+    out.unlink(missing_ok=True)
     pack([f"runs={runs}", f"out={out}", *args])
     return out
 

@@ -57,14 +57,23 @@ def test_a_finished_run_without_the_checkpoint_asked_for_is_named(runs, tmp_path
     (runs / DONE / "model.safetensors").unlink()
     args = [f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"]
     assert pack([*args, "checkpoints=weights"])[:-1] == [f"{DONE}: has no model.safetensors"]
-    assert pack([*args, "checkpoints=last"])[:-1] == []
+    assert pack([args[0], f"out={tmp_path / 'b.tar.xz'}", "checkpoints=last"])[:-1] == []
+
+
+def test_an_archive_that_is_there_is_not_replaced(runs):
+    """It may have checkpoints that are nowhere else any more."""
+    out = packed(runs, "checkpoints=last")
+    before = out.read_bytes()
+    with pytest.raises(UsageError, match="is there already: name another file, or remove it first"):
+        pack([f"runs={runs}", f"out={out}"])
+    assert out.read_bytes() == before
 
 
 def test_a_run_that_a_process_works_on_is_left_out(runs):
     held = [claim(runs / name) for name in (DONE, FAILED, GOING)]  # the second one is tried again
     out = packed(runs, "checkpoints=last")
     assert names(out) == {DONE: SMALL | {"last.ckpt"}}
-    lines = pack([f"runs={runs}", f"out={out}", "checkpoints=last"])
+    lines = pack([f"runs={runs}", f"out={runs.parent}/2.tar.xz", "checkpoints=last"])
     why = "a process works on it: pack it when that has ended"
     assert lines[:-1] == [f"left out: {name}, {why}" for name in (FAILED, GOING)]
     for file in held:
@@ -354,6 +363,7 @@ def test_weights_are_read_before_they_are_placed(runs, here, tmp_path):
     out = tmp_path / "a.tar.xz"
     [note, _] = pack([f"runs={runs}", f"out={out}", "checkpoints=weights"])[:2]
     assert note.startswith(f"left out: {DONE}, {DONE}/model.safetensors is another run's") and DONE not in names(out)
+    out.unlink()
     pack([f"runs={runs}", f"out={out}"])
     assert DONE in names(out), "they are not packed"
 

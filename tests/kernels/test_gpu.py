@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lra.kernels import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
+from lra.kernels.softmax.api import softmax_attention
 from lra.kernels.testing import check, compare, random_case
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,35 @@ def test_more_than_2_to_the_31_elements():
 
     for actual, exact, plain in zip(results, reference(torch.float64), reference(dtype), strict=True):
         error = compare(actual[last], exact, plain)
+        assert error.ok, error
+
+
+@memory(70)
+def test_more_than_2_to_the_31_weights_in_memory(
+    n: int = 4352, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+):
+    """Of `softmax_attention`, whose N × N weights are: those of the last two sequences lie past 2^31."""
+    size, heads, d = 17, 8, 32
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, size, n, heads, d, device=device, dtype=dtype))
+    length = torch.full((size,), n, dtype=torch.int32, device=device)
+    length[-1] = n - n // 3
+    index = torch.arange(size, dtype=torch.int32, device=device)
+    seed = torch.tensor(1, device=device)
+    assert n < 4352 or (size - 2) * heads * n * n > 2**31
+    out = softmax_attention(q, k, v, length=length, dropout=0.1, seed=seed, impl="triton")
+    do = out.detach()  # any non-zero gradient
+    results = [out, *torch.autograd.grad(out, (q, k, v), do)]
+
+    options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
+
+    def reference(precision: torch.dtype) -> list[Tensor]:
+        rows = [x[-2:].detach().flatten(0, 1).to(precision).requires_grad_() for x in (q, k, v)]
+        result = reference_attention(*rows, **options)
+        return [result, *torch.autograd.grad(result, rows, do[-2:].flatten(0, 1).to(precision))]
+
+    for actual, exact, plain in zip(results, reference(torch.float64), reference(dtype), strict=True):
+        error = compare(actual[-2:].flatten(0, 1), exact, plain)
         assert error.ok, error
 
 

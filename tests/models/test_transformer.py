@@ -14,6 +14,7 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
+from lra.models.attention.base import Attention
 from lra.models.positions import LearnedPositions, angles, coordinates, rotate
 from lra.models.transformer import Encoder
 
@@ -157,3 +158,10 @@ def test_each_place_of_dropout_has_a_mask_of_its_own(monkeypatch):
     model = encoder(layers=3, dropout=0.1, attn_dropout=0.0).train()
     model(sequences((9, 4), model).with_seed(torch.tensor(0)))
     assert sites == list(range(10)), "of the embedding, and of each layer's three results"
+
+
+def test_attention_gets_its_dropout_and_the_embedding_its_deviation():
+    model = encoder(attn_dropout=0.25, dropout=0.5, embedding_std=3.0, d_model=64)
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    assert attentions and {attention.spec.dropout for attention in attentions} == {0.25}
+    assert float(model.embedding.weight.detach().std()) == pytest.approx(3.0, rel=0.15)

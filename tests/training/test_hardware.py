@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import lra
 from lra.errors import UsageError
+from lra.tasks.base import TaskModule
 from lra.training.fit import configure
 from lra.training.hardware import hardware
 from tests.training.conftest import arguments
@@ -45,3 +47,17 @@ def test_files_modules_and_launchers_start_several_processes(tmp_path, monkeypat
         assert hardware(run)["devices"] == 2
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert hardware(run)["devices"] == 2
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_is_what_matrices_are_multiplied_in(small, monkeypatch, precision, computed):
+    seen, original = set(), TaskModule.loss
+
+    def loss(self, batch):
+        if self.training:
+            seen.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return original(self, batch)
+
+    monkeypatch.setattr(TaskModule, "loss", loss)
+    small(f"trainer.precision={precision}", "trainer.steps=2", "trainer.eval_every=2")
+    assert seen == {computed}

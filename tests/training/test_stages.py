@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lra
 from lra.config import compose, recipes
@@ -17,9 +18,11 @@ from lra.experiments.cells import with_stages
 from lra.experiments.grid import read
 from lra.experiments.launch import Local
 from lra.tasks import TASKS
+from lra.tasks.base import TaskData
 from lra.training.run import claim
 from tests.composing import composed
 from tests.experiments.runs import made, stub
+from tests.training.conftest import arguments
 
 TINY = (
     "recipe=curriculum", "attn=flash", "trainer.accelerator=cpu", "trainer.precision=fp32", "trainer.steps=4",
@@ -157,6 +160,40 @@ def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
     other = lra.fit("task=pathfinder", *TINY, "optim.lr=1e-3", "name=other", "init=" + str(runs[0]))
     assert other["status"] == "finished"
     assert stamps == {run: (run / "result.json").stat().st_mtime_ns for run in runs}
+
+
+def test_what_is_said_of_a_stage_is_said_to_be_of_it(tmp_path, monkeypatch):
+    """Once, however many runs lie between."""
+    monkeypatch.chdir(tmp_path)
+    args = ("task=pathfinder", *TINY)
+    easy = Path(lra.configure((*args, "task.level=intermediate")).config.init or "")
+    held = claim(easy)
+    assert held is not None
+    with pytest.raises(UsageError, match="another process works in .*: wait for it") as error:
+        lra.fit(*args, "name=mine")
+    said = str(error.value)
+    assert str(easy) in said and said.count("(a run before this one: init=null leaves it out, name= does not") == 1
+    os.close(held)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"), [(False, "holds an unfinished run: add resume=auto"), (True, "has worked")]
+)
+def test_a_run_that_another_process_began_meanwhile_is_not_begun_anew(small, monkeypatch, last, message):
+    """Data may take hours to prepare, as do the runs before it."""
+    prepare, run = TaskData.prepare_data, Path("checkpoints/runs/listops/flash/mine-s0")
+
+    def meanwhile(*args, **options):
+        prepare(*args, **options)
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(lra.configure(arguments("name=mine")).config.saved()))
+        if last:
+            (run / "last.ckpt").touch()
+
+    monkeypatch.setattr(TaskData, "prepare_data", meanwhile)
+    with pytest.raises(UsageError, match=message):
+        small("name=mine", *(["resume=auto"] if last else []))
+    assert not (run / "result.json").exists()
 
 
 @pytest.mark.parametrize(

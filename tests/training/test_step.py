@@ -1,6 +1,8 @@
 """Schedules, seeds, and the step's arithmetic."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,14 @@ import torch
 import lra
 from lra.config.schema import OptimConfig
 from lra.errors import UsageError
+from lra.tasks.base import TaskModule
+from lra.training import curves
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
 from lra.training.step import AdamW, learning_rate
+
+ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
 
 def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
@@ -29,6 +35,7 @@ def test_decay_ends_at_zero_with_the_last_update():
     linear, cosine = rates("linear", 2, 10), rates("cosine", 2, 10)
     assert linear[-1] == 0 and math.isclose(cosine[-1], 0, abs_tol=1e-12)
     assert math.isclose(linear[5], 0.5) and math.isclose(cosine[5], 0.5)
+    assert math.isclose(linear[3], 0.75) and math.isclose(cosine[3], 0.5 + 0.5 * math.sqrt(0.5))
     assert rates("constant", 2, 10)[-1] == 1
 
 
@@ -89,3 +96,43 @@ def test_an_optimiser_that_was_captured_on_a_gpu_goes_on_on_a_cpu():
     after.param_groups[0]["lr"] = 1e-3  # as the eager step does
     after.step()
     assert after.state[weight]["step"] == 2
+
+
+@pytest.mark.parametrize("pretrain", ["none", "masked"])
+def test_weights_that_diverge_at_the_last_step_are_not_scored(small, pretrain):
+    """No later step sees them, and scores that are NaN have an accuracy: how often the first class is right."""
+    far = ("optim.lr=1e10", "optim.schedule=constant", "optim.warmup=0", "optim.clip=null", f"pretrain={pretrain}")
+    with pytest.raises(UsageError, match=r"the loss on val is (nan|inf), .* a lower optim.lr, or optim.clip=1"):
+        small(*far, *ONE, "name=far")
+    (run,) = Path("checkpoints/runs").glob("*/*/far-s0")
+    assert json.loads((run / "result.json").read_text())["status"] == "failed" and not (run / "best.ckpt").exists()
+
+
+def test_one_score_that_is_no_number_is_enough(small, monkeypatch):
+    original = TaskModule.forward
+
+    def forward(self, batch):
+        scores = original(self, batch)
+        return scores if self.training else torch.where(torch.arange(len(scores))[:, None] == 1, torch.nan, scores)
+
+    monkeypatch.setattr(TaskModule, "forward", forward)
+    with pytest.raises(UsageError, match="the loss on val is nan"):
+        small(*ONE)
+
+
+def test_a_run_has_the_rates_of_its_schedule_and_says_the_mean_loss(small):
+    """AdamW and clipping would hide a factor of the loss."""
+    result = small("optim.warmup=2", "trainer.steps=4", "trainer.eval_every=4", "trainer.log_every=1")
+    logged = [row for row in curves.read(Path(result["directory"], "metrics.csv")) if row["train/loss"]]
+    config = OptimConfig(**result["config"]["optim"])
+    assert [float(row["lr"]) for row in logged] == pytest.approx([learning_rate(config, step, 4) for step in range(4)])
+    assert abs(float(logged[0]["train/loss"]) - math.log(10)) < 0.7
+
+
+def test_weight_decay_takes_its_share_of_the_weights(small):
+    one = (*ONE, "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0")
+    runs = [small(*one, f"optim.weight_decay={decay}") for decay in (0.0, 0.5)]
+    start = build(lra.load(runs[0]["directory"]).run)[1].model.state_dict()
+    free, decayed = (read(run["directory"])[0] for run in runs)
+    assert all(torch.allclose(decayed[key], free[key] - 0.1 * 0.5 * start[key], atol=1e-6) for key in free)
+    assert any(not torch.equal(decayed[key], free[key]) for key in free)
