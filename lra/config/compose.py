@@ -76,8 +76,10 @@ def _compose(
     missing = [f"{name}=" for name in registries if name not in selected]
     if missing:
         first = next(name for name in registries if name not in selected)
+        near = difflib.get_close_matches(first, [field for field, _ in overrides], n=1)
         raise UsageError(
-            f"{' and '.join(missing)} missing: {first}= is one of {', '.join(registries[first].catalogue())}"
+            f"{' and '.join(missing)} missing{f', {near[0]}= is given' if near else ''}: "
+            f"{first}= is one of {', '.join(registries[first].catalogue())}"
         )
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
     task, attn = selected["task"], selected["attn"]

@@ -94,6 +94,7 @@ def test_the_result_is_frozen():
         ((*BASE, "recipe=xiong"), "unknown recipe 'xiong': did you mean 'xiong2021'"),
         (("task=text", "attn=flash", "recipe=rotary"), "recipe 'rotary' has no section for task 'text'"),
         (("task=listops",), "attn= missing: attn= is one of"),
+        (("task=listops", "atn=flash"), "attn= missing, atn= is given: attn= is one of"),
         ((), "task= and attn= missing"),
         ((*BASE, "model.dmodel=3"), "unknown field 'model.dmodel': did you mean 'model.d_model'"),
         ((*BASE, "d_model=3"), "unknown field 'd_model': did you mean 'model.d_model'"),
