@@ -36,7 +36,7 @@ from lra.data.pathfinder.law import law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
-from lra.tasks import TASKS
+from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import Pathfinder, PathfinderData
 from lra.training import curves
@@ -107,7 +107,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     called = f"python -m benchmarks.pictures init={checkpoint} count={options.count}"
     record: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "task": f"{module.name}@{module.facts.version}",
+        "task": versioned(module),
         "count": count,
         "accuracy": round(float(right.mean()), 4),
         "sheet": {

@@ -19,7 +19,7 @@ from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid import Cell, Grid
-from lra.tasks import TASKS
+from lra.tasks import TASKS, versioned
 from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, alone, spent
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
@@ -245,7 +245,7 @@ def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str,
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
-        version = f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
+        version = versioned(TASKS.get(run.task.name))
         saved = run.saved() | {"seed": cell.seed}
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"

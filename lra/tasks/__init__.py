@@ -1,6 +1,7 @@
 """The benchmark's tasks by name, one file each: its LightningModule and its data module."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lra.config.registry import Registry
 
@@ -17,3 +18,8 @@ class TaskFacts:
 
 
 TASKS = Registry("task", "lra.tasks", TaskFacts)
+
+
+def versioned(task: Any) -> str:
+    """`listops@1`: a task's module or its class and the version, as checkpoints, results and stores name it."""
+    return f"{task.name}@{task.facts.version}"

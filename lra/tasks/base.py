@@ -29,7 +29,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TASKS, TaskFacts
+from lra.tasks import TASKS, TaskFacts, versioned
 
 MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
 MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
@@ -394,7 +394,7 @@ class TaskModule(pl.LightningModule):
     def identity(self) -> dict[str, Any]:
         """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
         return {
-            "task": f"{self.name}@{self.facts.version}",
+            "task": versioned(self),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
         } | ({"seen": self.seen} if self.seen else {})

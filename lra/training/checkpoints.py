@@ -18,6 +18,7 @@ from safetensors.torch import save
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError
+from lra.tasks import versioned
 from lra.tasks.base import TaskModule
 from lra.training.run import replacing
 
@@ -165,7 +166,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def check_vocabulary(task: type[TaskModule], identity: dict[str, Any], path: str | Path) -> None:
     """UsageError if a checkpoint reads its ids otherwise."""
     if identity["vocabulary"] != vocabulary_hash(task.Data.vocabulary):
-        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {task.name}@{task.facts.version}"
+        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned(task)}"
         raise UsageError(f"{other}: choose a checkpoint of this task")
 
 

@@ -21,7 +21,7 @@ import yaml
 from lra import environment
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError
-from lra.tasks import TASKS
+from lra.tasks import TASKS, versioned
 
 RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
@@ -46,7 +46,7 @@ class RunDirectory:
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
         self.config = run.saved()
-        self.task = f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
+        self.task = versioned(TASKS.get(run.task.name))
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:
@@ -86,8 +86,8 @@ class RunDirectory:
                 )
         if (result := self.result()) is not None:
             self.refuse_version(result)
-        if self.finished:
-            return
+            if result["status"] == "finished":
+                return
         elsewhere = path.suffix == ".ckpt" and path.resolve().parent != self.path.resolve()
         if elsewhere and self.last.exists():
             raise UsageError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lra.kernels import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
-from lra.kernels.testing import check, compare, random_case
+from lra.kernels.testing import Inputs, check, compare, random_case, run
 
 pytestmark = pytest.mark.gpu
 
@@ -57,13 +57,10 @@ def test_more_than_2_to_the_31_elements():
     last = slice(-2 * n, None)
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
 
-    def reference(precision: torch.dtype) -> list[Tensor]:
-        rows = [x[last].detach().to(precision).requires_grad_() for x in (q, k, v)]
-        result = reference_attention(*rows, **options)
-        return [result, *torch.autograd.grad(result, rows, do[last].to(precision))]
-
-    for actual, exact, plain in zip(results, reference(torch.float64), reference(dtype), strict=True):
-        error = compare(actual[last], exact, plain)
+    inputs = Inputs(q[last], k[last], v[last], do[last], {}, seed)
+    exact, plain = (run(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype))
+    for a, e, p in zip(results, exact, plain, strict=True):
+        error = compare(a[last], e, p)
         assert error.ok, error
 
 
@@ -84,13 +81,10 @@ def test_more_than_2_to_the_31_weights_in_memory():
 
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
 
-    def reference(precision: torch.dtype) -> list[Tensor]:
-        rows = [x[-2:].detach().flatten(0, 1).to(precision).requires_grad_() for x in (q, k, v)]
-        result = reference_attention(*rows, **options)
-        return [result, *torch.autograd.grad(result, rows, do[-2:].flatten(0, 1).to(precision))]
-
-    for actual, exact, plain in zip(results, reference(torch.float64), reference(dtype), strict=True):
-        error = compare(actual[-2:].flatten(0, 1), exact, plain)
+    inputs = Inputs(*(x[-2:].flatten(0, 1) for x in (q, k, v, do)), {}, seed)
+    exact, plain = (run(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype))
+    for a, e, p in zip(results, exact, plain, strict=True):
+        error = compare(a[-2:].flatten(0, 1), e, p)
         assert error.ok, error
 
 
