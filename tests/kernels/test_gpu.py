@@ -81,7 +81,8 @@ def test_more_than_2_to_the_31_weights_in_memory():
 
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
 
-    inputs = Inputs(*(x[-2:].flatten(0, 1) for x in (q, k, v, do)), {}, seed)
+    q, k, v, gradient = (x[-2:].flatten(0, 1) for x in (q, k, v, do))
+    inputs = Inputs(q, k, v, gradient, {}, seed)
     exact, plain = (run(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype))
     for a, e, p in zip(results, exact, plain, strict=True):
         error = compare(a[-2:].flatten(0, 1), e, p)
