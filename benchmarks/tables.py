@@ -54,10 +54,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     matched = ledger.match(with_stages(cells, begun=lambda cell: False), pages.RESULTS).entries
     if not (found := {cell.column for cell in matched} & {*some}):
         return
-    # a column of the paper's is shown empty where its task was run by another protocol alone
-    stated = {name for figures in table.paper.values() for name in figures}
-    seen = {table.columns[name].task for name in found}
-    shown = [name for name in some if name in found or (name in stated and table.columns[name].task in seen)]
+    shown = [name for name in some if name in found]
     fields = {
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
         "tasks": ",".join(shown),

@@ -184,11 +184,8 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         known["sequences"], known["majority"] = result["test"].get("n"), 100 * result["test"]["baselines"]["majority"]
         known["difference"] = None if paper is None else known["accuracy"] - paper
         known["validation"] = 100 * result["val"]["accuracy"] if "val" in result else None
-        # a Pathfinder run may never leave chance: it counts, and is named
-        if (
-            result["config"]["task"]["name"].startswith("path")
-            and abs(known["accuracy"] - known["majority"]) <= known["bound"]
-        ):
+        # a run may never leave chance: it counts, and is named
+        if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
             known["status"] = "stuck"
     return Row(cell.column, cell.attn, cell.seed, **known)
 

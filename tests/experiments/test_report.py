@@ -117,16 +117,17 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
     assert averages == {"standard": "32.0", "flash": "", "strongest baseline": ""}
 
 
+@pytest.mark.parametrize("task", ["pathfinder", "retrieval"])
 @pytest.mark.parametrize(("accuracy", "status"), [(0.505, "stuck"), (0.495, "stuck"), (0.52, "finished")])
-def test_pathfinder_at_chance_is_stuck_and_counts(tmp_path, accuracy, status):
-    [cell] = cells(["pathfinder"], ["flash"])
+def test_what_ends_at_chance_is_stuck_and_counts(tmp_path, task, accuracy, status):
+    [cell] = cells([task], ["flash"])
     test = {"accuracy": accuracy, "plus_minus": 0.0069, "loss": 0.7, "n": 20000}
     put(tmp_path / "a.json", result(cell) | {"test": test | {"baselines": {"majority": 0.5, "marker distance": 0.54}}})
-    made = report.run("table3", [f"results={tmp_path}", "tasks=pathfinder", "attns=flash", "seeds=1"])
+    made = report.run("table3", [f"results={tmp_path}", f"tasks={task}", "attns=flash", "seeds=1"])
     assert [row.status for row in made.rows] == [status]
     shown = table(made, "test accuracy")
-    assert shown["flash"]["pathfinder"] == f"{100 * accuracy:.1f} (1)" + (", 1 stuck" if status == "stuck" else "")
-    assert shown["strongest baseline"]["pathfinder"] == "54.0 marker distance"
+    assert shown["flash"][task] == f"{100 * accuracy:.1f} (1)" + (", 1 stuck" if status == "stuck" else "")
+    assert shown["strongest baseline"][task] == "54.0 marker distance"
 
 
 def test_no_results_leave_all_empty(tmp_path):

@@ -52,7 +52,7 @@ def test_more_than_2_to_the_31_elements():
     assert q.numel() > 2**31
     out = flash_attention(q, k, v, start=index * n, length=length, max_length=n, dropout=0.1, seed=seed, impl="triton")
     do = out.detach()  # any non-zero gradient
-    results = [out, *torch.autograd.grad(out, (q, k, v), do)]
+    results = [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 
     last = slice(-2 * n, None)
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
@@ -77,7 +77,7 @@ def test_more_than_2_to_the_31_weights_in_memory():
     assert (size - 2) * heads * n * n > 2**31
     out = softmax_attention(q, k, v, length=length, dropout=0.1, seed=seed, impl="triton")
     do = out.detach()  # any non-zero gradient
-    results = [out, *torch.autograd.grad(out, (q, k, v), do)]
+    results = [out.detach(), *torch.autograd.grad(out, (q, k, v), do)]
 
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=0.1, seed=seed)
 
