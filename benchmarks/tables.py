@@ -25,7 +25,7 @@ HEAD = (
     "# {title}\n\n<!-- made by benchmarks/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
     "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
     "Differences are to the paper's figure, in parentheses. An average is of the columns shown, the paper's, too, "
-    "without those of another protocol."
+    "without those of another protocol or data set."
 )
 OTHERS = "of no cell of this table"  # the note on files that other pages show
 
