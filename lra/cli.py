@@ -297,12 +297,12 @@ def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def _print_measured(tables: Any, lines: list[str], records: list[dict[str, Any]]) -> None:
-    """Exit code 1 if something measured was wrong."""
+    """Exit code 1 if something measured was wrong, or failed."""
     for table in tables:
         _print_rows(*table)
     for line in lines:
         console.print(line)
-    if any(record["status"] == "WRONG" for record in records):
+    if any(record["status"] in ("WRONG", "failed") for record in records):
         raise typer.Exit(1)
 
 

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,11 +107,12 @@ def test_commands_of_the_readme_parse(command):
     if path == ["reproduce"]:
         options = fig3.Options if fields[0] == "fig3" else accuracy.Options
         names = {field.name for field in dataclasses.fields(options)}
-        parse(options, [field for field in fields[1:] if field.partition("=")[0] in names])
+        chosen: Any = parse(options, [field for field in fields[1:] if field.partition("=")[0] in names])
         if fields[0] != "fig3":
             resources([field for field in fields if field.startswith("slurm.")], "slurm")
             rest = [f for f in fields[1:] if f.partition("=")[0] not in names and not f.startswith("slurm.")]
-            configure(["task=listops", "attn=flash", *rest])
+            cells = grid.read(fields[0]).cells(chosen.tasks, chosen.attns or ("flash",), 1, chosen.recipe, rest)
+            assert all(cell.composed for cell in cells)
     elif path == ["report"]:
         grid.read(fields[0])
         parse(report.Options, fields[1:])

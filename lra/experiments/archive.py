@@ -22,6 +22,7 @@ from typing import Any, Literal
 from lra.config.compose import differences
 from lra.config.options import parse
 from lra.errors import UsageError, disk_full
+from lra.experiments import ledger
 from lra.experiments.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
@@ -31,6 +32,7 @@ from lra.training.run import (
     FIRST_FAILURE,
     RUNS,
     End,
+    alone,
     at_rest,
     claim,
     claimed,
@@ -87,7 +89,10 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
-        return self._ended("result.json", ENDS)
+        result = self._ended("result.json", ENDS)
+        if result and (lacks := ledger.lacking(result)):
+            raise UsageError(f"{self.name}/result.json lacks {lacks}: make the run anew, or leave it out")
+        return result
 
     def failure(self) -> dict[str, Any] | None:
         """The first result of a run that failed and was tried again; UsageError if it is another one."""
@@ -105,6 +110,13 @@ class Run:
         """The result of a run that reached its end."""
         result = self.result()
         return result if result and result["status"] == "finished" else None
+
+    def ended(self) -> int:
+        """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
+        if (result := self.result()) is None:
+            return 0
+        again = {"finished": False, "failed": self.failure() is None, "oom": not alone(result)}
+        return 1 if again[result["status"]] else 2
 
     def steps(self) -> int:
         """Up to where it can be continued: those behind its last.ckpt."""
@@ -337,8 +349,8 @@ def _decide(new: Run, old: Run) -> Decision:
     if theirs:
         return "replaced", "it was unfinished here"
     here, there = old.steps(), new.steps()
-    if here == there and new.result() and not old.result():
-        return "replaced", "it had not ended here"
+    if here == there and new.ended() > old.ended():
+        return "replaced", "it was to be tried again here" if old.ended() else "it had not ended here"
     return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
 
 

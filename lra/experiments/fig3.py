@@ -102,12 +102,16 @@ class Part:
         commits = [made_with["commit"], environment.commit()]
         made_with["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
         for records in attention.run(self.options, device, self._done()):
+            places = {(record["attention"], record["N"]) for record in records}
+            self.records[:] = [r for r in self.records if (r["attention"], r["N"]) not in places]  # that failed
             self.records.extend(records)
             write(self.path, self.result)
             progress(f"{self.path.stem}: {attention.line(records)}")
 
     def _done(self) -> set[tuple[str, int]]:
-        return {(record["attention"], record["N"]) for record in self.records}
+        """Cells that are measured, or can't be: a failure may have passed."""
+        failed = {(r["attention"], r["N"]) for r in self.records if r["status"] == "failed"}
+        return {(record["attention"], record["N"]) for record in self.records} - failed
 
 
 def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:

@@ -130,14 +130,25 @@ class Local:
         if time.monotonic() - self.looked >= LOOK_S:
             self.looked = time.monotonic()
             for cell in self._left():
-                self.states[cell] = cells.look(cell)
+                with self._refused(cell):
+                    self.states[cell] = cells.look(cell)
         for cell in self._left():
             if not self.free:
                 break
             before, state = self._before(cell), self.states[cell]
             ready = before is None or self.states[before].status == "done"
             if ready and state.status != "running elsewhere" and (room := self._room(cell, state.crowded)):
-                self._start(cell, room)
+                with self._refused(cell):
+                    self._start(cell, room)
+
+    @contextmanager
+    def _refused(self, cell: Cell) -> Iterator[None]:
+        """What can't be done with one cell's directory: the others go on."""
+        try:
+            yield
+        except UsageError as error:
+            self.states[cell] = State("refused", {"error": str(error)}, final=True)
+            self.say(f"{cell}: refused, {error}")
 
     def _room(self, cell: Cell, alone: bool) -> Sequence[Slot]:
         """A free slot, or all slots of GPUs that have no run; none where that is not to be had."""
@@ -193,8 +204,11 @@ class Local:
 
     def _reap(self) -> None:
         for cell, child in self._ended():
-            state = self.states[cell] = cells.settled(cell)
-            code = child.process.returncode
+            with self._refused(cell):
+                self.states[cell] = cells.settled(cell)
+            state, code = self.states[cell], child.process.returncode
+            if state.status == "refused":
+                continue
             if state.result is None:
                 self.deaths[cell] += DEATHS if code == REFUSED else 1  # the same input would be refused again
                 again = "given up until the next call" if self.deaths[cell] >= DEATHS else "taken up once more"

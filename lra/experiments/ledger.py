@@ -80,6 +80,7 @@ class Row:
     memory_gb: float | None = None  # peak of one GPU, 10^9 bytes
     hardware: str = ""
     engine: str = ""
+    micro: int | None = None  # sequences of a portion, if the batch was not computed as a whole
     commit: str = ""
     date: str = ""
     result: str = ""  # file
@@ -96,7 +97,7 @@ class Ledger:
 
 
 def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
-    """The results below `folder` that are of one of `cells`, the newest of each.
+    """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
 
     Of a cell without one, that of a stage that was out of memory: it cannot begin. Notes name what was left out: files
     that can't be read, older results of a cell, and results of no cell. Raises UsageError if there is no such folder.
@@ -106,7 +107,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
     ledger, strangers = Ledger(), []
     entries, ledger.notes = find(folder)
-    entries.sort(key=lambda entry: (entry.date, str(entry.path)))
+    entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
     wanted, defaults = _identities(cells)
     for entry in entries:
         cell, near = _owner(entry, wanted, defaults)
@@ -141,8 +142,8 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
             continue
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name in CURVES):
             continue  # some other measurement
-        if lacking := _lacking(content):
-            notes.append(f"{path} is no whole result, so it is left out: it lacks {lacking}")
+        if lacks := lacking(content):
+            notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
         else:
             entries.append(Entry(path, content))
     return entries, notes
@@ -174,10 +175,13 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
+        "micro": (micro := _mapping(result["config"].get("batch")).get("micro")),
         "commit": made_with.get("commit") or "",
         "date": entry.date,
         "result": str(entry.path),
     }
+    if micro:  # no part of the cell, but what fits may depend on it
+        known["command"] += f" batch.micro={micro}"
     if result["status"] == "finished":
         known |= _scores(result["test"], "accuracy", "bound", "baseline")
         known |= _scores(result["fresh"], "fresh", "fresh_bound", "fresh_baseline") if "fresh" in result else {}
@@ -216,7 +220,7 @@ def _owner(
 
 
 def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
-    """The results for want of memory of stages without which a cell cannot begin; `entries` by date."""
+    """The results for want of memory of stages without which a cell cannot begin; `entries` in the order of `match`."""
     attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
     found: dict[Cell, Entry] = {}
     if not attns:
@@ -255,8 +259,8 @@ def _key(version: str, fields: Identity) -> str:
     return json.dumps([version, fields], sort_keys=True, default=str)
 
 
-def _lacking(content: Mapping[str, Any]) -> str:
-    """What a result lacks of what every result has; empty if nothing."""
+def lacking(content: Mapping[str, Any]) -> str:
+    """What a run's result lacks of what every one has; empty if nothing."""
     config, environment, test = (_mapping(content.get(name)) for name in ("config", "environment", "test"))
     there = {
         f"a status of {', '.join(ENDS)}": content.get("status") in ENDS,
@@ -287,7 +291,10 @@ def _scored(test: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

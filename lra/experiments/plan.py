@@ -71,6 +71,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
     paces: dict[tuple[str, str], tuple[float, str] | None] = {}
     rows: list[list[str]] = []
     times: dict[Path, float] = {}  # of what is left, as far as they are known
+    elsewhere: dict[Path, float] = {}  # what others compute, for which this waits
     sources: dict[str, None] = {}
     left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
     for cell, state in states.items():
@@ -82,14 +83,15 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
             if (known := paces[place]) is not None:
                 pace, source = known
                 text = duration(seconds := _steps(cell, state) / pace)
+                (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
-                    times[cell.directory.path] = seconds
                     sources[source] = None
         rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
     lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
     if times:
         # one run is in one place, and a chain of stages one after the other
-        chains = [sum(times.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
+        waits = times | elsewhere
+        chains = [sum(waits.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
         spent = duration(max(*chains, sum(times.values()) / places))
         lines.append(
             f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"

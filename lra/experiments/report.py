@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lra.config.options import parse, refuse_repeats
 from lra.config.recipes import read_recipe
 from lra.errors import UsageError
-from lra.experiments import grid, html, ledger, speed
+from lra.experiments import grid, html, ledger, plan, speed
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.reproduction import Table
@@ -68,16 +68,19 @@ def run(name: str, args: Sequence[str]) -> Report:
     rows = [ledger.row(table, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
-    notes = [f"recipe: {recipe}", *_summary(rows), *notes, *_engines(rows), *found.notes]
+    notes = [f"recipe: {recipe}", *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
     alone = {}
     if measured is not None:
         tables += speed.tables(table, measured, columns, attns)
         notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
-        place = speed.hardware_of(measured)
-        alone = {
-            (place, record["column"], record["attention"]): record["steps_per_second"]
-            for record in measured["cells"] if record["way"] == "product" and record["steps_per_second"]
-        }  # fmt: skip
+        try:
+            paces = plan.Alone(speed.paces(table, measured))
+        except UsageError as error:
+            notes.append(f"{options.speed} is not drawn against accuracy: {error}")
+        else:
+            place = speed.hardware_of(measured)
+            firsts = [cell for cell in cells if cell.seed == 0]
+            alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
     report = Report(tables, notes, rows, found.entries, alone)
     if options.out is not None:
         notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
@@ -211,15 +214,25 @@ def _summary(rows: list[Row]) -> Iterator[str]:
 
 def _engines(rows: list[Row]) -> Iterator[str]:
     """Speeds that are compared although another engine, or one not recorded, computed the steps."""
+    return _unlike(rows, "speeds of different engines", lambda row: row.engine or "not recorded")
+
+
+def _portions(rows: list[Row]) -> Iterator[str]:
+    """Memory, and speed, of batches that were computed in portions of their own."""
+    what = "memory and speed of batches in different portions"
+    return _unlike(rows, what, lambda row: f"batch.micro={row.micro}" if row.micro else "whole")
+
+
+def _unlike(rows: list[Row], what: str, kind: Callable[[Row], str]) -> Iterator[str]:
     for place in hardware(rows):
         for column in dict.fromkeys(row.column for row in rows):
-            by_engine: dict[str, list[str]] = {}
+            kinds: dict[str, list[str]] = {}
             for row in rows:
                 if (row.column, row.hardware) == (column, place) and row.status in ("finished", "stuck"):
-                    by_engine.setdefault(row.engine or "not recorded", []).append(f"{row.attention} s{row.seed}")
-            if len(by_engine) > 1:
-                parts = (f"{engine}: {', '.join(names)}" for engine, names in sorted(by_engine.items()))
-                yield f"{column}: speeds of different engines are compared ({'; '.join(parts)})"
+                    kinds.setdefault(kind(row), []).append(f"{row.attention} s{row.seed}")
+            if len(kinds) > 1:
+                parts = (f"{name}: {', '.join(runs)}" for name, runs in sorted(kinds.items()))
+                yield f"{column}: {what} are compared ({'; '.join(parts)})"
 
 
 def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
@@ -252,16 +265,16 @@ def markdown(table: Grid, report: Report) -> str:
     parts = [f"# {table.name}: {table.about} ({table.source})"]
     for title, header, rows in report.tables:
         lines = [header, ["---"] * len(header), *rows]
-        cells = ([cell.replace("\\", "\\\\").replace("|", "\\|") for cell in line] for line in lines)
+        cells = (map(_plain, line) for line in lines)
         parts.append(f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells))
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in report.notes)]) + "\n"
+    return "\n\n".join([*parts, "\n".join(f"- {_plain(note)}" for note in report.notes)]) + "\n"
 
 
 def latex(table: Grid, report: Report) -> str:
     """Tables of LaTeX without packages; the notes are comments."""
     parts = [
         f"% {table.name}: {table.about} ({table.source})",
-        *(f"% {' '.join(note.split())}" for note in report.notes),
+        *(f"% {_line(note)}" for note in report.notes),
     ]
     for title, header, rows in report.tables:
         lines = [r"\hline", _tex(header), r"\hline", *map(_tex, rows), r"\hline"]
@@ -275,4 +288,14 @@ _TEX |= {character: f"\\{character}" for character in "&%$#_{}"}
 
 
 def _tex(cells: Sequence[str]) -> str:
-    return " & ".join("".join(_TEX.get(character, character) for character in cell) for cell in cells) + r" \\"
+    return " & ".join("".join(_TEX.get(character, character) for character in _line(cell)) for cell in cells) + r" \\"
+
+
+def _line(text: str) -> str:
+    """On one line."""
+    return " ".join(text.split())
+
+
+def _plain(text: str) -> str:
+    """On one line, as Markdown that is neither a table's edge nor HTML."""
+    return _line(text).translate({ord(character): f"\\{character}" for character in "\\|<"})

@@ -225,7 +225,7 @@ def read_result(file: Path) -> dict[str, Any] | None:
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         ended = result["status"] in ENDS and isinstance(result["config"], dict) and isinstance(result["task"], str)
-        whole = ended and (result["status"] != "finished" or float(result["test"]["accuracy"]) >= 0)
+        whole = ended and (result["status"] != "finished" or 0 <= float(result["test"]["accuracy"]) <= 1)
     except PermissionError:  # nothing is damaged
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -289,6 +289,24 @@ def test_a_run_that_ended_replaces_one_that_has_not_and_is_no_further(runs, here
     assert f"{FAILED}: kept, {steps} steps here, {steps} there" in merge(file, [f"runs={here}"])
 
 
+@pytest.mark.parametrize(
+    ("status", "first", "last"), [("failed", {}, {}), ("oom", {"runs_per_device": 2}, {"runs_per_device": 1})]
+)
+def test_an_end_for_good_replaces_one_that_is_to_be_tried_again_in_any_order(runs, here, tmp_path, status, first, last):
+    make(runs, FAILED, status, **first)
+    early = packed(runs, "checkpoints=last").rename(tmp_path / "early.tar.xz")
+    folder = make(runs, FAILED, status, **last)
+    if status == "failed":
+        (folder / "failed.json").write_text((folder / "result.json").read_text())
+    late = packed(runs, "checkpoints=last")
+    for order, said in (((early, late), "replaced, it was to be tried again here"), ((late, early), "kept")):
+        shutil.rmtree(here, ignore_errors=True)
+        for file in order:
+            notes = merge(file, [f"runs={here}"])
+        assert any(note.startswith(f"{FAILED}: {said}") for note in notes)
+        assert archive.Run(here / FAILED).ended() == 2
+
+
 def test_another_configuration_is_refused_with_its_fields(runs, here):
     folder = make(here, DONE)
     config = yaml.safe_load((folder / "config.yaml").read_text())

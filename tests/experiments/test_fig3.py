@@ -107,6 +107,16 @@ def test_the_same_command_measures_what_is_lacking(folder):
     assert len(read(folder / "fig3.json")["cells"]) == 72
 
 
+def test_what_failed_is_measured_again(folder):
+    part = read(folder / "mask.json")
+    for record in part["cells"][:3]:
+        record |= {"status": "failed", "ms": None}
+    (folder / "mask.json").write_text(json.dumps(part))
+    assert again(folder, "settings=mask") == ["mask: flash"]
+    measured = read(folder / "mask.json")["cells"]
+    assert len(measured) == len(part["cells"]) and {record["status"] for record in measured} == {"ok"}
+
+
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [

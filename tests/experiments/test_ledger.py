@@ -166,8 +166,16 @@ def test_the_newer_of_two_counts_and_both_are_named(tmp_path):
     assert note.startswith("listops flash seed 0: ") and str(old) in note and str(new) in note
 
 
+@pytest.mark.parametrize("status", ["oom", "failed"])
+def test_what_finished_counts_whatever_came_after(tmp_path, status):
+    finished = put(tmp_path / "h200.json", dated(result(cell("flash", 0)), 1))
+    put(tmp_path / "small.json", dated(result(cell("flash", 0), status=status), 2))
+    assert ledger.match(CELLS, tmp_path).entries[cell("flash", 0)].path == finished
+
+
 def test_what_is_not_whole_is_named(tmp_path):
     good = result(cell("flash", 0))
+    put(tmp_path / "huge.json", good | {"steps": 10**400})
     (tmp_path / "cut.json").write_text(json.dumps(good)[:-9])
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     put(tmp_path / "list.json", [1])
@@ -183,9 +191,9 @@ def test_what_is_not_whole_is_named(tmp_path):
     put(tmp_path / "failed.json", good)  # of a first try: no result of the run
     found = ledger.match(CELLS, tmp_path)
     assert not found.entries
-    names = ("cut", "bytes", "bare", "state", "untested", "share", "speed", "less", "engine")
+    names = ("cut", "bytes", "bare", "state", "untested", "share", "speed", "less", "engine", "huge")
     named = {name: note for note in found.notes for name in names if f"{name}.json" in note}
-    assert len(named) == len(found.notes) == 9
+    assert len(named) == len(found.notes) == 10
     assert "can't be read" in named["cut"] and "can't be read" in named["bytes"]
     assert "lacks test with all scores" in named["untested"] and "steps_per_second" in named["speed"]
 

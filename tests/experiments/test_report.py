@@ -153,7 +153,7 @@ def test_the_csv_has_a_row_for_each_cell_and_seed(made, folder):
         "sequences": 2000, "paper": 37.6, "difference": -1.6, "baseline": "root operator", "baseline_accuracy": 35.65,
         "majority": 16.6, "fresh": 18.336, "fresh_bound": 0.34, "fresh_baseline": "root operator",
         "fresh_baseline_accuracy": 36.04, "validation": 17.7, "steps": 5000, "train_seconds": 19.7,
-        "steps_per_second": 300, "memory_gb": 0.444581, "hardware": "NVIDIA H200", "engine": "captured",
+        "steps_per_second": 300, "memory_gb": 0.444581, "hardware": "NVIDIA H200", "engine": "captured", "micro": "",
         "commit": "5577a9a5dedc+", "date": "2026-11-21T11:36:40Z", "result": str(folder / "flash-1" / "result.json"),
         "command": "lra fit task=listops attn=flash recipe=xiong2021 seed=1",
     }  # fmt: skip

@@ -1,0 +1,58 @@
+"""What is unlike others in a grid: results in portions of their own, speeds of another configuration, refused cells."""
+
+from __future__ import annotations
+
+from lra.experiments import launch, report, speed
+from lra.experiments.launch import Local
+from tests.experiments.runs import cells as todo_cells
+from tests.experiments.runs import started, stub
+from tests.experiments.test_ledger import put, result
+from tests.experiments.test_report import cells
+
+
+def test_batches_in_portions_are_named_and_in_the_command(tmp_path):
+    for attn, micro in (("flash", None), ("standard", 2)):
+        [cell] = cells(["listops"], [attn])
+        made = result(cell)
+        made["config"]["batch"]["micro"] = micro
+        put(tmp_path / f"{attn}.json", made)
+    found = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash,standard", "seeds=1"])
+    said = (
+        "listops: memory and speed of batches in different portions are compared (batch.micro=2: standard s0; whole: "
+    )
+    assert f"{said}flash s0)" in found.notes
+    assert {row.attention: "batch.micro=2" in row.command for row in found.rows} == {"flash": False, "standard": True}
+
+
+def test_speeds_of_another_configuration_are_not_drawn_against_accuracy(tmp_path, monkeypatch):
+    [cell] = cells(["listops"], ["flash"])
+    put(tmp_path / "runs" / "a.json", result(cell, steps_per_second=100.0))
+    records = [
+        {
+            "column": "listops", "attention": "flash", "way": way, "loop": "fit", "status": "ok", "reason": "",
+            "engine": "captured", "ms": 1.0, "rows": 64.0, "memory_mb": 9.5, "steps_per_second": 7.0,
+        }
+        for way in speed.WAYS
+    ]  # fmt: skip
+    for fields, drawn in (([], [7.0]), (["model.layers=12"], [])):
+        measured = {
+            "environment": {"gpu": "NVIDIA H200", "date": "2026-01-01T00:00:00Z", "commit": "abc"},
+            "options": {"recipe": "xiong2021", "fields": fields}, "cells": records,
+        }  # fmt: skip
+        file = put(tmp_path / "speed.json", measured)
+        args = [f"results={tmp_path / 'runs'}", f"speed={file}", "tasks=listops", "attns=flash", "seeds=1"]
+        assert list(report.run("table3", args).alone.values()) == drawn
+
+
+def test_a_cell_that_is_refused_leaves_the_others_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "TICK_S", 0.02)
+    todo, said = todo_cells(3), []
+    local = Local(todo, [None], say=said.append, command=stub(todo, "finish"))
+    path = todo[1].directory.path  # where another command meanwhile begins another run
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("seed: 7\n")
+    states = local.work()
+    assert [states[cell].status for cell in todo] == ["done", "refused", "done"]
+    assert str(path) not in started() and len(started()) == 2
+    assert [line.startswith(f"{todo[1]}: refused, {path} holds a run with another") for line in said] == [True]
