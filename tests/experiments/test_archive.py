@@ -301,8 +301,7 @@ def test_an_end_for_good_replaces_one_that_is_to_be_tried_again_in_any_order(run
     late = packed(runs, "checkpoints=last")
     for order, said in (((early, late), "replaced, it was to be tried again here"), ((late, early), "kept")):
         shutil.rmtree(here, ignore_errors=True)
-        for file in order:
-            notes = merge(file, [f"runs={here}"])
+        notes = [note for file in order for note in merge(file, [f"runs={here}"])]
         assert any(note.startswith(f"{FAILED}: {said}") for note in notes)
         assert archive.Run(here / FAILED).ended() == 2
 
