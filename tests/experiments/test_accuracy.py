@@ -23,6 +23,7 @@ from lra.config.options import parse
 from lra.errors import UsageError
 from lra.experiments import accuracy, grid, launch, watch
 from lra.experiments.cells import State
+from lra.experiments.grid import Cell
 from lra.experiments.launch import Local
 from lra.experiments.watch import Pace, Watch
 from lra.training.run import claim
@@ -232,24 +233,37 @@ def test_the_text_file_has_the_grid_as_it_is(stubbed):
     assert not [file for file in Path("checkpoints").iterdir() if file.name.startswith(".")]
 
 
+def curves(cell: Cell, *rows: str, at: float) -> None:
+    """A run's metrics.csv, as written at that time."""
+    file = made(cell) / "metrics.csv"
+    file.write_text("\n".join(["step,train/loss,lr,val/loss,val/accuracy", *rows]) + "\n")
+    os.utime(file, (at, at))
+
+
 def test_a_running_cell_shows_its_step_pace_and_best_validation():
     (cell,) = cells(1)
-    file = made(cell) / "metrics.csv"
-
-    def rows(*lines: str, at: float) -> None:
-        file.write_text("\n".join(["step,train/loss,lr,val/loss,val/accuracy", *lines]) + "\n")
-        os.utime(file, (at, at))
-
-    rows("250,,,1.0,0.25", at=100.0)  # of an earlier session: it tells no pace
+    curves(cell, "250,,,1.0,0.25", at=100.0)  # of an earlier session: it tells no pace
     pace = Pace(cell)
     pace.update()
     assert str(pace) == "250/1500, val 25.00"
-    rows("250,,,1.0,0.25", "300,1,1,,", at=5000.0)
+    curves(cell, "250,,,1.0,0.25", "300,1,1,,", at=5000.0)
     pace.update()
     assert str(pace) == "300/1500, val 25.00"
-    rows("250,,,1.0,0.25", "300,1,1,,", "500,,,1.0,0.5", at=5020.0)
+    curves(cell, "250,,,1.0,0.25", "300,1,1,,", "500,,,1.0,0.5", at=5020.0)
     pace.update()
     assert str(pace) == "500/1500, val 50.00, 10.0/s, 2 min left"
+
+
+def test_the_pace_of_a_run_that_went_back_begins_there():
+    (cell,) = cells(1)
+    pace = Pace(cell)
+    for step, at in ((400, 100.0), (500, 110.0), (300, 1000.0)):
+        curves(cell, f"{step},1,1,,", at=at)
+        pace.update()
+    assert str(pace) == "300/1500", "taken up from an older checkpoint"
+    curves(cell, "600,1,1,,", at=1010.0)
+    pace.update()
+    assert str(pace) == "600/1500, 30.0/s, 30 s left"
 
 
 def test_a_terminal_is_redrawn_and_gets_no_lines(here):

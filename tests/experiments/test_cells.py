@@ -7,7 +7,8 @@ import os
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments.cells import State, clear, counted, look, reached, settled
+from lra.experiments import grid
+from lra.experiments.cells import State, clear, counted, look, reached, settled, with_stages
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, stub, until
 
@@ -75,6 +76,21 @@ def test_without_its_stage_for_want_of_memory_a_cell_is_out_of_memory():
     assert look(cell).status == "OOM", "a process that was refused is no begin"
     made(second, "finished")
     assert look(cell) == State("open")
+
+
+def test_stages_before_a_run_that_has_begun_are_not_needed():
+    (cell,) = GRID.cells(("listops",), ("flash",), 1, "curriculum")
+    first, second = cell.stages
+    assert with_stages([cell]) == [first, second, cell]
+    (made(second) / "last.ckpt").touch()
+    assert with_stages([cell]) == [second, cell]
+    made(cell, "finished")
+    assert with_stages([cell]) == [cell]
+
+
+def test_a_stage_that_is_a_cell_itself_is_there_as_that():
+    after, before = grid.read("table6").cells(["pathx", "path64"], ["flash"], 1, "dao2022")
+    assert with_stages([after, before]) == [before, after.stages[1], after]
 
 
 @pytest.mark.parametrize("status", ["oom", "failed"])

@@ -15,7 +15,7 @@ from lra.errors import UsageError
 from lra.experiments import launch
 from lra.experiments.cells import look, with_stages
 from lra.experiments.launch import Local, slots
-from lra.training.run import claimed
+from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 
 
@@ -72,6 +72,19 @@ def test_two_commands_share_the_cells():
     assert {look(cell).status for cell in todo} == {"done"}
 
 
+def test_what_another_command_has_done_just_before_the_claim_stays(monkeypatch):
+    (cell,) = todo = cells(1)
+
+    def late(path):
+        made(cell, "finished", 0.4)
+        return claim(path)
+
+    monkeypatch.setattr(launch, "claim", late)
+    (state,), said = work(todo, stub(todo, "finish"))
+    assert state.accuracy == look(cell).accuracy == 0.4 and not started() and not said
+    assert not claimed(cell.directory.path)
+
+
 def test_a_failing_run_is_retried_once_and_keeps_both_tracebacks():
     (cell,) = todo = cells(1)
     (state,), _ = work(todo, stub(todo, "fail"))
@@ -122,6 +135,7 @@ def test_out_of_memory_beside_others_is_run_again_alone():
 
 def test_a_cell_of_several_gpus_has_them_to_itself():
     (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=2",))
+    assert Local([cell], ["0", "1", "2"])._room(cell, False) == ["0", "1"], "and no more"
     local = Local([cell], ["0", "1", "2", "0", "1", "2"])
     local.free.remove("0")
     room = local._room(cell, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from lra.errors import UsageError
 from lra.experiments import accuracy, grid
+from lra.training.run import claim
 from tests.experiments.runs import made
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -93,6 +95,38 @@ def test_finished_runs_come_first():
     assert report.lines[2] == "time for 1 of them, from steps per second of finished runs on CPU: 17 min of training"
 
 
+def test_stages_take_one_after_the_other_however_many_gpus_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    write(OWN)
+    (line,) = planned("recipe=dao2022", "tasks=pathx", "attns=flash", "seeds=1")[1]
+    assert line.endswith(": 5.9 h of training"), "125,000 steps of path64, then twice 500,000"
+
+
+def test_a_run_on_two_gpus_takes_two_slots(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    report = accuracy.run("table6", (*ARGS, "trainer.devices=2"), dry_run=True)
+    assert report.lines[1] == "6 remain to be run; slots: 2"
+
+
+def test_of_finished_runs_the_median_counts():
+    _, *done = grid.read("table3").cells(["listops"], ["flash"], 4, "demo")
+    for cell, speed in zip(done, (60.0, 10.0, 20.0), strict=True):
+        made(cell, "finished", steps_per_second=speed)
+    left, _ = planned("recipe=demo", "tasks=listops", "attns=flash", "seeds=4", table="table3")
+    assert left["listops flash"] == "75 s"
+
+
+def test_what_runs_elsewhere_has_less_left():
+    going, done = grid.read("table3").cells(["listops"], ["flash"], 2, "demo")
+    made(done, "finished", steps_per_second=100.0)
+    path = made(going)
+    (path / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n500,1,1,,\n")
+    held = claim(path)
+    left, lines = planned("recipe=demo", "tasks=listops", "attns=flash", "seeds=2", table="table3")
+    os.close(held or 0)
+    assert left["listops flash"] == "10 s" and not lines, "1,000 steps, which are not for this command"
+
+
 def test_a_stage_that_is_configured_otherwise_remains_unknown():
     write(FILE, {("listops", "flash"): 255.0}, "curriculum")
     left, lines = planned(
@@ -104,7 +138,13 @@ def test_a_stage_that_is_configured_otherwise_remains_unknown():
 
 
 @pytest.mark.parametrize(
-    ("change", "fields"), [({"recipe": "demo"}, ()), ({"fields": ["batch.size=8"]}, ()), ({}, ("batch.size=8",))]
+    ("change", "fields"),
+    [
+        ({"recipe": "demo"}, ()),
+        ({"recipe": "gone"}, ()),
+        ({"fields": ["batch.size=8"]}, ()),
+        ({}, ("batch.size=8",)),
+    ],
 )
 def test_the_tables_own_file_counts_where_it_is_of_the_same_configuration(change, fields):
     write(OWN, **change)

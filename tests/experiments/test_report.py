@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import math
 import re
 import shutil
@@ -92,6 +93,49 @@ def test_speed_and_memory(made):
     assert shown["flash"]["listops"] == "300.0 (3.00×)" and shown["flash"]["speedup"] == "3.00 (1)"
     assert shown["flash"]["paper"] == "2.4" and shown["standard"]["paper"] == ""
     assert table(made[0], "peak memory")["standard"]["listops"] == "5.00"
+
+
+def test_of_a_run_beside_others_no_speed_is_known(tmp_path):
+    for cell, speed, shared in zip(cells(["listops"], ["flash"], 2), (300.0, 100.0), (1, 2), strict=True):
+        put(tmp_path / f"{cell.seed}.json", result(cell, steps_per_second=speed, runs_per_device=shared))
+    out = tmp_path / "out"
+    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={out}"])
+    assert table(made, "steps per second")["flash"]["listops"] == "300.0"
+    first, second = csv.DictReader((out / "table3.csv").read_text().splitlines())
+    assert (first["steps_per_second"], first["train_seconds"][:4]) == ("300.0", "19.7")
+    assert (second["steps_per_second"], second["train_seconds"], second["status"]) == ("", "", "finished")
+
+
+def test_several_gpus_are_other_hardware(tmp_path):
+    for cell, speed, count in zip(cells(["listops"], ["flash"], 2), (100.0, 300.0), (None, 4), strict=True):
+        put(tmp_path / f"{cell.seed}.json", result(cell, steps_per_second=speed, world_size=count))
+    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2"])
+    assert [row.hardware for row in made.rows] == ["NVIDIA H200", "4 × NVIDIA H200"]
+    assert table(made, "steps per second on NVIDIA H200")["flash"]["listops"] == "100.0"
+    assert table(made, "steps per second on 4 × NVIDIA H200")["flash"]["listops"] == "300.0"
+
+
+def test_columns_that_are_apart_enter_no_speedup(tmp_path):
+    for number, cell in enumerate(cells(["listops", "pathfinder-lit"], ["standard", "flash"])):
+        speed = {"standard": 10.0, "flash": 20.0 if cell.column == "listops" else 80.0}[cell.attn]
+        put(tmp_path / f"{number}.json", result(cell, steps_per_second=speed))
+    made = report.run("table3", [f"results={tmp_path}", "tasks=listops,pathfinder-lit", "attns=standard,flash"])
+    shown = table(made, "steps per second")["flash"]
+    assert shown["pathfinder-lit"] == "80.0 (8.00×)" and shown["speedup"] == "2.00 (1)"
+
+
+def test_the_peak_of_memory_is_that_of_the_seed_that_had_most(tmp_path):
+    for cell, peak in zip(cells(["listops"], ["flash"], 3), (2, 5, 3), strict=True):
+        put(tmp_path / f"{cell.seed}.json", result(cell, peak_gpu_bytes=peak * 10**9))
+    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash"])
+    assert table(made, "peak memory")["flash"]["listops"] == "5.00"
+
+
+def test_the_papers_average_needs_its_figure_of_each_column(tmp_path, monkeypatch):
+    poor = dataclasses.replace(TABLE, paper={"flash": {"listops": 37.6, "average": 59.8}})
+    monkeypatch.setattr(grid, "read", lambda name: poor)
+    made = report.run("table3", [f"results={tmp_path}", "tasks=listops,text", "attns=flash"])
+    assert table(made, "difference")["flash"] == {"listops": "(37.6)", "text": "", "average": ""}
 
 
 def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path):
@@ -244,6 +288,20 @@ def test_text_of_results_is_escaped(tmp_path):
     assert "can&#x27;t be read as curves" in page
     comments = [line for line in (tmp_path / "out" / "table3.tex").read_text().splitlines() if "GPU" in line]
     assert comments and all(line.startswith("%") for line in comments)
+
+
+def test_what_is_special_in_markdown_and_latex_is_escaped(tmp_path):
+    [cell] = cells(["listops"], ["flash"])
+    one = result(cell)
+    one["environment"] |= {"commit": "abc\ndef"}
+    one["test"]["baselines"] = {"majority": 0.1, r"a|b\c & 9% $x #1 _{y} ~z^": 0.2}
+    put(tmp_path / "a.json", one)
+    report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
+    markdown, latex = ((tmp_path / "out" / f"table3.{end}").read_text().splitlines() for end in ("md", "tex"))
+    assert r"| strongest baseline | 20.0 a\|b\\c & 9% $x #1 _{y} ~z^ |" in markdown
+    escaped = r"a|b\textbackslash{}c \& 9\% \$x \#1 \_\{y\} \textasciitilde{}z\^{}"
+    assert rf"strongest baseline & 20.0 {escaped} \\" in latex
+    assert "% commit: abc def" in latex
 
 
 def test_a_resumed_runs_memory_is_not_known(tmp_path):
