@@ -108,6 +108,16 @@ def test_a_run_on_two_gpus_takes_two_slots(monkeypatch):
     assert report.lines[1] == "6 remain to be run; slots: 2"
 
 
+def test_a_stage_that_runs_elsewhere_is_waited_for():
+    write(OWN)
+    args = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash", "seeds=1")
+    (alone,) = planned(*args)[1]
+    held = claim(made(grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]))
+    (waiting,) = planned(*args)[1]
+    os.close(held or 0)
+    assert alone.rpartition(": ")[2] == waiting.rpartition(": ")[2] == "5.9 h of training"
+
+
 def test_of_finished_runs_the_median_counts():
     _, *done = grid.read("table3").cells(["listops"], ["flash"], 4, "demo")
     for cell, speed in zip(done, (60.0, 10.0, 20.0), strict=True):
