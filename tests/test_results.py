@@ -266,3 +266,10 @@ def test_exactness_leaves_no_case_out(script, tmp_path):
 def test_exactness_needs_a_gpu(run_here):
     done = run_here(ROOT / "benchmarks" / "exactness.py", "--out", "none.json")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_losses_differ_by_the_largest_share_on_either_side(script):
+    losses = {"eager": [2.0, 4.0], "captured": [1.0, 4.4], "captured, padded": [2.2, 4.0]}
+    records = [{"task": "listops", "variant": name, "losses": found} for name, found in losses.items()]
+    script("learning").compare(records)
+    assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1])

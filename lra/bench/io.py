@@ -20,7 +20,7 @@ import torch
 
 from lra import environment
 from lra.bench.files import write
-from lra.config.options import parse, shown
+from lra.config.options import parse, refuse_repeats, shown
 from lra.errors import UsageError
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -84,6 +84,7 @@ class IoOptions:
     def __post_init__(self) -> None:
         if min(self.length, self.head_dim, self.heads, self.batch, *self.blocks) < 1:
             raise UsageError("length=, head_dim=, heads=, batch= and blocks= must be at least 1")
+        refuse_repeats(blocks=self.blocks)
 
 
 def bench(args: Sequence[str]) -> dict[str, Any]:

@@ -61,9 +61,12 @@ def sized(attention: str, n: int) -> str:
 
 
 def masked(n: int, batch: int) -> tuple[int, ...]:
-    """Lengths of sequences with a padding mask: up to 20 tokens less than N, the same in every call."""
+    """Lengths of sequences with a padding mask: up to 20 tokens less than N, the same in every call.
+
+    At least 2, as one token has no gradients to check.
+    """
     draw = random.Random(f"padding mask of {batch} x {n}")
-    return tuple(max(1, n - draw.randint(0, MASKED)) for _ in range(batch))
+    return tuple(max(2, n - draw.randint(0, MASKED)) for _ in range(batch))
 
 
 def _text(value: Any) -> str:

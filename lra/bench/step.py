@@ -17,7 +17,7 @@ from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
 from lra.bench.files import output
 from lra.config.compose import Composed
-from lra.config.options import shown, take
+from lra.config.options import refuse_repeats, shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
@@ -45,6 +45,7 @@ class StepOptions:
         for loop in self.loops:
             if loop not in LOOPS:
                 raise UsageError(f"loops=: {unknown('loop', loop, LOOPS)}")
+        refuse_repeats(loops=self.loops)
 
     @property
     def total(self) -> int:

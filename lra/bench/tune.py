@@ -54,6 +54,11 @@ class Options:
             if not 1 <= head_dim <= 128:
                 raise UsageError(f"head_dims={head_dim}: the kernels take 1 to 128")
         refuse_repeats(kernels=self.kernels, dtypes=self.dtypes, head_dims=self.head_dims, dropout=self.dropout)
+        seen: dict[int, int] = {}
+        for head_dim in self.head_dims:
+            block_d = block_dim(head_dim)
+            if (other := seen.setdefault(block_d, head_dim)) != head_dim:
+                raise UsageError(f"head_dims={other},{head_dim} have one row in the table, of {block_d}: name one")
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,22 @@ def at_least(limit: int, section: str, config: Any, *names: str) -> None:
 def at_most(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
 
-    A number with some digits too many would end in a traceback, or with all memory taken.
+    A number with some digits too many would end in a traceback, or with all memory taken. Null is not above it, each
+    of a list is looked at, and the section of a verb's own options is empty.
     """
     for name in names:
-        if (value := getattr(config, name)) > limit:
-            raise UsageError(f"{section}.{name}={value} is too large: use at most {limit}")
+        given = getattr(config, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and value > limit:
+                raise UsageError(f"{section and section + '.'}{name}={value} is too large: use at most {limit}")
+
+
+def droppable(name: str, dropout: float) -> None:
+    """UsageError for dropout on attention probabilities that is none or all of them in the steps that it has."""
+    steps = round(256 * dropout)
+    if steps == 256 or (dropout and not steps):
+        mend = "use at most 0.998" if steps else "use 0, or at least 0.002"
+        raise UsageError(f"{name}={dropout} is {steps // 256} in steps of 1/256: {mend}")
 
 
 @dataclass(frozen=True)
@@ -63,10 +74,7 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
-        steps = round(256 * self.attn_dropout)
-        if steps == 256 or (self.attn_dropout and not steps):
-            mend = "use at most 0.998" if steps else "use 0, or at least 0.002"
-            raise UsageError(f"model.attn_dropout={self.attn_dropout} is {steps // 256} in steps of 1/256: {mend}")
+        droppable("model.attn_dropout", self.attn_dropout)
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 

@@ -1,4 +1,4 @@
-"""`lra bench attention` on the CPU: options, checks, records, tables, plots. Times are not looked at."""
+"""`lra bench attention` on the CPU: checks, records, tables, plots. Times are not looked at."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from lra.bench import attention, plots, timing
-from lra.bench.attention import bench, configure, notes, tables
-from lra.bench.cell import Cell, make_batch
+from lra.bench.attention import bench, notes, tables
+from lra.bench.cell import Cell, attend, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.files import alone
 from lra.bench.imdb import LENGTHS
@@ -57,6 +57,24 @@ def test_a_time_counts_once_launching_fits_in_the_pause(monkeypatch):
     pauses = {"forward": timing.LONGEST_PAUSE}
     monkeypatch.setattr(timing, "_clocked", lambda step, given, flush, pause: (given, lambda: 15.0, True))
     assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 15.0}  # some always wait
+
+
+def test_a_time_is_the_median(monkeypatch):
+    spent = iter((1.0, 9.0, 2.0))
+
+    def clocked(step, given, flush, pause):
+        milliseconds = next(spent)
+        return given, lambda: milliseconds, False
+
+    monkeypatch.setattr(timing, "_clocked", clocked)
+    pauses = {"forward": timing.PAUSE}
+    assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 2.0}
+
+
+@pytest.mark.parametrize("peaks", [(30.0, 50.0), (50.0, 30.0)])
+def test_both_passes_take_their_sum_and_the_larger_peak(peaks):
+    times = {name: timing.Pass(2.0, 7, peak) for name, peak in zip(("forward", "backward"), peaks, strict=True)}
+    assert attention._pass(times, "both") == timing.Pass(4.0, 7, 50.0)
 
 
 @pytest.fixture
@@ -134,51 +152,6 @@ def tiny(*args: str) -> list[str]:
 
 def records(*args: str) -> list[dict[str, Any]]:
     return bench(tiny(*args))["cells"]
-
-
-def test_every_combination_is_a_cell_and_attentions_vary_fastest():
-    options = configure(["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"])
-    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cells()]
-    assert len(cells) == 8
-    assert cells[:3] == [("flash", 0.0, (128,) * 4), ("standard", 0.0, (128,) * 4), ("flash", 0.0, (256,) * 2)]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    {
-        ("lenghts=1",): "unknown field 'lenghts': did you mean 'lengths'",
-        ("attns=flahs",): "unknown attention 'flahs': did you mean 'flash'",
-        ("attns=flash:imlp=sdpa",): "attns=flash: unknown field 'imlp': did you mean 'impl'",
-        ("attns=flash:impl=cuda",): "attns=flash: impl=cuda: choose from auto, triton, sdpa",
-        ("attns=standard:impl=sdpa",): "attns=standard: unknown field 'impl': it has none",
-        ("attns=flash:impl",): "attns=flash: 'impl' is not of the form field=value",
-        ("lengths=0",): "lengths= must be at least 1",
-        ("batch=0",): "batch= must be at least 1",
-        ("lengths=1K",): "lengths=1K: '1K' is not of the type int",
-        ("dropout=1",): "dropout= must be at least 0 and below 1",
-        ("dtypes=bf16,int8",): "dtypes=int8 is unknown: choose from bf16, fp16, fp32",
-        ("passes=sideways",): "passes=sideways is unknown: choose from forward, backward, both",
-        ("table=8",): "table=8: choose from 7, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21",
-        ("ragged=imdb", "lengths=128"): "lengths= does not go with ragged=imdb",
-        ("ragged=imdb", "batch=1000"): "batch=1000: ragged=imdb has 128 lengths",
-        ("batch=4", "tokens=64"): "tokens= does not go with batch=",
-        ("table=18", "tokens=64"): "tokens= does not go with table=18: give batch=",
-        ("dtypes=fp32,bf16,fp32",): "dtypes=fp32,bf16,fp32 names one twice",
-        ("lengths=64,64",): "lengths=64,64 names one twice",
-        ("heads=2", "heads=4"): "heads= is given twice",
-        ("heads",): "'heads' is not of the form field=value",
-    }.items(),
-)
-def test_bad_options_name_the_mend(args, message):
-    with pytest.raises(UsageError, match=message):
-        configure(args)
-
-
-def test_tables_are_other_defaults():
-    seven, twenty_one = configure(["table=7"]), configure(["table=21", "lengths=128"])
-    assert (seven.lengths, seven.batch, seven.heads, seven.dropout) == ((128, 256, 512), 64, 16, (0.1,))
-    assert (twenty_one.lengths, twenty_one.batch, twenty_one.heads, twenty_one.head_dims) == ((128,), 16, 8, (64,))
-    assert configure(["table=21"]).lengths[-1] == 65536
 
 
 def test_records_tables_and_json(tmp_path):
@@ -334,6 +307,17 @@ def test_verdicts_are_within_the_budget_and_not_zero():
     verdict = check_timed(cell, [torch.randn(128, 2, 16) for _ in range(4)], batch)
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
     assert not check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
+
+
+def test_the_last_longest_sequence_is_checked(monkeypatch):
+    def wrong_in_the_second(*args):
+        return attend(*args) * (1 + (torch.arange(135) // 64 == 1))[:, None, None]
+
+    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
+    inputs, batch = [torch.randn(135, 2, 16) for _ in range(4)], make_batch(cell.lengths, False, CPU)
+    assert not check_timed(cell, inputs, batch).wrong
+    monkeypatch.setattr("lra.bench.check.attend", wrong_in_the_second)
+    assert check_timed(cell, inputs, batch).wrong
 
 
 @pytest.mark.parametrize(("heads", "sequences", "what"), [(1, 2, "heads"), (2, 1, "sequences")])

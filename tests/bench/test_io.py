@@ -129,6 +129,7 @@ def test_rows_table_and_json(tmp_path):
     [
         ("lenght=1", "unknown field 'lenght': did you mean 'length'"),
         ("blocks=0", "blocks= must be at least 1"),
+        ("blocks=16,64,16", "blocks=16,64,16 names one twice"),
         ("dtype=int8", "dtype=int8: choose from bf16, fp16, fp32"),
         ("counters=maybe", "counters=maybe: choose from auto, true, false"),
     ],
@@ -153,6 +154,13 @@ def test_each_kernel_has_its_counters():
         ("forward_kernel", {"dram__bytes_read.sum": 1024, "dram__bytes_write.sum": 512}),
         ("other_kernel", {"dram__bytes_read.sum": 76, "dram__bytes_write.sum": 0}),
     ]
+
+
+def test_a_kernel_that_runs_twice_has_its_counters_twice():
+    twice = read_kernels(NCU.replace("other_kernel", "forward_kernel"))
+    assert [(name, counted["dram__bytes_read.sum"]) for name, counted in twice] == [
+        ("forward_kernel", 1024), ("forward_kernel", 76)
+    ]  # fmt: skip
 
 
 def test_counters_are_summed_over_kernels():

@@ -94,6 +94,7 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
     assert [record["engine"] for record in result["loops"]] == ["captured", "captured", "eager", "captured"]
     assert fit["loss"] == pytest.approx(captured["loss"], rel=1e-3) == pytest.approx(eager["loss"], rel=1e-3)
     assert eager["tokens"] == captured["tokens"] == fit["tokens"] < captured["rows"] == fit["rows"]
+    assert captured["rows_per_second"] == pytest.approx(1e3 * captured["rows"] / captured["ms"], rel=2e-3)
     assert bare["tokens"] == bare["rows"] == 8 * 32 and bare["shapes"] == 1 and captured["shapes"] >= 1
     assert bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
     assert captured["where"]["groups"]["attention"] == bare["where"]["groups"]["attention"] == 0.003
@@ -154,6 +155,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["warmup=0"], "steps= and warmup= must be at least 1"),
         (["steps=few"], "steps=few: 'few' is not of the type int"),
         (["loops=fit,capture"], "loops=: unknown loop 'capture': did you mean 'captured'"),
+        (["loops=fit,eager,fit"], "loops=fit,eager,fit names one twice"),
         (["loops=fit", "profile=true"], "profile=true is of loops=captured and bare"),
         (["steps=100"], "trainer.steps=40, but 122 are needed: raise it, or lower steps= and warmup="),
         (["init=somewhere"], "init=, name= and resume= mean nothing"),

@@ -306,6 +306,31 @@ def test_lengths_that_the_host_can_see_are_checked(impl, monkeypatch):
         flash_attention(ROWS[None], ROWS[None], ROWS[None], length=torch.tensor([7], dtype=I32), impl=impl)
 
 
+@pytest.mark.parametrize(
+    ("start", "length", "max_length", "message"),
+    [
+        ([0, 0], [5, 5], 5, "10 rows of 2 sequences are padded: start must be arange"),
+        ([1, 5], [4, 5], 5, "start must be arange"),
+        ([0, 4], [3, 0], 5, "start must be arange"),  # its padding would be rows of the other
+        ([0, 0], [5, 5], 6, "packed sequences share no rows: start must be length.cumsum"),
+        ([0, 3, 5], [4, 2, 4], 6, "share no rows"),  # one in two, another in none
+        ([0, 5], [3, 0], 5, None),
+        ([5, 0], [5, 5], 5, None),  # in any order
+        ([6, 0], [4, 6], 7, None),
+        ([4, 7, 0], [6, 0, 4], 6, None),  # an empty one anywhere
+    ],
+)
+def test_sequences_that_share_rows_are_refused(start, length, max_length, message):
+    rows = torch.randn(10, 1, 16)
+    places: dict[str, Any] = {"start": torch.tensor(start, dtype=I32), "length": torch.tensor(length, dtype=I32)}
+    if message:
+        with pytest.raises(ValueError, match=message):
+            flash_attention(rows, rows, rows, **places, max_length=max_length, impl="sdpa")
+    else:
+        out = flash_attention(rows, rows, rows, **places, max_length=max_length, impl="sdpa")
+        torch.testing.assert_close(out, reference_attention(rows, rows, rows, **places))
+
+
 def test_triton_on_a_cpu_is_refused_by_the_names_of_the_arguments(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="^impl='triton' needs CUDA tensors, got cpu: use impl='sdpa', or set"):

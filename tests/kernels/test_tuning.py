@@ -221,6 +221,13 @@ def test_the_fastest_right_tile_is_kept(bench):
     assert forward_tile() == (128, 64, 8, 2)  # at once
 
 
+def test_the_fastest_of_the_right_tiles_is_chosen(monkeypatch):
+    monkeypatch.setattr(tuner, "wrong", lambda *_, **__: "")
+    tiles = [Tile(rows, 64, 4, 2) for rows in (64, 16, 32, 128)]
+    trials = [tuner.Trial(KEY, tile, us) for tile, us in zip(tiles, (3.0, 1.0, 2.0, None), strict=True)]
+    assert tuner._fastest(KEY, 64, trials, lambda trial: None) == (tiles[1], 1.0)
+
+
 def test_measuring_in_parts_keeps_the_other_rows(bench):
     for dropout in ("false", "true"):
         tuner.tune([*FORWARD[:3], f"dropout={dropout}"])
@@ -258,6 +265,7 @@ def test_hopper_kernels_are_left_out_or_refused(bench, monkeypatch):
         ("dtypes=fp16", "dtypes=fp16: choose from bfloat16, float32"),
         ("head_dims=32,256", "head_dims=256: the kernels take 1 to 128"),
         ("head_dims=32,32", "head_dims=32,32 names one twice"),
+        ("head_dims=24,64,32", "head_dims=24,32 have one row in the table, of 32: name one"),
         ("dropout=0.1", "dropout=0.1: choose from true, false"),
     ],
 )

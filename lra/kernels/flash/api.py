@@ -40,8 +40,8 @@ def flash_attention(
     are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
     (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
     may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. Those of
-    rows in a gap, which a GPU's tensors are not searched for, are not defined. In a packed batch an infinity or
-    NaN within a sequence may spread to the first rows of dq of the next one.
+    rows in a gap or of two sequences, which a GPU's tensors are not searched for, are not defined. In a packed
+    batch an infinity or NaN within a sequence may spread to the first rows of dq of the next one.
 
     Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
     without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices
@@ -207,11 +207,7 @@ def sequences(
             "max_length must be max(length) or more"
         )
     if _free_to_read(start) and _free_to_read(length):
-        if int(start.min()) < 0 or int((start + length).max()) > len(q):
-            raise ValueError(f"start and start + length must lie between 0 and the {len(q)} rows of q")
-        if len(q) != start.numel() * max_length and int(length.sum()) != len(q):
-            raise ValueError(f"packed rows have no gaps: the lengths sum to {int(length.sum())}, q has {len(q)} rows")
-        _check_lengths(length, max_length)
+        _check_places(start.long(), length.long(), max_length, len(q))
     return start.contiguous(), length.contiguous(), int(max_length)
 
 
@@ -232,6 +228,23 @@ def _free_to_read(values: Tensor) -> bool:
     """Whether the host can look at them at once, and there are some: what is traced has no values."""
     plain = type(values) is Tensor and values.device.type == "cpu"
     return plain and values.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def _check_places(start: Tensor, length: Tensor, max_length: int, rows: int) -> None:
+    if int(start.min()) < 0 or int((start + length).max()) > rows:
+        raise ValueError(f"start and start + length must lie between 0 and the {rows} rows of q")
+    padded, total = rows == len(start) * max_length, int(length.sum())
+    if not padded and total != rows:
+        raise ValueError(f"packed rows have no gaps: the lengths sum to {total}, q has {rows} rows")
+    _check_lengths(length, max_length)
+    if padded and torch.equal(start, torch.arange(len(start)) * max_length):
+        return
+    order = start.argsort()
+    order = order[length[order] > 0]  # an empty sequence may begin anywhere
+    if total != rows or not torch.equal(start[order], length[order].cumsum(0) - length[order]):
+        if padded:
+            raise ValueError(f"{rows} rows of {len(start)} sequences are padded: start must be arange(B) * max_length")
+        raise ValueError("packed sequences share no rows: start must be length.cumsum(0) - length, in any order")
 
 
 def _check_lengths(length: Tensor, most: int) -> None:
