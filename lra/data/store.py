@@ -97,6 +97,7 @@ def prepare(
     except OSError as error:
         raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
     try:
+        _settle(path)  # what a killed build left
         if force or not path.exists():
             _build(path, content, build)
     except UsageError:
@@ -222,10 +223,8 @@ def _again(path: Path, command: str) -> str:
 
 
 def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:
-    """Build beside `path`, then rename. Only under the lock, so whatever lies there is of a killed build."""
-    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    """Build beside `path`, then rename. Only under the lock."""
+    partial = _beside(path, "partial")
     partial.mkdir()
     try:
         writer = Writer(partial, len(content.vocabulary))
@@ -245,12 +244,24 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
         for file in [*files, partial / "manifest.json", partial]:
             _sync(file)
         if path.exists():
-            path.rename(old)
+            path.rename(_beside(path, "old"))
         partial.rename(path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """Remove what a build has beside `path`; a store that it moved aside goes back if there is no other in place."""
+    shutil.rmtree(_beside(path, "partial"), ignore_errors=True)
+    old = _beside(path, "old")
+    if os.path.exists(old) and not os.path.exists(path):
+        old.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
 
 
 def _hash(value: Any) -> str:

@@ -194,15 +194,9 @@ class TaskData(pl.LightningDataModule):
         return Content(task, version, self.params(), self.source(), self.vocabulary, self.generator, self.seed())
 
     def prepare_data(self, force: bool = False) -> None:
-        """Builds the store unless it exists; UsageError if it exists from another source than the one asked for."""
-        content = self.content()
-        store = prepare(content, self.build, force=force, command=self.command())
-        asked = self.config.source != type(self.config)().source
-        if asked and store.manifest["source"] != content.source:
-            raise UsageError(
-                f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}; "
-                f"run: {self.command()} force=true"
-            )
+        """Builds the store unless it exists; UsageError as from `open`."""
+        prepare(self.content(), self.build, force=force, command=self.command())
+        self.open()
 
     def check_ranks(self, count: int) -> None:
         """UsageError if one of `count` ranks would have nothing of a part that is scored."""
@@ -212,8 +206,14 @@ class TaskData(pl.LightningDataModule):
                 raise UsageError(f"{name} has {size} examples for {count} devices: set trainer.devices={size} or less")
 
     def open(self) -> Store:
-        """The prepared store; UsageError if it is not there or damaged."""
-        return Store.open(self.content().path, self.command())
+        """The prepared store; UsageError if it is not there, damaged, or from another source than the one asked for."""
+        content = self.content()
+        store = Store.open(content.path, self.command())
+        asked = self.config.source != type(self.config)().source
+        if asked and store.manifest["source"] != content.source:
+            other = f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}"
+            raise UsageError(f"{other}; run: {self.command()} force=true")
+        return store
 
     def command(self) -> str:
         """What prepares this store: the task, and the fields in which it differs from the task's defaults."""

@@ -218,6 +218,26 @@ def test_failed_force_keeps_the_old_store():
     Store.open(content().path).verify()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_store_that_could_not_be_replaced_is_there_again(killed):
+    prepare(content(), build)
+    rename = Path.rename
+
+    def fails(self, target):
+        if not self.name.endswith(".partial"):
+            return rename(self, target)
+        if killed:  # nobody tidies up
+            patch.setattr(store, "_settle", lambda path: None)
+        raise OSError(errno.EIO, "no")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no"):
+        patch.setattr(Path, "rename", fails)
+        prepare(content(), build, force=True)
+    assert content().path.exists() != killed
+    prepare(content(), lambda writer: pytest.fail("it is there")).verify()
+    assert not [each.name for each in content().path.parent.iterdir() if each.name.endswith((".old", ".partial"))]
+
+
 def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "file" / "below"))

@@ -23,7 +23,7 @@ from lra.data.split import IGNORED, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import EvalBatches, Rank, TrainBatches
-from lra.training.data import prepare
+from lra.training.data import info, prepare, verify
 from lra.training.fit import build, configure
 from tests.fixtures import write_imdb, write_listops
 
@@ -114,6 +114,9 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
         data_of("task=text", f"source={other}")
     mend = str(caught.value).rpartition("run: lra data prepare ")[2].split()
     assert mend == ["task=text", f"task.source={other}", "force=true"]
+    for look in (verify, lambda args: list(info(args))):
+        with pytest.raises(UsageError, match=f"text was prepared from {imdb}, not from {other}; run: "):
+            look(["task=text", f"source={other}"])
 
     default = data_of("task=text")  # no source asked for: what there is, is IMDB
     assert "train 0 " in texts(default.parts["train"]) + texts(default.parts["val"])
