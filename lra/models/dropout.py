@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 
-BITS = 24  # of a hash that decide: the rate is exact to 2^-24
+BITS = 16  # of a hash that decide: the rate is exact to 2^-16, and one hash serves two features
 
 
 def row_keys(batch: Batch) -> Tensor:
@@ -28,8 +28,15 @@ def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
     if keys_T is None or not rate:
         return x_TD
     feature_D = torch.arange(x_TD.shape[1], device=x_TD.device, dtype=torch.int32)
-    kept_TD = (mix(mix(keys_T + site)[:, None] + feature_D) & (1 << BITS) - 1) >= round(rate * (1 << BITS))
-    return torch.where(kept_TD, x_TD * (1 / (1 - rate)), 0.0)
+    hash_TD = mix(mix(keys_T + site)[:, None] + (feature_D >> 1)) >> BITS * (feature_D & 1)
+    dropped = threshold(rate)
+    kept_TD = (hash_TD & (1 << BITS) - 1) >= dropped
+    return torch.where(kept_TD, x_TD * ((1 << BITS) / ((1 << BITS) - dropped)), 0.0)
+
+
+def threshold(rate: float) -> int:
+    """How many of 2^BITS hashes drop an element."""
+    return round(rate * (1 << BITS))
 
 
 def mix(x: Tensor) -> Tensor:

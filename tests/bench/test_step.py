@@ -235,12 +235,14 @@ def test_kernels_are_grouped_by_name(label, name):
     assert group(name) == label
 
 
-def test_our_kernels_are_attention():
+def test_our_kernels_are_attention_or_layers():
     folder = Path(lra.__file__).parent / "kernels"
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py"))
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     ours = [name for name in names if name.endswith("_kernel") and not name.startswith(("_", "test"))]
-    assert len(ours) >= 9 and {group(name) for name in ours} == {"attention"}
+    fused = {"feed_forward_kernel", "feed_forward_backward_kernel"}
+    assert len(ours) >= 11 and {name for name in ours if group(name) == "layers"} == fused
+    assert {group(name) for name in ours} == {"attention", "layers"}
 
 
 def test_a_breakdown_sums_kernels_and_leaves_gaps():

@@ -123,6 +123,8 @@ def test_the_result_is_frozen():
         ((*BASE, "name=" + "x" * 201), "too long for a folder"),
         ((*BASE, "model.attn_dropout=0.999"), "use at most 0.998"),
         ((*BASE, "model.attn_dropout=0.0019"), "is 0 in steps of 1/256: use 0, or at least 0.002"),
+        ((*BASE, "model.dropout=0.000001"), "is 0 in steps of 1/65536: use 0, or at least 2e-05"),
+        ((*BASE, "model.dropout=0.999999"), "is 1 in steps of 1/65536: use at most 0.99998"),
         ((*BASE, "model.d_model=65"), "model.d_model=65 is not a multiple of model.heads=2"),
         ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
         ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),

@@ -21,23 +21,23 @@ PROBLEM = (  # the fields of `Problem`, in their order
 
 
 class Once(torch.autograd.Function):
-    """Three gradients, as functions of the tensors that follow them; their own derivative is an error.
+    """The first `count` tensors, gradients, as functions of those that follow; their own derivative is an error.
 
     PyTorch's `once_differentiable` lets them pass for constants where only the gradient of the result has none.
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors[:3]
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:count]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("this attention can't be differentiated twice: use attn=standard, or plain PyTorch")
+        raise RuntimeError("this kernel can't be differentiated twice: use plain PyTorch")
 
 
 def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients, which depend on `inputs`; where a graph of them is made, without a derivative."""
-    return Once.apply(*gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
+    return Once.apply(len(gradients), *gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):

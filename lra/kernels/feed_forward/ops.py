@@ -1,0 +1,93 @@
+"""The kernels as PyTorch operators, `lra::feed_forward` and `lra::feed_forward_backward`, and the derivative.
+
+What else a pass takes, the weights in 16 bits and the gradients that follow from the products, is plain PyTorch, which
+torch.compile makes a few kernels of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lra.kernels.flash.ops import define, once
+
+BITS = 16  # of a hash decide on an element, as in `lra.models.dropout`
+ROWS = 64  # that a program owns: what a wgmma takes
+SPARE = 8  # columns behind those of the normalised rows: the first is ones, the others keep rows aligned to 16 bytes
+LAYERS = "Tensor out, Tensor out_bias, Tensor up, Tensor up_bias, Tensor down, Tensor down_bias"
+DROPOUT = "int threshold, Tensor? keys, int site"
+
+
+class FeedForward(torch.autograd.Function):
+    """Of o, x, weight and bias of out, norm, up and down in fp32, and numbers; the first derivative only."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, x: Tensor, *rest: Any) -> Tensor:
+        out, out_bias, gain, shift, up, up_bias, down, down_bias, eps, *dropout = rest
+        # up is given unit * gain + shift: the norm's weights are made part of its own
+        layers = [(up * gain).to(o.dtype), up_bias + (up * shift).sum(1), down.to(o.dtype)]
+        out_half = out.to(o.dtype)
+        y, unit, rstd = feed_forward(o, x, out_half, out_bias, *layers, down_bias, eps, *dropout)
+        threshold, keys, site = dropout
+        ctx.save_for_backward(o, unit, rstd, out_half, *layers, x, gain, shift, up, keys)
+        ctx.numbers = threshold, site
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (*saved, x, gain, shift, up, keys) = grads, ctx.saved_tensors
+        threshold, site = ctx.numbers
+        with torch.no_grad():
+            do, dx, dout, by_unit, ddown, sums = feed_forward_backward(dy.contiguous(), *saved, threshold, keys, site)
+            dout_bias, ddown_bias = sums.sum(0).chunk(2)
+            d = x.shape[1]
+            by_unit, dup_bias = by_unit[:, :d], by_unit[:, d]
+            dup = by_unit * gain + dup_bias[:, None] * shift
+            dgain, dshift = (up * by_unit).sum(0), (up * dup_bias[:, None]).sum(0)
+            found = do, dx, dout, dout_bias, dgain, dshift, dup, dup_bias, ddown, ddown_bias
+        return *once(found, dy, saved[0], x, up), None, None, None, None
+
+
+def programs(rows: int) -> int:
+    return (rows + ROWS - 1) // ROWS
+
+
+# Triton is imported by the first call, so that a machine without it can import this.
+def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    from lra.kernels.feed_forward.launch import launch_forward
+
+    return launch_forward(*arguments)
+
+
+def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    from lra.kernels.feed_forward.launch import launch_backward
+
+    return launch_backward(*arguments)
+
+
+def fake_forward(o: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    rows, d = x.shape
+    return x.new_empty(rows, d), o.new_empty(rows, d + SPARE), x.new_empty(rows)
+
+
+def fake_backward(dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+    (rows, d), f, new = dy.shape, len(layers[1]), dy.new_empty
+    sums = new(programs(rows), 2 * d)
+    return o.new_empty(rows, d), new(rows, d), new(d, d), new(f, d + SPARE), new(d, f), sums
+
+
+feed_forward = define(
+    "feed_forward",
+    f"(Tensor o, Tensor x, {LAYERS}, float eps, {DROPOUT}) -> (Tensor y, Tensor unit, Tensor rstd)",
+    run_forward,
+    fake_forward,
+)
+feed_forward_backward = define(
+    "feed_forward_backward",
+    f"(Tensor dy, Tensor o, Tensor unit, Tensor rstd, Tensor out, Tensor up, Tensor up_bias, Tensor down, "
+    f"{DROPOUT}) -> (Tensor do, Tensor dx, Tensor dout, Tensor by_unit, Tensor ddown, Tensor sums)",
+    run_backward,
+    fake_backward,
+)
