@@ -296,3 +296,15 @@ def test_an_attention_that_needs_a_gpu_says_so_before_training():
     assert attention.resolve(torch.device("cuda"), "bf16") == "standard"
     with pytest.raises(UsageError, match=r"attn=standard supports GPUs only, or use attn=.*flash"):
         attention.resolve(torch.device("cpu"), "bf16")
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("shape", [(1, 16), (2, 1), (2, 16, 1), (2,)])
+def test_an_attention_that_returns_another_shape_is_refused(shape, ragged):
+    """Most of these the residual would broadcast, and training would go on."""
+    subject = Subject("linear", "cpu")
+    attention: Any = subject.build()
+    attention.facts = dataclasses.replace(attention.facts, ragged=ragged, rotates=False)
+    attention.forward = lambda q, k, v, batch: v.new_zeros(len(v), *shape)
+    with pytest.raises(UsageError, match=r"attn=linear returns \[T, .* for values of \[T, 2, 16\]"):
+        attention.attend(*subject.inputs()[:3], subject.batch())

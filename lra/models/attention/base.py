@@ -76,10 +76,17 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """As `forward`, in the padded form where that is the only one it reads."""
         if self.facts.ragged or batch.padded:
-            return self(q, k, v, batch)
+            return self._shaped(self(q, k, v, batch), v)
         q, k, v = (batch.pad(x).flatten(0, 1) for x in (q, k, v))
         padded = batch.to_padded()
-        return batch.unpad(padded.pad(self(q, k, v, padded)))
+        return batch.unpad(padded.pad(self._shaped(self(q, k, v, padded), v)))
+
+    def _shaped(self, out: Tensor, v: Tensor) -> Tensor:
+        """`out`; UsageError where it has not the heads and features of v, as the residual would take some others."""
+        if out.shape[1:] != v.shape[1:]:
+            rows, wanted = ("[T, " + ", ".join(map(str, x.shape[1:])) + "]" for x in (out, v))
+            raise UsageError(f"attn={self.name} returns {rows} for values of {wanted}: its forward must return that")
+        return out
 
     def resolve(self, device: torch.device, precision: str) -> str:
         """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
