@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.feed_forward.kernels import feed_forward_backward_kernel, feed_forward_kernel
-from lra.kernels.feed_forward.ops import BITS, ROWS, SPARE, programs
+from lra.kernels.feed_forward.ops import ROWS, SPARE, programs
 
 
 def launch_forward(
@@ -22,7 +22,7 @@ def launch_forward(
     with torch.cuda.device_of(x):
         feed_forward_kernel[(programs(rows),)](
             o, x, y, unit, rstd, keys, out, out_bias, up, up_bias, down, down_bias,
-            rows, eps, site, threshold, keep_scale(threshold),
+            rows, eps, site, threshold,
             **options(d, f, keys, C=32, num_warps=4, num_stages=3, maxnreg=registers),
         )  # fmt: skip
     return y, unit, rstd
@@ -40,7 +40,7 @@ def launch_backward(
     with torch.cuda.device_of(dy):
         feed_forward_backward_kernel[(programs(rows),)](
             dy, unit, rstd, keys, out, up, up_bias, down, dx, do, dout, du, h, ddown, sums,
-            rows, site, threshold, keep_scale(threshold),
+            rows, site, threshold,
             **options(d, f, keys, C=chunk, num_warps=warps, num_stages=2, maxnreg=128),
         )  # fmt: skip
     return do, dx, product(dout, o), product(du, unit), product(ddown, h), sums
@@ -55,7 +55,3 @@ def product(dy: Tensor, x: Tensor) -> Tensor:
 
 def options(d: int, f: int, keys: Tensor | None, **tile: int) -> dict[str, Any]:
     return dict(D=d, F=f, WIDE=d + SPARE, DROPOUT=keys is not None, M=ROWS, **tile)
-
-
-def keep_scale(threshold: int) -> float:
-    return (1 << BITS) / ((1 << BITS) - threshold)

@@ -25,28 +25,30 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        out, out_bias, gain, shift, up, up_bias, down, down_bias, eps, *dropout = rest
-        # up is given unit * gain + shift: the norm's weights are made part of its own
-        layers = [(up * gain).to(o.dtype), up_bias + (up * shift).sum(1), down.to(o.dtype)]
-        out_half = out.to(o.dtype)
-        y, unit, rstd = feed_forward(o, x, out_half, out_bias, *layers, down_bias, eps, *dropout)
-        threshold, keys, site = dropout
-        ctx.save_for_backward(o, unit, rstd, out_half, *layers, x, gain, shift, up, keys)
-        ctx.numbers = threshold, site
+        out, out_bias, gain, shift, up, up_bias, down, down_bias, eps, threshold, keys, site = rest
+        # up is given unit * gain + shift, and what dropout keeps is scaled: both are made part of the weights
+        scale = 1.0 if keys is None else (1 << BITS) / ((1 << BITS) - threshold)
+        half_out, half_up, half_down = ((w * by).to(o.dtype) for w, by in ((out, scale), (up, gain), (down, scale**2)))
+        layers = half_out, half_up, up_bias + (up * shift).sum(1), half_down
+        y, unit, rstd = feed_forward(
+            o, x, half_out, out_bias * scale, *layers[1:], down_bias * scale, eps, threshold, keys, site
+        )
+        ctx.save_for_backward(o, unit, rstd, *layers, x, gain, shift, up, keys)
+        ctx.numbers = scale, threshold, site
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (*saved, x, gain, shift, up, keys) = grads, ctx.saved_tensors
-        threshold, site = ctx.numbers
+        scale, threshold, site = ctx.numbers
         with torch.no_grad():
             do, dx, dout, by_unit, ddown, sums = feed_forward_backward(dy.contiguous(), *saved, threshold, keys, site)
-            dout_bias, ddown_bias = sums.sum(0).chunk(2)
+            dout_bias, ddown_bias = (scale * sums.sum(0)).chunk(2)
             d = x.shape[1]
             by_unit, dup_bias = by_unit[:, :d], by_unit[:, d]
             dup = by_unit * gain + dup_bias[:, None] * shift
             dgain, dshift = (up * by_unit).sum(0), (up * dup_bias[:, None]).sum(0)
-            found = do, dx, dout, dout_bias, dgain, dshift, dup, dup_bias, ddown, ddown_bias
+            found = do, dx, scale * dout, dout_bias, dgain, dshift, dup, dup_bias, scale**2 * ddown, ddown_bias
         return *once(found, dy, saved[0], x, up), None, None, None, None
 
 
