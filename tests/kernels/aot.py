@@ -1,8 +1,8 @@
 """Compile what the launchers would launch for a GPU that is not here, and print what each kernel uses as JSON.
 
-Run as a program, `python aot.py '[{"arch": 90, "dtype": "bfloat16", "head_dim": 64, ...}, ...]'`, because Triton
-decides at import whether it compiles or interprets. The launchers run for real on CPU tensors, so the signature, the
-specialisation and the tiles are those of a GPU run; only the launch itself is left out.
+In a process of its own (compiling.py), because Triton decides at import whether it compiles or interprets. The
+launchers run for real on CPU tensors, so the signature, the specialisation and the tiles are those of a GPU run; only
+the launch itself is left out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -102,16 +102,17 @@ def describe(kernel: Any) -> dict[str, Any]:
     }
 
 
-def main(cases: list[dict[str, Any]]) -> None:
+def launch_case(case: dict[str, Any]) -> None:
+    choose(case["arch"], case["hopper"])
+    launch(**{name: value for name, value in case.items() if name not in ("arch", "hopper")})
+
+
+def print_compiled(cases: list[dict[str, Any]], launch_case: Callable[[dict[str, Any]], None]) -> None:
+    """A line for each case: what the kernels use that it launches."""
     driver.set_active(cast(Any, CompileOnlyDriver()))
     kernels: list[Any] = []
     JITFunction.run = capture(JITFunction.run, kernels)
     for case in cases:
         kernels.clear()
-        choose(case["arch"], case["hopper"])
-        launch(**{name: value for name, value in case.items() if name not in ("arch", "hopper")})
-        print(json.dumps({**case, "kernels": [describe(kernel) for kernel in kernels]}), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+        launch_case(case)
+        print(json.dumps([describe(kernel) for kernel in kernels]), flush=True)

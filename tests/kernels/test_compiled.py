@@ -7,18 +7,13 @@ atomics, dropout.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lra.kernels.flash import tuning
+from tests.kernels.compiling import compiled
 
-ROOT = Path(__file__).parents[2]
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
 # instructions of the tensor cores; wgmma takes 64 rows, and a smaller tile mma
 PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}}
@@ -108,8 +103,8 @@ def test_the_shipped_tables_are_compiled():
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    for result in compiled(cases):
-        kernels = {kernel.pop("name"): kernel for kernel in result.pop("kernels")}
+    for result, found in compiled(cases, "tests.kernels.aot"):
+        kernels = {kernel.pop("name"): kernel for kernel in found}
         atomic = {name for name, kernel in kernels.items() if kernel["atomics"]}
         adds = not result["deterministic"] and result["dtype"] != "float32"
         assert len(atomic) == adds, f"{result}: atomics in {atomic}, of {sorted(kernels)}"
@@ -128,17 +123,3 @@ def check(cases: list[dict[str, Any]]) -> None:
                 # wgmma takes 64 rows at least
                 assert not used or result["arch"] != 90 or min(result["block"] or [64]) < 64 or "wgmma" in used, where
                 assert bool(kernel["philox"]) == (result["dropout"] > 0), where
-
-
-def compiled(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process compiles all: what each case's kernels use."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(ROOT)])
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # the tables of this machine's GPU are not for these
-    program = [sys.executable, str(Path(__file__).with_name("aot.py")), json.dumps(cases)]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases)
-    return results

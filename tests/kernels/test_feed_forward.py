@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ from lra.models import transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.dropout import drop, threshold
 from lra.models.transformer import Encoder
+from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -193,17 +190,7 @@ COMPILED = [
 def test_kernels_compile():
     """With the products on tensor cores. Of the backward's registers some are put aside: with fewer, more programs run
     at once, which was measured faster."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(ROOT)])
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    program = "import sys; from tests.kernels.test_feed_forward import print_compiled; print_compiled(sys.argv[1])"
-    command = [sys.executable, "-c", program, json.dumps(COMPILED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == len(COMPILED)
-    for case, kernels in zip(COMPILED, made, strict=True):
+    for case, kernels in compiled(COMPILED, "tests.kernels.test_feed_forward"):
         assert [kernel["name"] for kernel in kernels] == ["feed_forward_kernel", "feed_forward_backward_kernel"]
         for kernel in kernels:
             where = f"{case}: {kernel}"
@@ -212,30 +199,18 @@ def test_kernels_compile():
             assert kernel["shared"] <= 113 * 1024, where  # two programs on a multiprocessor
 
 
-def print_compiled(cases: str) -> None:
-    """What the launchers would launch for a GPU that is not here, as in `aot.py`: one line of JSON for each case."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
+def launch_case(case: dict[str, Any]) -> None:
     from lra.kernels.feed_forward.launch import launch_backward, launch_forward
-    from tests.kernels.aot import CompileOnlyDriver, capture, choose, describe
+    from tests.kernels.aot import choose
 
-    compile_only: Any = CompileOnlyDriver()
-    driver.set_active(compile_only)
-    kernels: list[Any] = []
-    JITFunction.run = capture(JITFunction.run, kernels)
-    for case in json.loads(cases):
-        kernels.clear()
-        choose(90, hopper=True)
-        dtype = getattr(torch, case["dtype"])
-        (o, x, *layers), keys, dy = tensors(256, case["d"], case["f"], dtype, "cpu")
-        layers = [weight.to(dtype) if weight.dim() == 2 else weight for weight in layers]
-        out, out_bias, _, _, up, up_bias, down, down_bias = layers
-        dropout = threshold(case["rate"]), keys if case["rate"] else None, SITE
-        _, *kept = launch_forward(o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
-        unit, rstd = kept
-        launch_backward(dy, o, unit, rstd, out, up, up_bias, down, *dropout)
-        print(json.dumps([describe(kernel) for kernel in kernels]), flush=True)
+    choose(90, hopper=True)
+    dtype = getattr(torch, case["dtype"])
+    (o, x, *layers), keys, dy = tensors(256, case["d"], case["f"], dtype, "cpu")
+    layers = [weight.to(dtype) if weight.dim() == 2 else weight for weight in layers]
+    out, out_bias, _, _, up, up_bias, down, down_bias = layers
+    dropout = threshold(case["rate"]), keys if case["rate"] else None, SITE
+    _, unit, rstd = launch_forward(o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
+    launch_backward(dy, o, unit, rstd, out, up, up_bias, down, *dropout)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from lra.kernels.flash.api import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
 from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
+from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -265,17 +262,7 @@ COMPILED: list[dict[str, Any]] = [
 
 
 def test_kernels_compile_without_spills():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(ROOT)])
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    program = "import sys; from tests.kernels.test_softmax import print_compiled; print_compiled(sys.argv[1])"
-    command = [sys.executable, "-c", program, json.dumps(COMPILED)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == len(COMPILED)
-    for case, kernels in zip(COMPILED, made, strict=True):
+    for case, kernels in compiled(COMPILED, "tests.kernels.test_softmax"):
         assert [kernel["name"] for kernel in kernels] == ["forward_kernel", "backward_kernel"]
         for kernel in kernels:
             assert not kernel["stack"] and not kernel["atomics"], f"{case}: {kernel}"
@@ -283,29 +270,18 @@ def test_kernels_compile_without_spills():
             assert bool(kernel["philox"]) == (case["dropout"] > 0), f"{case}: {kernel}"
 
 
-def print_compiled(cases: str) -> None:
-    """What the launchers would launch for a GPU that is not here, as in `aot.py`: one line of JSON for each case."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
+def launch_case(case: dict[str, Any]) -> None:
     from lra.kernels.softmax.kernels import launch_backward, launch_forward
     from lra.kernels.softmax.ops import side
-    from tests.kernels.aot import CompileOnlyDriver, capture, choose, describe
+    from tests.kernels.aot import choose
 
-    compile_only: Any = CompileOnlyDriver()
-    driver.set_active(compile_only)
-    kernels: list[Any] = []
-    JITFunction.run = capture(JITFunction.run, kernels)
-    for case in json.loads(cases):
-        kernels.clear()
-        choose(case["arch"], hopper=False)
-        scores = torch.zeros(2, 1, side(case["n"]), side(case["n"]), dtype=getattr(torch, case["dtype"]))
-        sequences = torch.zeros(2, dtype=torch.int32)
-        problem = (sequences, 0.125, round(256 * case["dropout"]))
-        random = (torch.tensor(0), sequences) if case["dropout"] else (None, None)
-        launch_forward(scores, *problem, *random)
-        launch_backward(scores, scores, *problem, *random)
-        print(json.dumps([describe(kernel) for kernel in kernels]), flush=True)
+    choose(case["arch"], hopper=False)
+    scores = torch.zeros(2, 1, side(case["n"]), side(case["n"]), dtype=getattr(torch, case["dtype"]))
+    sequences = torch.zeros(2, dtype=torch.int32)
+    problem = (sequences, 0.125, round(256 * case["dropout"]))
+    random = (torch.tensor(0), sequences) if case["dropout"] else (None, None)
+    launch_forward(scores, *problem, *random)
+    launch_backward(scores, scores, *problem, *random)
 
 
 @pytest.mark.gpu
