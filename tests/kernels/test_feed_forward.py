@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from lra.models.transformer import Encoder
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
-ROOT = Path(__file__).parents[2]
 HALF, BF16 = torch.float16, torch.bfloat16
 NAMES = ["y", "do", "dx", "dout", "dout_bias", "dgain", "dshift", "dup", "dup_bias", "ddown", "ddown_bias"]
 EPS, SITE = 1e-5, 7

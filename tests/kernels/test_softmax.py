@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poiso
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
-ROOT = Path(__file__).parents[2]
 HALF, BF16 = torch.float16, torch.bfloat16
 
 
