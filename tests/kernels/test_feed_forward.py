@@ -145,6 +145,20 @@ def test_blocks_use_it_and_compute_the_same(compiled, monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels on the CPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation_drops_nothing(compiled, monkeypatch):
+    model = encoder().eval()
+    batch = make_batch((40, 3, 17), False, torch.device("cpu"))
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
+    expected = model(batch).detach()
+    monkeypatch.setattr(transformer, "takes", lambda *_: True)
+    evaluate = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with torch.inference_mode():
+        torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
+    torch.compiler.reset()
+
+
 def test_what_the_kernels_take(monkeypatch):
     """In 16 bits with a residual in fp32, widths that divide into tiles, on Hopper where ptxas can be relied on."""
     refusals: list[str | None] = [None]
