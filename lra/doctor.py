@@ -112,6 +112,7 @@ def _ptxas() -> Iterator[Row]:
     used = tuning.ptxas(capability)
     yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
     yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
+    yield "feed-forward", "PyTorch's layers, as above" if refusal else "Triton for Hopper in 16 bits, else PyTorch's layers"
 
 
 def _tiles() -> Iterator[Row]:
