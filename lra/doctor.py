@@ -112,7 +112,8 @@ def _ptxas() -> Iterator[Row]:
     used = tuning.ptxas(capability)
     yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
     yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
-    yield "feed-forward", "PyTorch's layers, as above" if refusal else "Triton for Hopper in 16 bits, else PyTorch's layers"
+    layers = "PyTorch's layers"
+    yield "feed-forward", f"{layers}, as above" if refusal else f"Triton for Hopper in 16 bits, else {layers}"
 
 
 def _tiles() -> Iterator[Row]:
