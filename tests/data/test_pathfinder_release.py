@@ -143,8 +143,19 @@ def test_images_without_markers_have_no_baseline(tmp_path, make):
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     write_pathfinder(folder, pixels, labels(), 14, each=COUNT)
     made = store(folder)
-    assert made.manifest["notes"][0].startswith("no baseline of the marker distance: image ")
+    (note,) = (note for note in made.manifest["notes"] if note.startswith("no baseline of the marker distance: "))
+    assert note.endswith(f"images without two markers: {COUNT}, first pathfinder32/{folder.name}/imgs/0/sample_0.png")
     assert made.manifest["baselines"] == {} and len(made.split("train")) == 24
+
+
+def test_an_image_without_markers_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(released, "CHUNK", 5 * 1024)
+    pixels = np.concatenate([part.pixels for part in generate(law(32, "hard"), seed=0, first=0, count=COUNT)])
+    pixels[[17, 23]] = 0
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    write_pathfinder(folder, pixels.reshape(-1, 32, 32), labels(), 14, each=2)
+    why = f"images without two markers: 2, first pathfinder32/{folder.name}/imgs/11/sample_1.png"
+    assert f"no baseline of the marker distance: {why}" in store(folder).manifest["notes"]
 
 
 def png(pixels, form="PNG"):

@@ -62,10 +62,10 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     for split, chosen in splits.items():
         for chunk in _chunks(chosen, resolution):
             writer.add(split, pixels[order[chunk]], labels[chunk])
-    try:
-        distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
-    except UsageError as error:  # the images are LRA's, whatever the law expects of their markers
-        writer.note(f"no baseline of the marker distance: {error}")
+    distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
+    if (unmarked := np.isnan(distance)).any():  # the images are LRA's, whatever the law expects of their markers
+        first = f"{folder}/{list(places)[int(unmarked.argmax())]}"
+        writer.note(f"no baseline of the marker distance: images without two markers: {unmarked.sum()}, first {first}")
     else:
         seen = {split: (distance[order[chosen]], labels[chosen]) for split, chosen in splits.items()}
         accuracy = {split: threshold_accuracy(seen["train"], seen[split]) for split in ("val", "test")}
