@@ -217,6 +217,18 @@ def test_official_files(official, sample):
     assert store.split("test").labels.tolist() == sample[1][20:30].tolist()
 
 
+def test_other_counts_than_published_are_noted(official, monkeypatch):
+    def notes():
+        build = partial(listops.build_from_tsv, source=official, fresh=2)
+        return prepare(content(), build, force=True).manifest["notes"]
+
+    published = {"train": "96,000", "val": "2,000", "test": "2,000"}
+    said = [f"basic_{split}.tsv has 10 rows, where {count} are published" for split, count in published.items()]
+    assert notes() == said
+    monkeypatch.setattr(listops, "PUBLISHED", {"train": 10, "val": 10, "test": 9})
+    assert notes() == ["basic_test.tsv has 10 rows, where 9 are published"]
+
+
 def test_fresh_expressions_are_no_others(tmp_path):
     """Of the same seed, whether the other splits are imported or generated."""
     limits: dict[str, Any] = {"min_length": 4, "max_length": 4}  # 400 expressions, so they repeat

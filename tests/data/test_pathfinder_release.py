@@ -108,6 +108,13 @@ def test_the_image_that_the_release_has_empty(tmp_path):
         store(folder, level="easy")
 
 
+def test_another_count_than_published_is_noted(folder, monkeypatch):
+    said = f"pathfinder32/{folder.name}/metadata has 30 rows, where 200,000 are published"
+    assert said in store(folder).manifest["notes"]
+    monkeypatch.setattr(released, "PUBLISHED", COUNT)
+    assert not [note for note in store(folder).manifest["notes"] if "published" in note]
+
+
 def test_that_image_is_good_in_other_folders(tmp_path):
     folder = write_pathfinder(tmp_path / "pathfinder32" / "hard", images(200), labels(200), 14, each=200)
     (folder / "imgs/0/sample_172.png").write_bytes(b"")
