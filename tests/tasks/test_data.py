@@ -130,6 +130,14 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
     assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
 
 
+def test_a_run_tests_on_the_store_that_it_was_trained_on(imdb, tmp_path):
+    prepare(["task=text", f"source={imdb}"])
+    data = data_of("task=text", "protocol=lra")
+    prepare(["task=text", f"source={write_imdb(tmp_path / 'other', train=TEST, test=TRAIN)}", "force=true"])
+    data.setup("test")
+    assert texts(data.parts["test"]) == TEST["text"]
+
+
 def test_text_has_the_majority_baseline(imdb):
     data = data_of("task=text", f"source={imdb}", "protocol=lra")
     assert data.baselines("test") == {"majority": TEST["label"].count(0) / 20}
