@@ -1,5 +1,7 @@
 """The ragged batch: padding and unpadding are inverse, positions count within the sequence."""
 
+import dataclasses
+
 import torch
 
 from lra.batch import Batch
@@ -42,6 +44,12 @@ def test_to_padded_keeps_the_sequences():
     for b, length in enumerate(packed.length.tolist()):
         first, second = packed.start[b], padded.start[b]
         assert torch.equal(packed.tokens[first : first + length], padded.tokens[second : second + length])
+
+
+def test_to_padded_keeps_given_positions():
+    packed = dataclasses.replace(batch([3, 0, 2], padded=False), positions=torch.tensor([4, 6, 9, 1, 7]))
+    positions = packed.to_padded().positions
+    assert positions is not None and positions.tolist() == [4, 6, 9, 0, 0, 0, 1, 7, 0]
 
 
 def test_mask_marks_real_tokens():

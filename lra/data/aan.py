@@ -23,6 +23,7 @@ GENERATOR = "lra.data.aan@1"
 COMPACT = "a folder of papers.parquet and pairs_{train,val,test}.tsv"  # what `scisumm` is read from
 CHUNK = 1 << 24  # bytes of documents per write
 _RELEASED = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+_PUBLISHED = {"train": 147_086, "val": 18_090, "test": 17_437}  # pairs of those
 _COMPACT = {"train": "pairs_train.tsv", "val": "pairs_val.tsv", "test": "pairs_test.tsv"}
 _HEADER = b"label\tid1\tid2"
 _LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
@@ -42,6 +43,8 @@ def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]
     documents.write()
     for split in ("train", "val", "test"):
         writer.add_pairs(split, splits[split][:, 1:], splits[split][:, 0])
+        if dataset == "lra":
+            release.note_count(writer, _RELEASED[split], len(splits[split]), _PUBLISHED[split])
 
 
 class _Documents:

@@ -24,6 +24,7 @@ from lra.errors import UsageError
 VOCABULARY = tuple(sorted([*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]))  # id = place; a digit is its own id
 GENERATOR = "lra.data.listops@1"
 FRESH = 1 << 32  # added to a seed, which is below it, for the second test set: no split of any store is drawn from that
+PUBLISHED = {"train": 96_000, "val": 2_000, "test": 2_000}  # rows of LRA's files
 CHUNK = 512  # expressions per call: 1 MB of tokens
 _IDS = {token: number for number, token in enumerate(VOCABULARY)}
 
@@ -137,13 +138,14 @@ def build_from_tsv(
 
     `source` is their folder or LRA's release around it, unpacked or not (`lra.data.release.files`).
     """
-    splits = {f"basic_{split}.tsv": split for split in ("train", "val", "test")}
+    splits = {f"basic_{split}.tsv": split for split in PUBLISHED}
     parts = {
         file.name: read_tsv(file.stream, file.path, max_length=max_length)
         for file in release.files(source, "listops-1000", *splits)
     }
     for name, split in splits.items():
         writer.add(split, *parts[name])
+        release.note_count(writer, name, len(parts[name][1]), PUBLISHED[split])
     known = {fingerprint for sequences, _ in parts.values() for fingerprint in fingerprints(sequences)}
     limits = {"min_length": min_length, "max_length": max_length}
     writer.add("fresh", *generate(fresh, seed=seed + FRESH, exclude=known, **limits))

@@ -21,6 +21,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,15 @@ def prepare(
 
 @dataclass(frozen=True)
 class Store:
-    """A prepared store on disk. Nothing is read before a split is asked for."""
+    """A prepared store on disk, of one build: its files are mapped at once, and stay so where another takes its place.
+
+    No array is read before a split is asked for.
+    """
 
     path: Path
     manifest: Mapping[str, Any]
     command: str  # that prepares it; empty if that is not known
+    arrays: Mapping[str, np.ndarray]  # by file
 
     @classmethod
     def open(cls, path: Path, command: str = "") -> Store:
@@ -129,7 +134,8 @@ class Store:
             mend = f"; run: {command}" if command else ""
             raise UsageError(f"{path.name.split('@')[0]} is not prepared: no {path}{mend}")
         try:
-            manifest = json.loads((path / "manifest.json").read_bytes())
+            text = (path / "manifest.json").read_bytes()
+            manifest = json.loads(text)
             version, source = manifest["format"], Path(manifest.get("source", ""))
             files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
         except PermissionError:  # nothing is damaged
@@ -154,7 +160,11 @@ class Store:
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != stated:
                 raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(path, command)}")
-        return cls(path, manifest, command)
+        arrays = {name: _map(path / name, command) for name in files}
+        with suppress(FileNotFoundError):
+            if (path / "manifest.json").read_bytes() == text:
+                return cls(path, manifest, command, arrays)
+        return cls.open(path, command)  # replaced meanwhile: the arrays may be of either build
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -167,7 +177,7 @@ class Store:
     def pairs(self, name: str) -> Pairs:
         """One split of pairs of documents, memory-mapped."""
         labels, documents = self._labels(name), self._sequences(DOCUMENTS)
-        pairs = self._map(name, "pairs")
+        pairs = self._array(name, "pairs")
         if pairs.shape != (len(labels), 2) or not _within(pairs, len(documents)):
             raise self._damaged(name, "pairs")
         return Pairs(documents, pairs, labels)
@@ -175,13 +185,13 @@ class Store:
     def _labels(self, name: str) -> np.ndarray:
         if name not in self.splits:
             raise UsageError(f"{self.path.name} has no split '{name}': choose from {', '.join(self.splits)}")
-        labels = self._map(name, "labels")
+        labels = self._array(name, "labels")
         if {str(label) for label in np.unique(labels)} != self.manifest["splits"][name]["labels"].keys():
             raise self._damaged(name, "labels")
         return labels
 
     def _sequences(self, name: str, labels: np.ndarray | None = None) -> Split:
-        tokens, offsets = self._map(name, "tokens"), self._map(name, "offsets")
+        tokens, offsets = self._array(name, "tokens"), self._array(name, "offsets")
         count = len(offsets) - 1 if labels is None else len(labels)
         if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
             raise self._damaged(name, "offsets")
@@ -189,14 +199,10 @@ class Store:
             raise self._damaged(name, "tokens")
         return Split.from_offsets(tokens, offsets, labels)
 
-    def _map(self, name: str, part: str) -> np.ndarray:
-        try:
-            # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
-            return np.asarray(np.load(self.path / f"{name}.{part}.npy", mmap_mode="r"))
-        except PermissionError:
-            raise
-        except (OSError, ValueError, EOFError) as error:
-            raise self._damaged(name, part) from error
+    def _array(self, name: str, part: str) -> np.ndarray:
+        if (file := f"{name}.{part}.npy") not in self.arrays:
+            raise self._damaged(name, part)
+        return self.arrays[file]
 
     def _damaged(self, name: str, part: str) -> UsageError:
         what = f"{self.path}/{name}.{part}.npy has what a store's {part} can't be: it is corrupt"
@@ -208,6 +214,16 @@ class Store:
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
                 raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
+
+
+def _map(file: Path, command: str) -> np.ndarray:
+    try:
+        # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
+        return np.asarray(np.load(file, mmap_mode="r"))
+    except PermissionError:
+        raise
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{file} is no array: it is corrupt; {_again(file.parent, command)}") from error
 
 
 def _within(values: np.ndarray, count: int) -> bool:

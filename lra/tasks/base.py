@@ -209,8 +209,7 @@ class TaskData(pl.LightningDataModule):
         """The prepared store; UsageError if it is not there, damaged, or from another source than the one asked for."""
         content = self.content()
         store = Store.open(content.path, self.command())
-        asked = self.config.source != type(self.config)().source
-        if asked and store.manifest["source"] != content.source:
+        if self.config.source != type(self.config)().source and store.manifest["source"] != content.source:
             other = f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}"
             raise UsageError(f"{other}; run: {self.command()} force=true")
         return store
@@ -222,8 +221,9 @@ class TaskData(pl.LightningDataModule):
         return shlex.join(["lra", "data", "prepare", f"task={self.config.name}", *changed])
 
     def setup(self, stage: str | None = None) -> None:
-        self.store = self.open()
-        self.parts = self.splits(self.store)
+        if not hasattr(self, "parts"):  # once: while this runs, the store may be prepared anew
+            self.store = self.open()
+            self.parts = self.splits(self.store)
         if self.trainer is not None and self.resident is None:  # once: testing after training uses the same
             self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lra.config.options import take
+from lra.config.registry import unknown
 from lra.config.schema import RunConfig
 from lra.data import picture
 from lra.errors import UsageError
@@ -41,6 +42,12 @@ def task_data(args: Sequence[str]) -> TaskData:
     for arg in args:
         if arg.partition("=")[0].partition(".")[0] in foreign:
             raise UsageError(f"{arg} has no meaning for data: give task=, recipe= and fields of the task")
+    given = {name: value for name, _, value in (arg.partition("=") for arg in args) if name and value}
+    if "task" in given:  # composing would suggest fields that have no meaning here
+        own = {field.name for field in dataclasses.fields(TASKS.get(given["task"]).Config)}
+        for name in (name for name in given if name not in ("task", "recipe")):
+            if name.removeprefix("task.") not in own:
+                raise UsageError(unknown(f"field of task={given['task']}", name, own))
     run = configure([*args, "attn=standard"]).config
     return TASKS.get(run.task.name).Data(run)
 

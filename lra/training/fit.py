@@ -257,6 +257,7 @@ def test(*args: str) -> dict[str, Any]:
     resolve_engine(module, trainer.strategy.root_device)
     data.prepare_data()
     data.check_ranks(trainer.world_size)
+    data.setup()
     _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
     try:
         trainer.test(module, datamodule=data, verbose=False)
@@ -373,8 +374,7 @@ def _leave_process_group() -> None:
 
 def _sets(data: TaskData) -> str:
     """The test sets and how many sequences or pairs each has."""
-    splits = data.open().manifest["splits"]
-    return " and ".join(f"{name} of {splits[name]['count']:,}" for name in data.test_sets)
+    return " and ".join(f"{name} of {len(data.parts[name]):,}" for name in data.test_sets)
 
 
 @rank_zero_only

@@ -68,8 +68,17 @@ def test_official_pairs_and_documents_once(release, tmp_path, monkeypatch):
             assert sorted(documents(made)) == sorted(TEXTS.values())
 
 
+def test_other_counts_than_published_are_noted(release, monkeypatch):
+    rows = [("train", 4, "147,086"), ("eval", 1, "18,090"), ("test", 2, "17,437")]
+    said = [f"new_aan_pairs.{name}.tsv has {n} rows, where {count} are published" for name, n, count in rows]
+    assert store(release, "lra").manifest["notes"] == said
+    monkeypatch.setattr(aan, "_PUBLISHED", {name: len(pairs) for name, pairs in SPLITS.items()})
+    assert not store(release, "lra").manifest["notes"]
+
+
 def test_compact_form(compact):
     made = store(compact, "scisumm")
+    assert not made.manifest["notes"]
     assert made.splits == ("train", "val", "test") and read(made) == expected()
     assert documents(made) == list(TEXTS.values())
 

@@ -217,19 +217,31 @@ def test_official_files(official, sample):
     assert store.split("test").labels.tolist() == sample[1][20:30].tolist()
 
 
+def test_other_counts_than_published_are_noted(official, monkeypatch):
+    def notes():
+        build = partial(listops.build_from_tsv, source=official, fresh=2)
+        return prepare(content(), build, force=True).manifest["notes"]
+
+    published = {"train": "96,000", "val": "2,000", "test": "2,000"}
+    said = [f"basic_{split}.tsv has 10 rows, where {count} are published" for split, count in published.items()]
+    assert notes() == said
+    monkeypatch.setattr(listops, "PUBLISHED", {"train": 10, "val": 10, "test": 9})
+    assert notes() == ["basic_test.tsv has 10 rows, where 9 are published"]
+
+
 def test_fresh_expressions_are_no_others(tmp_path):
     """Of the same seed, whether the other splits are imported or generated."""
-    limits: dict[str, Any] = {"min_length": 3, "max_length": 5}  # so few that they repeat
+    limits: dict[str, Any] = {"min_length": 4, "max_length": 4}  # 400 expressions, so they repeat
     sequences, labels = listops.generate(30, seed=0, **limits)
-    parts = {"train": slice(20), "val": slice(20, 25), "test": slice(25, 30)}
+    parts = {"train": slice(10), "val": slice(10, 20), "test": slice(20, 30)}
     rows = {split: (sequences[part], labels[part]) for split, part in parts.items()}
     folder = write_listops(tmp_path / "listops-1000", **rows)
-    build = {
-        "imported": lambda w: listops.build_from_tsv(w, folder, fresh=30, **limits),
-        "generated": lambda w: listops.build(w, train=20, val=5, test=5, fresh=30, **limits),
-    }
-    stores = {how: prepare(content(), builder, force=True) for how, builder in build.items()}
-    fresh = [[bytes(part[i]) for i in range(30)] for part in (store.split("fresh") for store in stores.values())]
+    imported = partial(listops.build_from_tsv, source=folder, fresh=200, **limits)
+    generated = partial(listops.build, train=10, val=10, test=10, fresh=200, **limits)
+    fresh = []
+    for build in (imported, generated):
+        part = prepare(content(), build, force=True).split("fresh")
+        fresh.append([bytes(part[i]) for i in range(200)])
     assert fresh[0] == fresh[1] and not set(fresh[0]) & {bytes(ids) for ids in sequences}
 
 

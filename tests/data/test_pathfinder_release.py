@@ -108,6 +108,13 @@ def test_the_image_that_the_release_has_empty(tmp_path):
         store(folder, level="easy")
 
 
+def test_another_count_than_published_is_noted(folder, monkeypatch):
+    said = f"pathfinder32/{folder.name}/metadata has 30 rows, where 200,000 are published"
+    assert said in store(folder).manifest["notes"]
+    monkeypatch.setattr(released, "PUBLISHED", COUNT)
+    assert not [note for note in store(folder).manifest["notes"] if "published" in note]
+
+
 def test_that_image_is_good_in_other_folders(tmp_path):
     folder = write_pathfinder(tmp_path / "pathfinder32" / "hard", images(200), labels(200), 14, each=200)
     (folder / "imgs/0/sample_172.png").write_bytes(b"")
@@ -143,8 +150,19 @@ def test_images_without_markers_have_no_baseline(tmp_path, make):
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     write_pathfinder(folder, pixels, labels(), 14, each=COUNT)
     made = store(folder)
-    assert made.manifest["notes"][0].startswith("no baseline of the marker distance: image ")
+    (note,) = (note for note in made.manifest["notes"] if note.startswith("no baseline of the marker distance: "))
+    assert note.endswith(f"images without two markers: {COUNT}, first pathfinder32/{folder.name}/imgs/0/sample_0.png")
     assert made.manifest["baselines"] == {} and len(made.split("train")) == 24
+
+
+def test_an_image_without_markers_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(released, "CHUNK", 5 * 1024)
+    pixels = np.concatenate([part.pixels for part in generate(law(32, "hard"), seed=0, first=0, count=COUNT)])
+    pixels[[17, 23]] = 0
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    write_pathfinder(folder, pixels.reshape(-1, 32, 32), labels(), 14, each=2)
+    why = f"images without two markers: 2, first pathfinder32/{folder.name}/imgs/11/sample_1.png"
+    assert f"no baseline of the marker distance: {why}" in store(folder).manifest["notes"]
 
 
 def png(pixels, form="PNG"):

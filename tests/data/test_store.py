@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -163,11 +164,39 @@ def test_existing_store_is_reused_and_force_replaces_it():
     first = prepare(content(), build)
     reused = prepare(content(), lambda writer: pytest.fail("built again"))
     assert reused.path == first.path
-    before = first.split("train")
     again = prepare(content(), lambda writer: writer.add("train", [np.array([1])], [4]), force=True)
     assert again.path == first.path and again.splits == ("train",) and again.split("train")[0].tolist() == [1]
-    assert before[5].tolist() == [2, 2, 2, 2]  # readers of the old one keep it
+    assert first.splits == ("train", "test") and first.split("train")[5].tolist() == [2, 2, 2, 2]  # its readers keep it
     assert {path.name for path in first.path.parent.iterdir()} <= {first.path.name, f".{first.path.name}.lock"}
+
+
+def build_another(writer):
+    """As `build`, in files of the same sizes."""
+    writer.add("train", [np.ones_like(ids) for ids in [*sequences(), range(4)]], [2, 2, 1, 1, 1, 6])
+    writer.add("test", np.array([[1, 1], [1, 1]]), [3, 3])
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 3])
+def test_a_store_that_is_replaced_while_it_is_opened_is_all_the_new_one(mapped, monkeypatch):
+    path, loaded, load = prepare(content(), build).path, [], np.load
+
+    def replacing(*args, **options):
+        loaded.append(args)
+        if len(loaded) == mapped + 1:
+            prepare(content(), build_another, force=True)
+        return load(*args, **options)
+
+    monkeypatch.setattr(np, "load", replacing)
+    opened = Store.open(path)
+    train, test = map(opened.split, opened.splits)
+    assert set(train.tokens) == set(test.tokens) == {1} and {*train.labels, *test.labels} == {1, 2, 3, 6}
+
+
+def test_a_store_that_goes_while_it_is_opened_is_not_prepared(monkeypatch):
+    path = prepare(content(), build).path
+    monkeypatch.setattr(store, "_map", lambda *_: shutil.rmtree(path, ignore_errors=True))
+    with pytest.raises(UsageError, match="toy is not prepared"):
+        Store.open(path)
 
 
 def test_nothing_is_visible_before_everything_is_on_disk(monkeypatch):

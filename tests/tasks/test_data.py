@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 
 import lra
@@ -22,9 +23,9 @@ from lra.data import listops, order
 from lra.data.split import IGNORED, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import EvalBatches, Rank, TrainBatches
+from lra.tasks.base import EvalBatches, Rank, TaskData, TrainBatches
 from lra.training.data import info, prepare, verify
-from lra.training.fit import build, configure
+from lra.training.fit import build, configure, quiet
 from tests.fixtures import write_imdb, write_listops
 
 SHORT = ("recipe=demo", "task.train=300", "task.val=20", "task.test=100", "task.fresh=30", "task.max_length=32")
@@ -127,6 +128,14 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
 
     assert "is ready in" in prepare(mend)
     assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
+
+
+def test_a_run_tests_on_the_store_that_it_was_trained_on(imdb, tmp_path):
+    prepare(["task=text", f"source={imdb}"])
+    data = data_of("task=text", "protocol=lra")
+    prepare(["task=text", f"source={write_imdb(tmp_path / 'other', train=TEST, test=TRAIN)}", "force=true"])
+    data.setup("test")
+    assert texts(data.parts["test"]) == TEST["text"]
 
 
 def test_text_has_the_majority_baseline(imdb):
@@ -272,8 +281,45 @@ def test_shapes_are_few_although_the_first_batch_has_no_gap():
     split = Split.from_offsets(np.zeros(offsets[-1], np.uint8), offsets)
     batches = EvalBatches(split, 1, Rank(0, 1, CPU), {"max_length": 256}, few_shapes=True)
     assert {batch.tokens.numel() % 16 for batch in batches} == {0}
+    run = run_of("task=listops", *SHORT, "batch.size=1")
+    steps = TrainBatches(split, run, Rank(0, 1, CPU), {"max_length": 256}, lambda: 0, few_shapes=True)
+    assert {batch.tokens.numel() % 8 for step in range(20) for batch in steps.step(step)} == {0}
     nothing = EvalBatches(numbered(2), 1, Rank(0, 1, CPU), {"max_length": 2}, few_shapes=True)
     assert [batch.tokens.numel() for batch in nothing] == [1, 1]
+
+
+def test_shapes_are_few_although_images_have_one_size():
+    """Not so many of their pixels are lit."""
+    pixels = np.random.default_rng(0).integers(0, 16, (12, 256)).astype(np.uint8)
+    split = Split.from_offsets(pixels.ravel(), 256 * np.arange(13))
+    batches = EvalBatches(split, 1, Rank(0, 1, CPU), {"max_length": 256, "threshold": 8}, few_shapes=True)
+    assert {batch.tokens.numel() % 8 for batch in batches} == {0}
+
+
+def test_what_fills_up_a_batch_is_not_scored(monkeypatch):
+    """100 and 30 rows in batches of 16, filled up to few shapes as where steps are captured."""
+
+    def scores() -> dict[str, float]:
+        data, module = build(run_of("task=listops", *SHORT, "batch.eval=16"))
+        without = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = pl.Trainer(accelerator="cpu", **without)
+        trainer.test(module, datamodule=data, verbose=False)
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    quiet()
+    plain = scores()
+    assert set(plain) == {f"{name}/{what}" for name in ("test", "fresh") for what in ("accuracy", "loss")}
+    monkeypatch.setattr(TaskData, "_captures", lambda _: True)
+    assert scores() == pytest.approx(plain, rel=1e-5)
+
+
+def test_lit_pixels_are_those_of_8_and_more():
+    run = run_of("task=pathfinder", "tokens=lit")
+    image = np.resize(np.arange(256, dtype=np.uint8), 1024)
+    shown = TASKS.get("pathfinder").Data(run).depict(image)
+    batch = Split.from_offsets(image, np.array([0, 1024])).gather([0], CPU, max_length=1024, **run.task.kept)
+    assert batch.tokens.tolist() == [*range(8, 256)] * 4
+    assert [pixel for pixel in shown.ravel().tolist() if pixel] == batch.tokens.tolist()
 
 
 def trainer_of(run: Any, step: int = 0) -> Any:

@@ -166,6 +166,20 @@ def test_the_next_resolution_starts_from_the_last(tmp_path, monkeypatch):
         assert lra.fit("task=path64", *fields, f"init={first}")["status"] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("train=40", "unknown field of task=text 'train': choose from data_seed, max_length, protocol, source$"),
+        ("d_model=40", "unknown field of task=text 'd_model': choose from"),
+        ("task.max_lenght=40", "unknown field of task=text 'task.max_lenght': did you mean 'max_length'"),
+        ("=40", "'=40' is not of the form field=value"),
+    ],
+)
+def test_only_fields_of_the_task_are_suggested_for_data(field, message):
+    with pytest.raises(UsageError, match=message):
+        prepare(["task=text", field])
+
+
 def test_retrieval_without_data_says_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     with pytest.raises(UsageError, match="then: lra data prepare task=retrieval dataset=lra source=<path>$"):

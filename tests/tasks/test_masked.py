@@ -120,12 +120,14 @@ def test_the_loss_is_the_same_however_the_batch_is_divided(task, examples, pooli
                 assert torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
-def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden():
-    pretraining, batch = module("listops", "mask=0.5"), gathered(split())
+@pytest.mark.parametrize(("task", "examples", "each"), [("listops", split(), 1), ("retrieval", pairs(), 2)])
+def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden(task, examples, each):
+    """Of an example of two sequences half of each counts."""
+    pretraining, batch = module(task, "mask=0.5"), gathered(examples)
     scores, target, losses = pretraining.losses(batch)
     by_hand = 0.0
     for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True):
-        by_hand += float(losses[start : start + length].detach().sum()) / (0.5 * length)
+        by_hand += float(losses[start : start + length].detach().sum()) / (0.5 * length * each)
     assert float(pretraining.loss(batch).detach()) == pytest.approx(by_hand, rel=1e-5)
     assert torch.equal(target != IGNORED, hidden(batch, 0.5, None)) and scores.dtype == torch.float32
 

@@ -121,19 +121,14 @@ def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
 def marker_distance(pixels: np.ndarray, law: Law) -> np.ndarray:
     """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution * resolution]`.
 
-    UsageError if an image does not show two.
+    NaN of an image that does not show two.
     """
     from lra.data.pathfinder import markers, stamps
 
     windows = stamps.marker_windows(law)
     middle = len(windows) // 2
     tips = markers.find(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
-    if (tips < 0).any():
-        number = int(np.argmax((tips < 0).any((1, 2))))
-        raise UsageError(
-            f"image {number} does not show the two markers of a Pathfinder image of {law.resolution} pixels"
-        )
-    return _distance(tips)
+    return np.where((tips < 0).any((1, 2)), np.nan, _distance(tips))
 
 
 def _distance(tips: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError
 
 GENERATOR = "lra.data.pathfinder.released@1"
+PUBLISHED = 200_000  # images of each folder
 CHUNK = 1 << 24  # bytes of pixels per write
 _FOLDERS = {"easy": "curv_baseline", "intermediate": "curv_contour_length_9", "hard": "curv_contour_length_14"}
 _EMPTY = "pathfinder32/curv_baseline/imgs/0/sample_172.png"  # in the release, and no other
@@ -44,6 +45,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     scratch = writer.scratch() / "pixels"
     with scratch.open("wb") as file:  # not a memory map: on a full disk, writing to one kills the process
         rows, places = _read(source, folder, images, file)
+    release.note_count(writer, f"{folder}/metadata", len(rows), PUBLISHED)
     kept = [row for row in rows if row.image in places or f"{folder}/{row.image}" != _EMPTY]
     unnamed = set(places)
     for row in kept:
@@ -62,10 +64,10 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     for split, chosen in splits.items():
         for chunk in _chunks(chosen, resolution):
             writer.add(split, pixels[order[chunk]], labels[chunk])
-    try:
-        distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
-    except UsageError as error:  # the images are LRA's, whatever the law expects of their markers
-        writer.note(f"no baseline of the marker distance: {error}")
+    distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
+    if (unmarked := np.isnan(distance)).any():  # the images are LRA's, whatever the law expects of their markers
+        first = f"{folder}/{list(places)[int(unmarked.argmax())]}"
+        writer.note(f"no baseline of the marker distance: images without two markers: {unmarked.sum()}, first {first}")
     else:
         seen = {split: (distance[order[chosen]], labels[chosen]) for split, chosen in splits.items()}
         accuracy = {split: threshold_accuracy(seen["train"], seen[split]) for split in ("val", "test")}
