@@ -18,7 +18,7 @@ def launch_forward(
     """(y, z normalised with a one behind each row, the inverse of what z was divided by)."""
     (rows, d), f = x.shape, len(up)
     y, unit, rstd = torch.empty_like(x), o.new_empty(rows, d + SPARE), x.new_empty(rows)
-    registers = 168 if d < 128 else 255  # for each thread: three programs on a multiprocessor, or two
+    registers = 128 if d < 128 else 255  # for each thread: four programs on a multiprocessor, or two
     with torch.cuda.device_of(x):
         feed_forward_kernel[(programs(rows),)](
             o, x, y, unit, rstd, keys, out, out_bias, up, up_bias, down, down_bias,
