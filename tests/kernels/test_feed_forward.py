@@ -251,3 +251,26 @@ def test_modules_are_taken_under_autocast(rate):
         expected = z + drop(down(h), rate, keys, SITE + 2)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_learns_the_same(monkeypatch):
+    """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
+    model = encoder().cuda()
+    batch = make_batch((40, 3, 17), False, torch.device("cuda"), seed=torch.tensor(5, device="cuda"))
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
+    calls: list[bool] = []
+
+    def gradients() -> Tensor:
+        with torch.autocast("cuda", BF16):
+            found = model(batch)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
+
+    monkeypatch.setattr(transformer, "takes", lambda *given: calls.append(takes(*given)) or calls[-1])
+    actual = gradients()
+    if not on_hopper():
+        pytest.skip("the kernels are for Hopper")
+    assert calls == [True, True]
+    monkeypatch.setattr(transformer, "takes", lambda *_: False)
+    expected = gradients()
+    assert (actual - expected).norm() < 0.03 * expected.norm()
