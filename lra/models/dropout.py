@@ -31,12 +31,17 @@ def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
     hash_TD = mix(mix(keys_T + site)[:, None] + (feature_D >> 1)) >> BITS * (feature_D & 1)
     dropped = threshold(rate)
     kept_TD = (hash_TD & (1 << BITS) - 1) >= dropped
-    return torch.where(kept_TD, x_TD * ((1 << BITS) / ((1 << BITS) - dropped)), 0.0)
+    return torch.where(kept_TD, x_TD * keep_scale(dropped), 0.0)
 
 
 def threshold(rate: float) -> int:
     """How many of 2^BITS hashes drop an element."""
     return round(rate * (1 << BITS))
+
+
+def keep_scale(threshold: int) -> float:
+    """What the elements are multiplied by that so many hashes don't drop."""
+    return (1 << BITS) / ((1 << BITS) - threshold)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from lra.config.schema import ModelConfig
 from lra.kernels.feed_forward.api import feed_forward, takes
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
-from lra.models.dropout import drop, row_keys, threshold
+from lra.models.dropout import drop, keep_scale, row_keys, threshold
 from lra.models.embedding import Embedding
 from lra.models.positions import (
     LearnedPositions,
@@ -58,8 +58,9 @@ class Block(nn.Module):
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         o_TD = o_THD.flatten(1)
         if takes(o_TD, x_TD, self.up):
-            layers = self.out, self.ff_norm, self.up, self.down
-            return feed_forward(o_TD, x_TD, *layers, threshold=threshold(self.dropout), keys=keys_T, site=self.site)
+            layers, dropped = (self.out, self.ff_norm, self.up, self.down), threshold(self.dropout)
+            scale = keep_scale(dropped)
+            return feed_forward(o_TD, x_TD, *layers, scale=scale, threshold=dropped, keys=keys_T, site=self.site)
         x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
         return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)

@@ -18,7 +18,7 @@ from lra.kernels.flash import tuning
 from lra.kernels.testing import compare, poisoned_empty
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
-from lra.models.dropout import drop, threshold
+from lra.models.dropout import drop, keep_scale, threshold
 from lra.models.transformer import Encoder
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
@@ -58,7 +58,7 @@ def layers(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | None = None) ->
 
 def fused(*arguments: Any) -> Tensor:
     *given, rate, keys = arguments
-    return ops.FeedForward.apply(*given, EPS, threshold(rate), keys, SITE)  # type: ignore[no-any-return]
+    return ops.FeedForward.apply(*given, EPS, keep_scale(threshold(rate)), threshold(rate), keys, SITE)  # type: ignore[no-any-return]
 
 
 def results(function: Any, given: list[Tensor], dy: Tensor, rate: float, keys: Tensor | None, **more: Any) -> Any:
@@ -245,7 +245,8 @@ def test_modules_are_taken_under_autocast(rate):
     o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
     assert takes(o, x, up)
     with torch.autocast("cuda", BF16):
-        actual = feed_forward(o, x, out, norm, up, down, threshold=threshold(rate), keys=keys, site=SITE)
+        dropped, scale = threshold(rate), keep_scale(threshold(rate))
+        actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
         z = x + drop(out(o), rate, keys, SITE)
         h = drop(F.gelu(up(norm(z))), rate, keys, SITE + 1)
         expected = z + drop(down(h), rate, keys, SITE + 2)

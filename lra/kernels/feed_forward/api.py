@@ -33,6 +33,7 @@ def feed_forward(
     up: nn.Linear,
     down: nn.Linear,
     *,
+    scale: float = 1.0,
     threshold: int = 0,
     keys: Tensor | None = None,
     site: int = 0,
@@ -42,8 +43,9 @@ def feed_forward(
     Args:
         o: what attention returns, `[T, D]` of 16 bits, the dtype of the matrix products.
         x: what the block was given, `[T, D]` in fp32.
-        threshold, keys: those of 2^16 elements that are dropped, and a key for each row, int32 `[T]`; nothing is
-            dropped without keys. See `lra.models.dropout`, whose sites are `site` to `site` + 2 here.
+        scale, threshold, keys: what is kept is multiplied by, how many of 2^16 elements are dropped, and a key for
+            each row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
+            to `site` + 2 here.
     """
     layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
-    return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, threshold, keys, site)  # type: ignore[no-any-return]
+    return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lra.kernels.flash.ops import define, once
 
-BITS = 16  # of a hash decide on an element, as in `lra.models.dropout`
 ROWS = 64  # that a program owns: what a wgmma takes
 SPARE = 8  # columns behind those of the normalised rows: the first is ones, the others keep rows aligned to 16 bytes
 LAYERS = "Tensor out, Tensor out_bias, Tensor up, Tensor up_bias, Tensor down, Tensor down_bias"
@@ -25,9 +24,9 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        out, out_bias, gain, shift, up, up_bias, down, down_bias, eps, threshold, keys, site = rest
+        out, out_bias, gain, shift, up, up_bias, down, down_bias, eps, scale, threshold, keys, site = rest
         # up is given unit * gain + shift, and what dropout keeps is scaled: both are made part of the weights
-        scale = 1.0 if keys is None else (1 << BITS) / ((1 << BITS) - threshold)
+        scale = 1.0 if keys is None else scale
         half_out, half_up, half_down = ((w * by).to(o.dtype) for w, by in ((out, scale), (up, gain), (down, scale**2)))
         layers = half_out, half_up, up_bias + (up * shift).sum(1), half_down
         y, unit, rstd = feed_forward(
@@ -49,7 +48,7 @@ class FeedForward(torch.autograd.Function):
             dup = by_unit * gain + dup_bias[:, None] * shift
             dgain, dshift = (up * by_unit).sum(0), (up * dup_bias[:, None]).sum(0)
             found = do, dx, scale * dout, dout_bias, dgain, dshift, dup, dup_bias, scale**2 * ddown, ddown_bias
-        return *once(found, dy, saved[0], x, up), None, None, None, None
+        return *once(found, dy, saved[0], x, up), None, None, None, None, None
 
 
 def programs(rows: int) -> int:
