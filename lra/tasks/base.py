@@ -195,8 +195,7 @@ class TaskData(pl.LightningDataModule):
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists; UsageError as from `open`."""
-        prepare(self.content(), self.build, force=force, command=self.command())
-        self.open()
+        self._sourced(prepare(self.content(), self.build, force=force, command=self.command()))
 
     def check_ranks(self, count: int) -> None:
         """UsageError if one of `count` ranks would have nothing of a part that is scored."""
@@ -207,11 +206,12 @@ class TaskData(pl.LightningDataModule):
 
     def open(self) -> Store:
         """The prepared store; UsageError if it is not there, damaged, or from another source than the one asked for."""
-        content = self.content()
-        store = Store.open(content.path, self.command())
-        if self.config.source != type(self.config)().source and store.manifest["source"] != content.source:
-            other = f"{content.task} was prepared from {store.manifest['source']}, not from {content.source}"
-            raise UsageError(f"{other}; run: {self.command()} force=true")
+        return self._sourced(Store.open(self.content().path, self.command()))
+
+    def _sourced(self, store: Store) -> Store:
+        task, found, asked = self.content().task, store.manifest["source"], self.content().source
+        if self.config.source != type(self.config)().source and found != asked:
+            raise UsageError(f"{task} was prepared from {found}, not from {asked}; run: {self.command()} force=true")
         return store
 
     def command(self) -> str:
