@@ -18,12 +18,12 @@ def launch_forward(
     """(y, z normalised with a one behind each row, the inverse of what z was divided by)."""
     (rows, d), f = x.shape, len(up)
     y, unit, rstd = torch.empty_like(x), o.new_empty(rows, d + SPARE), x.new_empty(rows)
-    registers = 128 if d < 128 else 255  # for each thread: four programs on a multiprocessor, or two
+    chunk, registers = (32, 128) if d < 128 else (64, 255)  # registers for four programs on a multiprocessor, or two
     with torch.cuda.device_of(x):
         feed_forward_kernel[(programs(rows),)](
             o, x, y, unit, rstd, keys, out, out_bias, up, up_bias, down, down_bias,
             rows, eps, site, threshold,
-            **options(d, f, keys, C=32, num_warps=4, num_stages=3, maxnreg=registers),
+            **options(d, f, keys, C=chunk, num_warps=4, num_stages=3, maxnreg=registers),
         )  # fmt: skip
     return y, unit, rstd
 
@@ -36,12 +36,12 @@ def launch_backward(
     (rows, d), f = dy.shape, len(up)
     dx, do, dout, ddown = torch.empty_like(dy), *(torch.empty_like(o) for _ in range(3))
     du, h, sums = o.new_empty(rows, f), o.new_empty(rows, f), dy.new_empty(programs(rows), 2 * d)
-    chunk, warps = (32, 4) if d < 128 else (64, 8)
+    registers = 128 if d < 128 else 168  # for four programs on a multiprocessor, or three
     with torch.cuda.device_of(dy):
         feed_forward_backward_kernel[(programs(rows),)](
             dy, unit, rstd, keys, out, up, up_bias, down, dx, do, dout, du, h, ddown, sums,
             rows, site, threshold,
-            **options(d, f, keys, C=chunk, num_warps=warps, num_stages=2, maxnreg=128),
+            **options(d, f, keys, C=32, num_warps=4, num_stages=2, maxnreg=registers),
         )  # fmt: skip
     return do, dx, product(dout, o), product(du, unit), product(ddown, h), sums
 
