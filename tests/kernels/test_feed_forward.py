@@ -75,6 +75,7 @@ def assert_within_budget(rows: int, d: int, f: int, rate: float, dtype: torch.dt
     plain = results(layers, [x.float() for x in given], dy, rate, keys, half=dtype)
     for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
         assert a.shape == e.shape and a.dtype == (dtype if name == "do" else torch.float32), f"{name} {a.dtype}"
+        assert a.is_contiguous(), f"{name}: a sum of all gradients would take a launch for each"
         error = compare(a.to(dtype), e, p.to(dtype))
         assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
 

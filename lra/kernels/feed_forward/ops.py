@@ -44,7 +44,7 @@ class FeedForward(torch.autograd.Function):
             do, dx, dout, by_unit, ddown, sums = feed_forward_backward(dy.contiguous(), *saved, threshold, keys, site)
             dout_bias, ddown_bias = (scale * sums.sum(0)).chunk(2)
             d = x.shape[1]
-            by_unit, dup_bias = by_unit[:, :d], by_unit[:, d]
+            by_unit, dup_bias = by_unit[:, :d], by_unit[:, d].contiguous()  # gradients are summed in one launch then
             dup = by_unit * gain + dup_bias[:, None] * shift
             dgain, dshift = (up * by_unit).sum(0), (up * dup_bias[:, None]).sum(0)
             found = do, dx, scale * dout, dout_bias, dgain, dshift, dup, dup_bias, scale**2 * ddown, ddown_bias
