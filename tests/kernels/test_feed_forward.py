@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_only_once_differentiable(device):
         dx.sum().backward()
 
 
-def encoder(pooling: str = "max") -> Encoder:
+def encoder(pooling: Literal["max", "mean"] = "max") -> Encoder:
     torch.manual_seed(0)
     model = ModelConfig(d_model=32, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0, pooling=pooling)
     return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
