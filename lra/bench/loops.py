@@ -144,7 +144,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     captures = step.captures(module, device)
     if name == "bare":
         for block in module.model.encoder.blocks:
-            block.attention = Dense(effective_dropout(run.model.attn_dropout))  # type: ignore[assignment]
+            block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()
     strategy = SimpleNamespace(root_device=device)  # all that the data asks of a trainer
     trainer = SimpleNamespace(lightning_module=module, global_step=0, global_rank=0, world_size=1, strategy=strategy)
@@ -200,7 +200,8 @@ def _eager(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iter
 class Dense(nn.Module):
     """PyTorch's scaled_dot_product_attention of padded sequences that all have `max_length` tokens, so without a mask.
 
-    With it the model is a plain Transformer on `[B, N]` tokens, its step compiled and captured, AdamW fused.
+    With it the model is a plain Transformer on `[B, N]` tokens of PyTorch's layers, its step compiled and captured,
+    AdamW fused.
     """
 
     facts = SdpaAttention.facts  # takes batches as they are

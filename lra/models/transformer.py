@@ -42,6 +42,7 @@ class Block(nn.Module):
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
+        self.fused = True  # what follows attention is computed by one kernel a pass, where that takes it
 
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
@@ -57,7 +58,7 @@ class Block(nn.Module):
                 k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *rotary)
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         o_TD = o_THD.flatten(1)
-        if takes(o_TD, x_TD, self.up):
+        if self.fused and takes(o_TD, x_TD, self.up):
             layers, dropped = (self.out, self.ff_norm, self.up, self.down), threshold(self.dropout)
             scale = keep_scale(dropped)
             return feed_forward(o_TD, x_TD, *layers, scale=scale, threshold=dropped, keys=keys_T, site=self.site)

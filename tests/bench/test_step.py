@@ -21,6 +21,7 @@ from lra.bench.step import RECORDED, bench, notes, split, tables
 from lra.cli import app
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
+from lra.models import transformer
 from lra.training import step as step_module
 from lra.training.step import Step
 from tests.fixtures import write_aan_papers
@@ -115,6 +116,16 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
     assert [record["status"] for record in result["loops"]] == ["ok"] * 4
     assert fit["tokens"] == captured["tokens"] == eager["tokens"] > 2 * 8 * 21
     assert bare["tokens"] == 2 * 8 * 31 and bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+
+
+def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
+    """What follows attention is computed by our kernels in the others, where these take it."""
+    asked: list[int] = []
+    monkeypatch.setattr(transformer, "takes", lambda *_: asked.append(1))
+    (bare,) = bench(tiny("loops=bare", "profile=false"))["loops"]
+    assert bare["status"] == "ok" and not asked
+    bench(tiny("loops=eager"))
+    assert asked
 
 
 @pytest.mark.slow
