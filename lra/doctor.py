@@ -112,8 +112,8 @@ def _ptxas() -> Iterator[Row]:
     used = tuning.ptxas(capability)
     yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
     yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
-    layers = "PyTorch's layers"
-    yield "feed-forward", f"{layers}, as above" if refusal else f"Triton for Hopper in 16 bits, else {layers}"
+    layers = "PyTorch's"
+    yield "layers around", f"{layers}, as above" if refusal else f"Gluon for Hopper in 16 bits, else {layers}"
 
 
 def _tiles() -> Iterator[Row]:

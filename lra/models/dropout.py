@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-
-BITS = 16  # of a hash that decide: the rate is exact to 2^-16, and one hash serves two features
+from lra.kernels.layers.reference import BITS, kept, mix
 
 
 def row_keys(batch: Batch) -> Tensor:
@@ -27,11 +26,8 @@ def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
     """`x_TD` with a share `rate` of its elements zeroed and the others divided by 1 - rate; itself without keys."""
     if keys_T is None or not rate:
         return x_TD
-    feature_D = torch.arange(x_TD.shape[1], device=x_TD.device, dtype=torch.int32)
-    hash_TD = mix(mix(keys_T + site)[:, None] + (feature_D >> 1)) >> BITS * (feature_D & 1)
     dropped = threshold(rate)
-    kept_TD = (hash_TD & (1 << BITS) - 1) >= dropped
-    return torch.where(kept_TD, x_TD * keep_scale(dropped), 0.0)
+    return kept(x_TD * keep_scale(dropped), keys_T, site, dropped)
 
 
 def threshold(rate: float) -> int:
@@ -42,15 +38,3 @@ def threshold(rate: float) -> int:
 def keep_scale(threshold: int) -> float:
     """What the elements are multiplied by that so many hashes don't drop."""
     return (1 << BITS) / ((1 << BITS) - threshold)
-
-
-def mix(x: Tensor) -> Tensor:
-    """A bijection of int32 whose every output bit depends on every input bit: xor-shifts and odd factors that wrap."""
-    x = (x ^ _shift(x, 16)) * 0x7FEB352D
-    x = (x ^ _shift(x, 15)) * -0x7B935975  # 0x846CA68B
-    return x ^ _shift(x, 16)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Right by so many bits, zeros from the left: PyTorch's copies the sign."""
-    return (x >> by) & (1 << 32 - by) - 1

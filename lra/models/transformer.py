@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
-from lra.kernels.feed_forward.api import feed_forward, takes
+from lra.kernels.layers.api import feed_forward, project, takes_feed_forward, takes_projection
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import drop, keep_scale, row_keys, threshold
@@ -42,23 +42,27 @@ class Block(nn.Module):
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
-        self.fused = True  # what follows attention is computed by one kernel a pass, where that takes it
+        self.fused = True  # what precedes attention, and what follows it, is one kernel a pass where that takes it
 
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
     ) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
-        # views: the attention reads them by their strides; of two projections the first is for queries and keys
-        q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
-        if rotary is not None and self.attention.facts.rotates:
+        turned = None if self.attention.facts.rotates else rotary  # by the model, not by the attention
+        if self.fused and takes_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+            x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
+        else:
+            qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
+            # views: the attention reads them by their strides; of two projections the first is for queries and keys
+            q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
+            if turned is not None:
+                q_THD = rotate(q_THD, *turned)
+                k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *turned)
+        if rotary is not None and turned is None:
             o_THD = self.attention(q_THD, k_THD, v_THD, batch, rotary)
         else:
-            if rotary is not None:
-                q_THD = rotate(q_THD, *rotary)
-                k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *rotary)
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         o_TD = o_THD.flatten(1)
-        if self.fused and takes(o_TD, x_TD, self.up):
+        if self.fused and takes_feed_forward(o_TD, x_TD, self.up):
             layers, dropped = (self.out, self.ff_norm, self.up, self.down), threshold(self.dropout)
             scale = keep_scale(dropped)
             return feed_forward(o_TD, x_TD, *layers, scale=scale, threshold=dropped, keys=keys_T, site=self.site)

@@ -1,0 +1,86 @@
+"""`project` and `feed_forward`: what precedes and what follows attention in a block, by the fused kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lra.kernels.flash import tuning
+from lra.kernels.layers.ops import FeedForward, Project
+
+WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
+ROTATED = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
+WEIGHTS = 96 * 1024  # elements of the weights around a feed-forward that shared memory holds
+
+
+def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -> bool:
+    """Whether `project` computes this."""
+    rotates = rotary is None or head_dim in ROTATED
+    return qkv.out_features == 3 * qkv.in_features and rotates and _takes(x, _half(x), qkv.in_features)
+
+
+def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear) -> bool:
+    """Whether `feed_forward` computes this."""
+    d, f = up.in_features, up.out_features
+    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and _takes(x, o.dtype, d)
+
+
+def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
+    """Under 16 bits, of widths that the kernels have, on a GPU they are faster on."""
+    sixteen = half in (torch.float16, torch.bfloat16)
+    return x.is_cuda and x.dtype == torch.float32 and sixteen and d in WIDTHS and on_hopper()
+
+
+def _half(x: Tensor) -> torch.dtype:
+    """What the layers' products are in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+@torch.compiler.assume_constant_result
+def on_hopper() -> bool:
+    """Whether this is a Hopper GPU, on which they were measured, and a ptxas that compiles its products rightly."""
+    return tuning.hopper_refusal(tuning.capability()) is None
+
+
+def project(
+    x: Tensor, norm: nn.LayerNorm, qkv: nn.Linear, heads: int, rotary: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x as it was, and q, k and v of `qkv(norm(x))`, `[T, H, D]` each in autocast's dtype; differentiable once.
+
+    Args:
+        x: what the block was given, `[T, H * D]` in fp32. Whatever else uses it takes it from the result: the gradients
+            of both are added in the kernel then.
+        rotary: cosines and sines, `[T, D // 2]`, by which q and k are turned.
+    """
+    cos, sin = rotary or (None, None)
+    layers = norm.weight, norm.bias, qkv.weight, qkv.bias
+    x, *parts = Project.apply(x.contiguous(), *layers, cos, sin, norm.eps, _half(x))  # type: ignore[misc]
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
+    return x, q, k, v
+
+
+def feed_forward(
+    o: Tensor,
+    x: Tensor,
+    out: nn.Linear,
+    norm: nn.LayerNorm,
+    up: nn.Linear,
+    down: nn.Linear,
+    *,
+    scale: float = 1.0,
+    threshold: int = 0,
+    keys: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`z + drop(down(drop(gelu(up(norm(z))))))` with `z = x + drop(out(o))`, `[T, D]` in fp32; differentiable once.
+
+    Args:
+        o: what attention returns, `[T, D]` of 16 bits, the dtype of the matrix products.
+        x: what the block was given, `[T, D]` in fp32.
+        scale, threshold, keys: what is kept is multiplied by, how many of 2^16 elements are dropped, and a key for
+            each row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
+            to `site` + 2 here.
+    """
+    layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
+    return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]

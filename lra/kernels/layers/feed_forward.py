@@ -1,0 +1,157 @@
+"""What follows attention in a block, one kernel a pass: projection, residual, norm, feed-forward and residual.
+
+    y = z + drop(down(drop(gelu(up(norm(z)))))),  z = x + drop(out(o))
+
+By themselves these layers read and write what they pass to each other, some 15 tensors of a batch's rows, and take
+longer for it than for the arithmetic. A program holds the weights in shared memory and takes one tile of rows after
+another, in chunks of hidden features. Of the forward the normalised rows are kept; the backward computes the hidden
+features again, and writes what the gradients of the weights are products of: those sum over all rows, a library's
+product does it best.
+
+The norm's gain and shift and what dropout multiplies by are parts of the weights. Norm, GELU, residuals and sums are in
+fp32, products of 16-bit operands.
+
+Shape suffixes as in rows.py, and C hidden features of a chunk.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from lra.kernels.flash.hopper import barrier
+from lra.kernels.layers.rows import (
+    from_product,
+    kept,
+    load_keys,
+    load_rows,
+    load_weight,
+    multiply,
+    normalise,
+    normalise_backward,
+    of_features,
+    operand,
+    product_layout,
+    row_layout,
+    store_rows,
+)
+
+
+@gluon.jit
+def density(u):
+    """Of the standard normal distribution, times the square root of 2 pi."""
+    return gl.exp2(u * u * -0.7213475204444817)
+
+
+@gluon.jit
+def below(u, density):
+    """The standard normal distribution function within 1e-7 (Abramowitz and Stegun, 7.1.26): GELU is u * below(u)."""
+    root = gl.rsqrt(1.0 + 0.2316418882663604 * gl.abs(u))  # its square is an inverse in fewer instructions
+    t = root * root
+    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * series * density
+    return gl.where(u < 0, tail, 1.0 - tail)
+
+
+@gluon.jit
+def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
+    """`out` [D, D], and of each chunk of hidden features `up` [C, D] and `down` [D, C], in shared memory."""
+    half: gl.constexpr = out_ptr.dtype.element_ty
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], half)
+    tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], half)
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, C], half)
+    out = gl.allocate_shared_memory(half, [D, D], square)
+    up = gl.allocate_shared_memory(half, [F // C, C, D], tall)
+    down = gl.allocate_shared_memory(half, [F // C, D, C], flat)
+    load_weight(out, out_ptr, D, num_warps)
+    for i in range(F // C):
+        load_weight(up.index(i), up_ptr + i * C * D, D, num_warps)
+        load_weight(down.index(i), down_ptr + i * C, F, num_warps)
+    fence_async_shared()
+    barrier()
+    return out, up, down
+
+
+@gluon.jit(do_not_specialize=["rows", "site", "threshold"])
+def feed_forward_kernel(
+    o_ptr, x_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr, down_ptr,
+    down_bias_ptr, rows, eps, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted."""
+    M: gl.constexpr = 16 * num_warps
+    half: gl.constexpr = o_ptr.dtype.element_ty
+    sums: gl.constexpr = product_layout(D, num_warps)
+    m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
+    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+        first = tile.to(gl.int64) * M
+        real_M = m < rows - first
+        keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        o_MD = load_rows(o_ptr, first, real_M, D, D, num_warps)
+        x_MD = load_rows(x_ptr, first, real_M, D, D, num_warps)
+
+        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + of_features(out_bias_ptr, D, num_warps)
+        z_MD = x_MD + kept(z_MD, keys_M, site, 0, threshold, DROPOUT, num_warps)
+        unit_MD, rstd_M = normalise(z_MD, eps, D)
+        unit_MD = unit_MD.to(half)
+        gl.store(rstd_ptr + first + m, rstd_M, mask=real_M)
+        store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
+
+        y_MD = gl.zeros([M, D], gl.float32, sums)
+        for i in range(F // C):
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps)
+            u_MC += of_features(up_bias_ptr + i * C, C, num_warps)
+            h_MC = kept(u_MC * below(u_MC, density(u_MC)), keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
+            y_MD = warpgroup_mma(operand(h_MC.to(half), sums), down.index(i).permute((1, 0)), y_MD)
+        dy_MD = from_product(y_MD, num_warps) + of_features(down_bias_ptr, D, num_warps)
+        z_MD += kept(dy_MD, keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
+        store_rows(y_ptr, z_MD, first, real_M, D, num_warps)
+
+
+@gluon.jit(do_not_specialize=["rows", "site", "threshold"])
+def feed_forward_backward_kernel(
+    dy_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr, up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr,
+    h_ptr, ddown_ptr, rows, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given."""
+    M: gl.constexpr = 16 * num_warps
+    half: gl.constexpr = unit_ptr.dtype.element_ty
+    sums: gl.constexpr = product_layout(D, num_warps)
+    m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
+    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+        first = tile.to(gl.int64) * M
+        real_M = m < rows - first
+        keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)
+        unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
+        ddown_MD = kept(dy_MD, keys_M, site + 2, 0, threshold, DROPOUT, num_warps).to(half)
+        store_rows(ddown_ptr, ddown_MD, first, real_M, D, num_warps)
+
+        dunit_MD = gl.zeros([M, D], gl.float32, sums)
+        for i in range(F // C):
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps)
+            u_MC += of_features(up_bias_ptr + i * C, C, num_warps)
+            density_MC = density(u_MC)
+            below_MC = below(u_MC, density_MC)
+            h_MC = kept(u_MC * below_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
+            store_rows(h_ptr + i * C, h_MC.to(half), first, real_M, F, num_warps)
+            dh_MC = multiply(ddown_MD, down.index(i), num_warps)
+            dh_MC = kept(dh_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
+            du_MC = (dh_MC * (below_MC + u_MC * density_MC * 0.3989422804014327)).to(half)
+            store_rows(du_ptr + i * C, du_MC, first, real_M, F, num_warps)
+            dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
+
+        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
+        dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
+        dz_MD += load_rows(dy_ptr, first, real_M, D, D, num_warps)  # in the cache still: registers are for others
+        store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
+        dout_MD = kept(dz_MD, keys_M, site, 0, threshold, DROPOUT, num_warps).to(half)
+        store_rows(dout_ptr, dout_MD, first, real_M, D, num_warps)
+        store_rows(do_ptr, multiply(dout_MD, out, num_warps).to(half), first, real_M, D, num_warps)

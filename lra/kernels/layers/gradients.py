@@ -1,0 +1,52 @@
+"""Gradients of linear layers' weights and biases, sums over all rows of a batch: of three layers in one launch.
+
+A weight's is dyᵀ x, the bias's dyᵀ 1, which is a product of the same kind. Each program sums a part of the rows for a
+square tile of one layer; those sums are added up in the end, always in the same order.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rows"])
+def weight_gradients_kernel(
+    dy_ptr, x_ptr, dy1_ptr, x1_ptr, dy2_ptr, x2_ptr, sums_ptr, rows,
+    N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
+    SIDE: tl.constexpr, M: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """`sums_ptr`: `[parts, tiles, SIDE, SIDE + ONES]`; one layer's tiles, `[N / SIDE, K / SIDE]`, follow another's."""
+    part, tile = tl.program_id(0), tl.program_id(1)
+    sums_ptr += (part * tl.num_programs(1) + tile) * (SIDE * (SIDE + ONES))
+    n, k = N, K
+    first: tl.constexpr = (N // SIDE) * (K // SIDE)
+    second: tl.constexpr = (N1 // SIDE) * (K1 // SIDE)
+    if tile >= first:
+        dy_ptr, x_ptr, n, k = dy1_ptr, x1_ptr, N1, K1
+        tile -= first
+        if tile >= second:
+            dy_ptr, x_ptr, n, k = dy2_ptr, x2_ptr, N2, K2
+            tile -= second
+    tiles_k = k // SIDE
+    side, spare, m = tl.arange(0, SIDE), tl.arange(0, ONES), tl.arange(0, M)
+    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
+    begin = (part * share).to(tl.int64)
+    dy_ptr += begin * n + tile // tiles_k * SIDE
+    x_ptr += begin * k + tile % tiles_k * SIDE
+    left = tl.minimum(rows - begin, share).to(tl.int32)
+
+    weight = tl.zeros([SIDE, SIDE], tl.float32)
+    bias = tl.zeros([SIDE, ONES], tl.float32)
+    ones = tl.full([M, ONES], 1.0, dy_ptr.dtype.element_ty)
+    for row in range(0, left, M):
+        real = (row + m < left)[:, None]
+        dy = tl.load(dy_ptr + (row + m)[:, None] * n + side[None, :], mask=real, other=0.0)
+        x = tl.load(x_ptr + (row + m)[:, None] * k + side[None, :], mask=real, other=0.0)
+        weight = tl.dot(dy.T, x, weight)
+        bias = tl.dot(dy.T, ones, bias)
+    sums_ptr += side[:, None] * (SIDE + ONES)
+    tl.store(sums_ptr + side[None, :], weight)
+    tl.store(sums_ptr + SIDE + spare[None, :], bias)

@@ -1,0 +1,161 @@
+"""What the Gluon kernels around attention share: rows in registers, weights in shared memory, dropout, the norm.
+
+A program of `num_warps` warps takes 16 rows a warp at a time, whole, each row in four threads: of every 16 features a
+thread has four neighbours, so that loads and stores are of 16 bytes in fp32 and a row's sum takes two shuffles. A
+product on tensor cores wants of 16 features two pairs that are eight apart: so features are renamed inside each 16, for
+all rows and weights alike, and what one product gives is the next one's operand as it is.
+
+Shape suffixes: M rows, D model features, N features of any tile.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+
+@gluon.constexpr_function
+def row_layout(n, num_warps):
+    """Of `[16 * num_warps, n]`, as it lies in memory."""
+    wide = [[0, 16 * 2**i] for i in range((n // 16).bit_length() - 1)]
+    warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n])
+
+
+@gluon.constexpr_function
+def pair_layout(n, num_warps):
+    """Of `[16 * num_warps, n / 2]`: a value for two neighbours of `row_layout(n)`, in their thread."""
+    wide = [[0, 8 * 2**i] for i in range((n // 16).bit_length() - 1)]
+    warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n // 2])
+
+
+@gluon.constexpr_function
+def product_layout(n, num_warps):
+    """Of a product's accumulator `[16 * num_warps, n]`, its features renamed."""
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, n, 16])
+
+
+@gluon.jit
+def renamed(i):
+    """The feature that products know as number `i`."""
+    return i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
+
+
+@gluon.jit
+def load_weight(buffer, pointer, row_stride, num_warps: gl.constexpr):
+    """Fill `[R, C]` of shared memory with a weight from `pointer` on, both its sides renamed."""
+    R: gl.constexpr = buffer.shape[0]
+    C: gl.constexpr = buffer.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [num_warps, 1], [1, 0])
+    r = renamed(gl.arange(0, R, gl.SliceLayout(1, layout)))
+    c = renamed(gl.arange(0, C, gl.SliceLayout(0, layout)))
+    buffer.store(gl.load(pointer + r[:, None] * row_stride + c[None, :]))
+
+
+@gluon.jit
+def multiply(x_MK, weight_KN, num_warps: gl.constexpr):
+    """Rows of 16 bits times a weight in shared memory, fp32 `[M, N]`."""
+    N: gl.constexpr = weight_KN.shape[1]
+    layout: gl.constexpr = product_layout(N, num_warps)
+    nothing = gl.zeros([16 * num_warps, N], gl.float32, layout)
+    return from_product(warpgroup_mma(operand(x_MK, layout), weight_KN, nothing, use_acc=False), num_warps)
+
+
+@gluon.jit
+def operand(x_MK, product: gl.constexpr):
+    """Rows of 16 bits as the left operand of a product with this layout."""
+    M: gl.constexpr = x_MK.shape[0]
+    K: gl.constexpr = x_MK.shape[1]
+    x_MK = x_MK.reshape(M, K // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(M, K)
+    return gl.convert_layout(x_MK, gl.DotOperandLayout(0, product, 2), assert_trivial=True)
+
+
+@gluon.jit
+def from_product(x_MN, num_warps: gl.constexpr):
+    """An accumulator as rows."""
+    M: gl.constexpr = x_MN.shape[0]
+    N: gl.constexpr = x_MN.shape[1]
+    x_MN = x_MN.reshape(M, N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(M, N)
+    return gl.convert_layout(x_MN, row_layout(N, num_warps), assert_trivial=True)
+
+
+@gluon.jit
+def of_features(pointer, N: gl.constexpr, num_warps: gl.constexpr):
+    """N values, such as a bias, to be added to rows."""
+    return gl.load(pointer + gl.arange(0, N, gl.SliceLayout(0, row_layout(N, num_warps))))[None, :]
+
+
+@gluon.jit
+def mix(x):
+    """`lra.models.dropout.mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@gluon.jit
+def kept(x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
+    """`lra.models.dropout.drop` of a tile of the features from `first` on, an even one; what is kept stays as it is."""
+    if DROPOUT:
+        N: gl.constexpr = x_MN.shape[1]
+        layout: gl.constexpr = pair_layout(N, num_warps)
+        pair = (first // 2 + gl.arange(0, N // 2, gl.SliceLayout(0, layout))).to(gl.uint32)
+        rows = mix(gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True) + site.to(gl.uint32))
+        hashed = mix(rows[:, None] + pair[None, :])
+        words = gl.join(hashed << 16, hashed).reshape(x_MN.shape[0], N)  # a feature's half is the upper one
+        words = gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True)
+        x_MN = gl.where(words >= threshold.to(gl.uint32) << 16, x_MN, 0.0)
+    return x_MN
+
+
+@gluon.jit
+def load_keys(keys_ptr, first, real_M, D: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
+    """The rows' keys of dropout, uint32; zeros without it."""
+    m = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, row_layout(D, num_warps)))
+    keys_M = gl.zeros_like(m).to(gl.uint32)
+    if DROPOUT:
+        keys_M = gl.load(keys_ptr + first + m, mask=real_M, other=0).to(gl.uint32, bitcast=True)
+    return keys_M
+
+
+@gluon.jit
+def normalise(z_MD, eps, D: gl.constexpr):
+    """(z less its mean over its deviation, that deviation's inverse)."""
+    centred_MD = z_MD - (gl.sum(z_MD, 1) * (1 / D))[:, None]
+    rstd_M = gl.rsqrt(gl.sum(centred_MD * centred_MD, 1) * (1 / D) + eps)
+    return centred_MD * rstd_M[:, None], rstd_M
+
+
+@gluon.jit
+def normalise_backward(dunit_MD, unit_MD, rstd_M, D: gl.constexpr):
+    """The gradient of what was normalised, from that of the result."""
+    mean_M = gl.sum(dunit_MD, 1) * (1 / D)
+    along_M = gl.sum(dunit_MD * unit_MD, 1) * (1 / D)
+    return (dunit_MD - mean_M[:, None] - unit_MD * along_M[:, None]) * rstd_M[:, None]
+
+
+@gluon.jit
+def tile_offset(N: gl.constexpr, stride: gl.constexpr, num_warps: gl.constexpr):
+    layout: gl.constexpr = row_layout(N, num_warps)
+    m = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout))
+    return m[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def load_rows(pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, num_warps: gl.constexpr):
+    """N features of the rows from `first` on, `stride` elements apart; zeros where they are not real."""
+    real = gl.convert_layout(real_M, gl.SliceLayout(1, row_layout(N, num_warps)), assert_trivial=True)
+    return gl.load(pointer + first * stride + tile_offset(N, stride, num_warps), mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+def store_rows(pointer, x_MN, first, real_M, stride: gl.constexpr, num_warps: gl.constexpr):
+    real = gl.convert_layout(real_M, gl.SliceLayout(1, row_layout(x_MN.shape[1], num_warps)), assert_trivial=True)
+    gl.store(pointer + first * stride + tile_offset(x_MN.shape[1], stride, num_warps), x_MN, mask=real[:, None])

@@ -1,0 +1,493 @@
+"""What surrounds attention, fused: operators against the layers in float64, kernels against the operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, library, nn
+from torch.nn import functional as F
+
+from lra.bench.cell import make_batch
+from lra.config.schema import ModelConfig
+from lra.kernels.flash import tuning
+from lra.kernels.layers import ops, reference
+from lra.kernels.layers.api import WIDTHS, feed_forward, on_hopper, project, takes_feed_forward, takes_projection
+from lra.kernels.testing import compare, poisoned_empty
+from lra.models import transformer
+from lra.models.attention import ATTENTIONS
+from lra.models.dropout import drop, keep_scale, threshold
+from lra.models.positions import rotate
+from lra.models.transformer import Encoder
+from tests.kernels.compiling import compiled
+from tests.kernels.gluon_on_cpu import Emulated
+from tests.sampling import sampled
+
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+EPS, SITE = 1e-5, 7
+SHAPES = [(150, 64, 128), (70, 128, 256), (1, 64, 64), (200, 64, 192)]  # rows, width of the model, hidden features
+
+
+def drawn(*shape: int, scale: float = 1.0, device: Any = "cpu") -> Tensor:
+    return torch.randn(*shape, device=device) * scale
+
+
+@dataclasses.dataclass
+class Case:
+    """Arguments of a function, in fp32 but for the first `halves`, keys of rows, and gradients of its results."""
+
+    given: list[Tensor]
+    halves: int
+    keys: Tensor
+    dy: list[Tensor]
+
+
+def feed_forward_case(rows: int, d: int, f: int, dtype: torch.dtype, device: Any = "cpu") -> Case:
+    torch.manual_seed(rows + d)
+    layers = [
+        drawn(d, d, scale=d**-0.5), drawn(d), 1 + drawn(d, scale=0.3), drawn(d, scale=0.3),
+        drawn(f, d, scale=d**-0.5), drawn(f, scale=0.3), drawn(d, f, scale=f**-0.5), drawn(d),
+    ]  # fmt: skip
+    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32)
+    given = [drawn(rows, d).to(dtype), drawn(rows, d), *layers]
+    return Case([x.to(device) for x in given], 1, keys.to(device), [drawn(rows, d).to(device)])
+
+
+def project_case(rows: int, d: int, dtype: torch.dtype, device: Any = "cpu") -> Case:
+    torch.manual_seed(rows + d)
+    given = [drawn(rows, d), 1 + drawn(d, scale=0.3), drawn(d, scale=0.3), drawn(3 * d, d, scale=d**-0.5), drawn(3 * d)]
+    dy = [drawn(rows, d), *(drawn(rows, d).to(dtype) for _ in range(3))]
+    return Case([x.to(device) for x in given], 0, torch.empty(0), [x.to(device) for x in dy])
+
+
+def angles(rows: int, pairs: int, device: Any = "cpu") -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Cosines and sines of any angles; none of no pairs."""
+    if not pairs:
+        return None, None
+    angle = drawn(rows, pairs, scale=3.0).to(device)
+    return angle.cos(), angle.sin()
+
+
+def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor]:
+    """The layers as PyTorch has them, in the dtype of x; with `half` what they multiply is rounded to it."""
+    out, out_bias, gain, shift, up, up_bias, down, down_bias, rate, keys = rest
+
+    def rounded(values: Tensor) -> Tensor:
+        return values.to(half).to(values.dtype) if half else values
+
+    z = x + drop(F.linear(rounded(o), rounded(out), out_bias), rate, keys, SITE)
+    n = rounded(F.layer_norm(z, z.shape[1:], gain, shift, EPS))
+    h = rounded(drop(F.gelu(F.linear(n, rounded(up), up_bias)), rate, keys, SITE + 1))
+    return (z + drop(F.linear(h, rounded(down), down_bias), rate, keys, SITE + 2),)
+
+
+def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
+    *given, rate, keys = arguments
+    dropped = threshold(rate)
+    return (ops.FeedForward.apply(*given, EPS, keep_scale(dropped), dropped, keys, SITE),)  # type: ignore[return-value]
+
+
+def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    gain, shift, weight, bias, cos, sin = rest
+
+    def rounded(values: Tensor) -> Tensor:
+        return values.to(half).to(values.dtype) if half else values
+
+    n = rounded(F.layer_norm(x, x.shape[1:], gain, shift, EPS))
+    parts = F.linear(n, rounded(weight), bias).chunk(3, 1)
+    if cos is not None:
+        heads = [part.unflatten(1, (-1, 2 * cos.shape[1])) for part in parts[:2]]
+        # in any dtype; `rotate` itself is in fp32
+        turned = [torch.cat((a * c - b * s, a * s + b * c), -1).flatten(1) for a, b, c, s in (
+            (*head.chunk(2, -1), cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)) for head in heads
+        )]  # fmt: skip
+        parts = *turned, parts[2]
+    return x, *parts
+
+
+def fused_project(dtype: torch.dtype) -> Any:
+    return lambda *given: ops.Project.apply(*given, EPS, dtype)
+
+
+def results(function: Any, given: list[Tensor], dy: list[Tensor], *rest: Any, **more: Any) -> list[Tensor]:
+    """What a function returns, and the gradients of its arguments."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    with poisoned_empty():
+        found = function(*leaves, *rest, **more)
+        gradients = torch.autograd.grad(found, leaves, [each.to(y.dtype) for each, y in zip(dy, found, strict=True)])
+    return [*(y.detach() for y in found), *gradients]
+
+
+def assert_within_budget(case: Case, fused: Any, plain: Any, dtype: torch.dtype, *rest: Any) -> None:
+    """Each result and gradient of `fused`, against `plain` in float64 and with operands rounded to `dtype`."""
+    actual = results(fused, case.given, case.dy, *rest)
+    exact = results(plain, [x.double() for x in case.given], case.dy, *rest)
+    rounded = results(plain, [x.float() for x in case.given], case.dy, *rest, half=dtype)
+    for i, (a, e, r) in enumerate(zip(actual, exact, rounded, strict=True)):
+        assert a.shape == e.shape and a.is_contiguous(), f"{i}: a sum of all gradients would take a launch for each"
+        error = compare(a.to(dtype), e, r.to(dtype))
+        assert error.ok, f"result {i}: error {error.error:.3g}, budget {error.budget:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [HALF, FP32])
+@pytest.mark.parametrize("rate", sampled([0.0, 0.1, 0.5]))
+@pytest.mark.parametrize(("rows", "d", "f"), SHAPES)
+def test_feed_forward_within_budget(rows, d, f, rate, dtype):
+    case = feed_forward_case(rows, d, f, dtype)
+    keys = case.keys if rate else None
+    assert_within_budget(case, fused_feed_forward, plain_feed_forward, dtype, rate, keys)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FP32])
+@pytest.mark.parametrize("pairs", sampled([0, 16, 32]))
+@pytest.mark.parametrize(("rows", "d"), [shape[:2] for shape in SHAPES])
+def test_projection_within_budget(rows, d, pairs, dtype):
+    case = project_case(rows, d, dtype)
+    assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(rows, pairs))
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """The kernels themselves on the CPU, in the place of the operators' definition."""
+    from lra.kernels.layers import feed_forward, launch, projection
+
+    for module, names in (
+        (feed_forward, ("feed_forward_kernel", "feed_forward_backward_kernel")),
+        (projection, ("project_kernel", "project_backward_kernel")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    return launch
+
+
+KERNELS = [(shape, rate) for shape in SHAPES for rate in (0.0, 0.3)]
+
+
+@pytest.mark.parametrize(("shape", "rate"), KERNELS)
+def test_feed_forward_kernels_compute_the_definition(shape, rate, emulated):
+    case = feed_forward_case(*shape, HALF)
+    o, x, out, out_bias, _, _, up, up_bias, down, down_bias = case.given
+    out, up, down, keys = out.to(HALF), up.to(HALF), down.to(HALF), case.keys if rate else None
+    dropout = threshold(rate), keys, SITE
+    forward = (o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
+    with poisoned_empty():
+        actual = emulated.launch_feed_forward(*forward)
+    kept = reference.feed_forward(*forward)
+    assert_same(actual, kept)
+    backward = (case.dy[0], o, *kept[1:], out, up, up_bias, down, *dropout)
+    with poisoned_empty():
+        assert_same(emulated.launch_feed_forward_backward(*backward), reference.feed_forward_backward(*backward))
+
+
+@pytest.mark.parametrize("pairs", [0, 16, 32])
+@pytest.mark.parametrize(("rows", "d"), [shape[:2] for shape in SHAPES])
+def test_projection_kernels_compute_the_definition(rows, d, pairs, emulated):
+    case = project_case(rows, d, HALF)
+    x, _, _, weight, bias = case.given
+    weight, turned = weight.to(HALF), angles(rows, pairs)
+    forward = (x, weight, bias, *turned, EPS)
+    with poisoned_empty():
+        actual = emulated.launch_project(*forward)
+    kept = reference.project(*forward)
+    assert_same(actual, kept)
+    dy, *parts = case.dy
+    backward = (*parts, dy, *kept[3:], weight, *turned)
+    with poisoned_empty():
+        assert_same(emulated.launch_project_backward(*backward), reference.project_backward(*backward))
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """But for the order of sums, and what that rounds differently in 16 bits."""
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.shape == e.shape and a.dtype == e.dtype
+        error = (a.float() - e.float()).norm() / e.float().norm().clamp(min=1e-6)
+        assert error < (2e-4 if a.dtype == HALF else 1e-5 if i == 0 else 1e-4), f"result {i}: {error:.2g}"
+
+
+def test_no_rows():
+    given = feed_forward_case(0, 64, 64, HALF)
+    for found, leaf in zip(
+        results(fused_feed_forward, given.given, given.dy, 0.1, given.keys)[1:], given.given, strict=True
+    ):
+        assert found.shape == leaf.shape and not found.any()
+
+
+def test_operators_keep_their_contracts():
+    case = feed_forward_case(70, 64, 128, HALF)
+    o, x, out, out_bias, _, _, up, up_bias, down, down_bias = case.given
+    out, up, down, dropout = out.to(HALF), up.to(HALF), down.to(HALF), (threshold(0.1), case.keys, SITE)
+    forward = (o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
+    library.opcheck(ops.feed_forward, forward)
+    kept = ops.feed_forward(*forward)[1:]
+    library.opcheck(ops.feed_forward_backward, (case.dy[0], o, *kept, out, up, up_bias, down, *dropout))
+
+    x, _, _, weight, bias = project_case(70, 64, HALF).given
+    weight, turned = weight.to(HALF), angles(70, 16)
+    library.opcheck(ops.project, (x, weight, bias, *turned, EPS))
+    *parts, unit, rstd = ops.project(x, weight, bias, *turned, EPS)
+    library.opcheck(ops.project_backward, (*parts, x, unit, rstd, weight, *turned))
+
+
+@pytest.mark.parametrize("which", ["feed_forward", "project"])
+def test_only_once_differentiable(which):
+    if which == "feed_forward":
+        case = feed_forward_case(20, 64, 64, HALF)
+        x = case.given[1].requires_grad_()
+        (y,) = fused_feed_forward(*case.given, 0.1, case.keys)
+    else:
+        case = project_case(20, 64, HALF)
+        x = case.given[0].requires_grad_()
+        y = fused_project(HALF)(*case.given, None, None)[2].float()
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        dx.sum().backward()
+
+
+def encoder(positions: Literal["learned", "rotary"] = "rotary") -> Encoder:
+    torch.manual_seed(0)
+    model = ModelConfig(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0, positions=positions)
+    return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
+
+
+def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
+    """The result of a batch in training, and the gradient of every parameter."""
+    batch = make_batch((40, 3, 17), False, torch.device("cpu"), seed=torch.tensor(5))
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
+    found = (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(batch)
+    return [found.detach(), *torch.autograd.grad((found * torch.arange(64)).sum(), list(model.parameters()))]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
+    calls: list[int] = []
+    for name in ("takes_projection", "takes_feed_forward"):
+        monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
+    yield calls
+    torch.compiler.reset()
+
+
+def by_layers(model: Encoder, function: Any) -> Any:
+    """What the function finds with PyTorch's layers in the model's blocks."""
+    for block in model.blocks:
+        block.fused = False
+    found = function(model)
+    for block in model.blocks:
+        block.fused = True
+    return found
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
+    """With dropout, a function of the place."""
+    model = encoder(positions)
+    expected = by_layers(model, trained)
+    for actual, wanted in zip(trained(model, compiled), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation_drops_nothing(compiled, taken):
+    model = encoder().eval()
+    batch = make_batch((40, 3, 17), False, torch.device("cpu"))
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
+    expected = by_layers(model, lambda model: model(batch).detach())
+    evaluate = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with torch.inference_mode():
+        torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 4
+
+
+class OnGPU:
+    """As much of a tensor as is asked."""
+
+    is_cuda, device = True, torch.device("cpu")  # whose autocast is there without a GPU
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+
+def test_what_the_kernels_take(monkeypatch):
+    """Products in 16 bits with a residual in fp32, widths they have, on Hopper where ptxas can be relied on."""
+    refusals: list[str | None] = [None]
+    monkeypatch.setattr(tuning, "hopper_refusal", lambda capability: refusals[-1])
+
+    def follows(o: Any = BF16, x: Any = FP32, d: int = WIDTHS[-1], f: int = 2 * WIDTHS[-1]) -> bool:
+        return takes_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f))  # type: ignore[arg-type]
+
+    def precedes(x: Any = FP32, d: int = WIDTHS[-1], of: int = 3, head_dim: int = 16, rotary: Any = None) -> bool:
+        return takes_projection(OnGPU(x), nn.Linear(d, of * d), head_dim, rotary)  # type: ignore[arg-type]
+
+    assert follows() and follows(o=HALF) and all(follows(d=d, f=f * d) for d in WIDTHS for f in (1, 2))
+    assert follows(d=64, f=704) and not follows(d=64, f=768) and not follows(f=512)  # what shared memory holds
+    assert not any([follows(o=FP32), follows(x=BF16), follows(d=96), follows(d=32, f=64), follows(f=192)])
+    assert not precedes(), "without autocast the products are in fp32"
+    with torch.autocast("cpu", BF16):
+        assert all(precedes(d=d) for d in WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
+        assert not any([precedes(x=BF16), precedes(d=96), precedes(of=2), precedes(head_dim=16, rotary=())])
+    assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
+    refusals.append("ptxas 12.8 is known to miscompile for Hopper")
+    assert not follows()
+    with torch.autocast("cpu", BF16):
+        assert not precedes()
+
+
+def test_torch_compile_takes_the_answers_for_constants(monkeypatch):
+    """It asks for the version of ptxas, which is no tensor's business, and for autocast's dtype."""
+    monkeypatch.setattr(tuning, "hopper_refusal", lambda capability: None)
+    found = torch.compile(lambda x: x + 1 if on_hopper() else x, fullgraph=True, backend="eager")(torch.zeros(2))
+    assert found.tolist() == [1, 1]
+
+    norm, qkv, x = nn.LayerNorm(64), nn.Linear(64, 192), torch.randn(5, 64)
+    with torch.autocast("cpu", BF16):
+        found = torch.compile(project, fullgraph=True, backend="aot_eager")(x, norm, qkv, 2)
+        expected = project(x, norm, qkv, 2)
+    assert [y.dtype for y in found] == [FP32, BF16, BF16, BF16] and found[1].shape == (5, 2, 32)
+    for y, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, e)
+
+
+COMPILED = [
+    dict(dtype=dtype, rate=rate, d=d, f=f, pairs=pairs)
+    for dtype, rate, d, f, pairs in (
+        ("bfloat16", 0.1, 64, 128, 0),
+        ("float16", 0.0, 64, 256, 16),
+        ("bfloat16", 0.1, 128, 256, 16),
+        ("bfloat16", 0.0, 128, 128, 32),
+    )
+]
+ORDER = [
+    "project_kernel", "feed_forward_kernel", "feed_forward_backward_kernel", "weight_gradients_kernel",
+    "project_backward_kernel", "weight_gradients_kernel",
+]  # fmt: skip
+
+
+def test_kernels_compile():
+    """With the products on tensor cores, and no register spilt beyond a few."""
+    for case, kernels in compiled(COMPILED, "tests.kernels.test_layers"):
+        assert [kernel["name"] for kernel in kernels] == ORDER
+        for kernel in kernels:
+            where = f"{case}: {kernel}"
+            assert kernel["stack"] <= 64, where
+            assert kernel["wgmma"] and not kernel["mma"] and not kernel["atomics"], where
+            assert kernel["shared"] <= 227 * 1024, where
+
+
+def launch_case(case: dict[str, Any]) -> None:
+    from lra.kernels.layers import launch
+    from tests.kernels.aot import choose
+
+    choose(90, hopper=True)
+    dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
+    x, _, _, weight, bias = project_case(rows, d, dtype).given
+    weight, turned = weight.to(dtype), angles(rows, case["pairs"])
+    *parts, unit, rstd = launch.launch_project(x, weight, bias, *turned, EPS)
+    o, x, out, out_bias, _, _, up, up_bias, down, down_bias = feed_forward_case(rows, d, case["f"], dtype).given
+    out, up, down = out.to(dtype), up.to(dtype), down.to(dtype)
+    keys = torch.zeros(rows, dtype=torch.int32) if case["rate"] else None
+    dropout = threshold(case["rate"]), keys, SITE
+    launch.launch_feed_forward(o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
+    launch.launch_feed_forward_backward(x, o, unit, rstd, out, up, up_bias, down, *dropout)
+    launch.launch_project_backward(*parts, x, unit, rstd, weight, *turned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize(("d", "f"), [(64, 128), (64, 192), (128, 256), (128, 128)])
+def test_feed_forward_of_many_rows(d, f, rate, dtype):
+    case = feed_forward_case(50_001, d, f, dtype, "cuda")
+    assert_within_budget(case, fused_feed_forward, plain_feed_forward, dtype, rate, case.keys if rate else None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("pairs", [0, 16, 32])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_projection_of_many_rows(d, pairs, dtype):
+    case = project_case(50_001, d, dtype, "cuda")
+    assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 63, 129, 20_000])
+def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
+    """On the GPU itself; twice the same, bit by bit."""
+    case = feed_forward_case(rows, 128, 256, BF16, "cuda")
+    o, x, out, out_bias, _, _, up, up_bias, down, down_bias = case.given
+    out, up, down, dropout = out.to(BF16), up.to(BF16), down.to(BF16), (threshold(0.1), case.keys, SITE)
+    forward = (o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
+    with poisoned_empty():
+        y, unit, rstd = ops.feed_forward(*forward)
+        backward = (case.dy[0], o, unit, rstd, out, up, up_bias, down, *dropout)
+        first, second = ops.feed_forward_backward(*backward), ops.feed_forward_backward(*backward)
+    for actual, expected in (
+        (y, reference.feed_forward(*forward)[0]),
+        *zip(first, reference.feed_forward_backward(*backward), strict=True),
+    ):
+        assert (actual.float() - expected.float()).norm() < 5e-3 * expected.float().norm()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_modules_are_taken_under_autocast(rate):
+    """With layers in fp32; what they give is what the layers give in 16 bits, but for rounding."""
+    torch.manual_seed(0)
+    d, f = 64, 128
+    before, qkv, out, norm = (
+        nn.LayerNorm(d).cuda(),
+        nn.Linear(d, 3 * d).cuda(),
+        nn.Linear(d, d).cuda(),
+        nn.LayerNorm(d).cuda(),
+    )
+    up, down = nn.Linear(d, f).cuda(), nn.Linear(f, d).cuda()
+    keys, rotary = feed_forward_case(999, d, f, BF16, "cuda").keys, angles(999, 16, "cuda")
+    o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
+    with torch.autocast("cuda", BF16):
+        assert takes_feed_forward(o, x, up) and takes_projection(x, qkv, 32, rotary)
+        dropped, scale = threshold(rate), keep_scale(threshold(rate))
+        actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
+        z = x + drop(out(o), rate, keys, SITE)
+        h = drop(F.gelu(up(norm(z))), rate, keys, SITE + 1)
+        expected = z + drop(down(h), rate, keys, SITE + 2)
+        through, *parts = project(x, before, qkv, 2, rotary)
+        q, k, v = qkv(before(x)).unflatten(1, (3, 2, 32)).unbind(1)
+    assert actual.dtype == FP32 and torch.equal(through, x)
+    torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.02)
+    for part, wanted in zip(parts, (rotate(q, *rotary), rotate(k, *rotary), v), strict=True):
+        assert part.dtype == BF16 and part.shape == (999, 2, 32)
+        torch.testing.assert_close(part, wanted, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
+    """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
+    model = encoder(positions).cuda()
+    batch = make_batch((40, 3, 17), False, torch.device("cuda"), seed=torch.tensor(5, device="cuda"))
+    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
+    if not on_hopper():
+        pytest.skip("the kernels are for Hopper")
+    calls: list[bool] = []
+    monkeypatch.setattr(
+        transformer, "takes_projection", lambda *given: calls.append(takes_projection(*given)) or calls[-1]
+    )
+    monkeypatch.setattr(
+        transformer, "takes_feed_forward", lambda *given: calls.append(takes_feed_forward(*given)) or calls[-1]
+    )
+
+    def gradients(model: Encoder) -> Tensor:
+        with torch.autocast("cuda", BF16):
+            found = model(batch)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
+
+    actual = gradients(model)
+    assert calls == [True] * 4
+    expected = by_layers(model, gradients)
+    assert (actual - expected).norm() < 0.03 * expected.norm()
