@@ -34,7 +34,7 @@ test-all: $(READY)  ## every test; on a GPU host and with LRA_TEST_DATA none is 
 
 aot: $(READY) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
-	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_feed_forward.py::test_kernels_compile $(PYTEST_ARGS); \
+	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
 
 lint: $(READY)  ## ruff and pyright

@@ -143,6 +143,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     step = cast(Step, module.step)
     captures = step.captures(module, device)
     if name == "bare":
+        module.model.encoder.embedding.fused = False
         for block in module.model.encoder.blocks:
             block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()

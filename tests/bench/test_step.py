@@ -119,13 +119,15 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
 
 
 def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
-    """What follows attention is computed by our kernels in the others, where these take it."""
-    asked: list[int] = []
-    monkeypatch.setattr(transformer, "takes", lambda *_: asked.append(1))
+    """What surrounds attention is computed by our kernels in the others, where these take it."""
+    asked: list[str] = []
+    names = "takes_projection", "takes_feed_forward"
+    for name in names:
+        monkeypatch.setattr(transformer, name, lambda *_, name=name: asked.append(name))
     (bare,) = bench(tiny("loops=bare", "profile=false"))["loops"]
     assert bare["status"] == "ok" and not asked
     bench(tiny("loops=eager"))
-    assert asked
+    assert {*asked} == {*names}
 
 
 @pytest.mark.slow
@@ -251,8 +253,11 @@ def test_our_kernels_are_attention_or_layers():
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py"))
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     ours = [name for name in names if name.endswith("_kernel") and not name.startswith(("_", "test"))]
-    fused = {"feed_forward_kernel", "feed_forward_backward_kernel"}
-    assert len(ours) >= 11 and {name for name in ours if group(name) == "layers"} == fused
+    fused = {
+        "project_kernel", "project_backward_kernel", "feed_forward_kernel", "feed_forward_backward_kernel",
+        "weight_gradients_kernel", "table_gradient_kernel",
+    }  # fmt: skip
+    assert len(ours) >= 15 and {name for name in ours if group(name) == "layers"} == fused
     assert {group(name) for name in ours} == {"attention", "layers"}
 
 

@@ -24,7 +24,7 @@ DTYPES = {
 class Tile(np.ndarray):
     """A tensor in registers or, filled by `store`, in shared memory; a number has no dimension."""
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Tile:
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
         dtype = DTYPES.get(dtype, dtype)
         return self.view(dtype) if bitcast else self.astype(dtype)
 
@@ -75,7 +75,7 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     pointer.memory[offset[real]] = values[real]
 
 
-def product(a: Any, b: Any, acc: Any, use_acc: bool = True) -> Tile:
+def product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Tile:
     """In float64, rounded once: closer than tensor cores, whose sums are in fp32."""
     found = (np.asarray(a, np.float64) @ np.asarray(b, np.float64)).astype(np.float32)
     return tile(found + acc if use_acc else found)
@@ -84,9 +84,8 @@ def product(a: Any, b: Any, acc: Any, use_acc: bool = True) -> Tile:
 def language(program: int, programs: int) -> Any:
     """What kernels call `gl`."""
     known = {
-
         "float16": gl.float16, "float32": gl.float32, "uint32": gl.uint32, "int32": gl.int32, "int64": gl.int64,
-        "program_id": lambda axis: tile(program, np.int32), "num_programs": lambda axis: programs,
+        "program_id": lambda axis: tile(program, np.int32), "num_programs": lambda axis: tile(programs, np.int32),
         "cdiv": lambda a, b: -(-int(a) // int(b)), "static_range": range,
         "arange": lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)),
         "zeros": lambda shape, dtype, layout=None: tile(np.zeros(shape, DTYPES[dtype])),
@@ -123,7 +122,14 @@ def translated(function: Any, names: Any, done: dict[Any, Callable[..., Any]]) -
     for name, value in plain.__globals__.items():
         if isinstance(value, JITCallable):
             scope[name] = translated(value, names, done)
-    scope |= {"gl": names, "warpgroup_mma": product, "fence_async_shared": lambda: None, "barrier": lambda: None}
+    scope |= {
+        "gl": names,
+        "warpgroup_mma": product,
+        "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
+        "fence_async_shared": lambda: None,
+        "prefetch_rows": lambda *_: None,
+        "barrier": lambda: None,
+    }
     scope["range"] = lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds)))
     for name in ("row_layout", "pair_layout", "product_layout"):
         scope[name] = lambda *_: None

@@ -1,4 +1,4 @@
-"""`project` and `feed_forward`: what precedes and what follows attention in a block, by the fused kernels."""
+"""`project` and `feed_forward`, what precedes and what follows attention in a block, and the gradient of a table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.flash import tuning
+from lra.kernels.layers import ops
 from lra.kernels.layers.ops import FeedForward, Project
 
 WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
@@ -23,6 +24,11 @@ def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear) -> bool:
     """Whether `feed_forward` computes this."""
     d, f = up.in_features, up.out_features
     return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and _takes(x, o.dtype, d)
+
+
+def takes_table(dy: Tensor, half: torch.dtype) -> bool:
+    """Whether `table_gradient` computes this."""
+    return _takes(dy, half, dy.shape[1])
 
 
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
@@ -84,3 +90,8 @@ def feed_forward(
     """
     layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
+
+
+def table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+    """`[vocabulary, D]` in fp32: for each id the sum of the rows of `dy`, `[T, D]`, which are rounded to `half`."""
+    return ops.table_gradient(dy.contiguous(), ids.contiguous(), vocabulary, half)

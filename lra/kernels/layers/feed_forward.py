@@ -35,6 +35,7 @@ from lra.kernels.layers.rows import (
     normalise_backward,
     of_features,
     operand,
+    prefetch_rows,
     product_layout,
     row_layout,
     store_rows,
@@ -88,12 +89,15 @@ def feed_forward_kernel(
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    ahead = gl.num_programs(0).to(gl.int64) * M  # of this program's next tile
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         o_MD = load_rows(o_ptr, first, real_M, D, D, num_warps)
         x_MD = load_rows(x_ptr, first, real_M, D, D, num_warps)
+        prefetch_rows(o_ptr, first + ahead, rows, D, num_warps)
+        prefetch_rows(x_ptr, first + ahead, rows, D, num_warps)
 
         z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + of_features(out_bias_ptr, D, num_warps)
         z_MD = x_MD + kept(z_MD, keys_M, site, 0, threshold, DROPOUT, num_warps)

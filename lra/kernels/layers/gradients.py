@@ -1,7 +1,5 @@
-"""Gradients of linear layers' weights and biases, sums over all rows of a batch: of three layers in one launch.
-
-A weight's is dyᵀ x, the bias's dyᵀ 1, which is a product of the same kind. Each program sums a part of the rows for a
-square tile of one layer; those sums are added up in the end, always in the same order.
+"""Gradients of weights, sums over all rows of a batch. Each program sums a part of the rows for a tile of one weight;
+those sums are added up in the end, always in the same order.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -18,7 +16,10 @@ def weight_gradients_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, M: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """`sums_ptr`: `[parts, tiles, SIDE, SIDE + ONES]`; one layer's tiles, `[N / SIDE, K / SIDE]`, follow another's."""
+    """Of three linear layers dyᵀ x, and dyᵀ 1 for the biases, which is a product of the same kind.
+
+    `sums_ptr`: `[parts, tiles, SIDE, SIDE + ONES]`; one layer's tiles, `[N / SIDE, K / SIDE]`, follow another's.
+    """
     part, tile = tl.program_id(0), tl.program_id(1)
     sums_ptr += (part * tl.num_programs(1) + tile) * (SIDE * (SIDE + ONES))
     n, k = N, K
@@ -50,3 +51,25 @@ def weight_gradients_kernel(
     sums_ptr += side[:, None] * (SIDE + ONES)
     tl.store(sums_ptr + side[None, :], weight)
     tl.store(sums_ptr + SIDE + spare[None, :], bias)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def table_gradient_kernel(
+    dy_ptr, ids_ptr, sums_ptr, rows, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Of a table whose rows were looked up by `ids`: one-hot idsᵀ dy in HALF. `sums_ptr`: `[parts, tiles, V, D]`."""
+    part, tile = tl.program_id(0), tl.program_id(1)
+    v, d, m = tl.arange(0, V), tl.arange(0, D), tl.arange(0, M)
+    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
+    begin = (part * share).to(tl.int64)
+    dy_ptr += begin * D
+    ids_ptr += begin
+    left = tl.minimum(rows - begin, share).to(tl.int32)
+    total = tl.zeros([V, D], tl.float32)
+    for row in range(0, left, M):
+        real = row + m < left
+        ids = tl.load(ids_ptr + row + m, mask=real, other=-1) - tile * V  # this tile's rows of the table from 0 on
+        dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        total = tl.dot((v[:, None] == ids[None, :]).to(HALF), dy.to(HALF), total)
+    sums_ptr += (part * tl.num_programs(1) + tile) * (V * D)
+    tl.store(sums_ptr + v[:, None] * D + d[None, :], total)

@@ -1,10 +1,13 @@
 """Launches of the kernels on the rows of a batch."""
 
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import functools
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from lra.kernels.layers import feed_forward, gradients, projection
@@ -12,6 +15,7 @@ from lra.kernels.layers.reference import ONES
 
 PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
 ROWS = {64: 128, 128: 64}  # of a weight's gradient at a time, by the model's width
+HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def launch_feed_forward(
@@ -25,7 +29,7 @@ def launch_feed_forward(
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
             o, x, y, unit, rstd, keys, out, out_bias, up, up_bias, down, down_bias, rows, eps, site, threshold,
-            D=d, F=f, C=64, DROPOUT=keys is not None, num_warps=warps, maxnreg=registers,
+            D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return y, unit, rstd
 
@@ -92,6 +96,19 @@ def launch_gradients(dy: Tensor, x: Tensor, dy1: Tensor, x1: Tensor, dy2: Tensor
             num_warps=d // 16, num_stages=3,
         )  # fmt: skip
     return sums.sum(0)
+
+
+def launch_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+    """`[vocabulary, D]` in fp32."""
+    rows, d = dy.shape
+    v = min(256, max(64, 1 << (vocabulary - 1).bit_length()))  # rows of the table in a tile
+    tiles = (vocabulary + v - 1) // v
+    sums = dy.new_empty(max(1, 128 // tiles), tiles, v, d)
+    with torch.cuda.device_of(dy):
+        gradients.table_gradient_kernel[sums.shape[:2]](
+            dy, ids, sums, rows, D=d, V=v, M=64, HALF=HALVES[half], num_warps=v // 32, num_stages=3
+        )
+    return sums.sum(0).flatten(0, 1)[:vocabulary]
 
 
 def pairs(cos: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators, and the derivatives: `lra::project`, `lra::feed_forward` and their backwards.
+"""The kernels as PyTorch operators, and the derivatives of `lra::project` and `lra::feed_forward`.
 
 An operator is given weights in 16 bits with the norm's gain and shift and dropout's scale in them. The gradients of
 those and of the biases follow from the products that the backward returns; this is plain PyTorch, of which
@@ -95,16 +95,16 @@ def through_norm(
     return (weight * by_unit).sum(0), (weight * dbias[:, None]).sum(0), dweight
 
 
-def computed_by(name: str) -> Callable[..., tuple[Tensor, ...]]:
+def computed_by(name: str) -> Callable[..., Any]:
     """An operator's kernels, `launch_<name>`, or on a CPU its definition."""
 
-    def run(*arguments: Any) -> tuple[Tensor, ...]:
+    def run(*arguments: Any) -> Any:
         if arguments[0].is_cuda:
             from lra.kernels.layers import launch  # which imports Triton: a machine without it can import this
 
-            return getattr(launch, f"launch_{name}")(*arguments)  # type: ignore[no-any-return]
+            return getattr(launch, f"launch_{name}")(*arguments)
         with torch.autocast(arguments[0].device.type, enabled=False):
-            return getattr(reference, name)(*arguments)  # type: ignore[no-any-return]
+            return getattr(reference, name)(*arguments)
 
     return run
 
@@ -126,6 +126,10 @@ def fake_feed_forward(o: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def fake_feed_forward_backward(dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, *layers: Any) -> tuple[Tensor, ...]:
     d, f = dy.shape[1], len(layers[1])
     return o.new_empty(o.shape), dy.new_empty(dy.shape), dy.new_empty(1 + 2 * f // d, d, d + ONES)
+
+
+def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+    return dy.new_empty(vocabulary, dy.shape[1])
 
 
 ROTATION = "Tensor? cos, Tensor? sin"
@@ -157,4 +161,10 @@ feed_forward_backward = define(
     f"{DROPOUT}) -> (Tensor do, Tensor dx, Tensor tiles)",
     computed_by("feed_forward_backward"),
     fake_feed_forward_backward,
+)
+table_gradient = define(
+    "table_gradient",
+    "(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half) -> Tensor",
+    computed_by("table_gradient"),
+    fake_table_gradient,
 )

@@ -159,3 +159,15 @@ def load_rows(pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, num
 def store_rows(pointer, x_MN, first, real_M, stride: gl.constexpr, num_warps: gl.constexpr):
     real = gl.convert_layout(real_M, gl.SliceLayout(1, row_layout(x_MN.shape[1], num_warps)), assert_trivial=True)
     gl.store(pointer + first * stride + tile_offset(x_MN.shape[1], stride, num_warps), x_MN, mask=real[:, None])
+
+
+@gluon.jit
+def prefetch_rows(pointer, first, rows, N: gl.constexpr, num_warps: gl.constexpr):
+    """Have the cache fetch N features of this program's rows from `first` on, where there are any."""
+    LINE: gl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    LINES: gl.constexpr = N // LINE  # of a row
+    i = gl.arange(0, 16 * num_warps * LINES, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    offset = (first + gl.minimum(i // LINES, rows - 1 - first)) * N + i % LINES * LINE
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer + offset], dtype=gl.int32, is_pure=False, pack=1
+    )
