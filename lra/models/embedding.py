@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.layers.api import table_gradient, takes_table
+from lra.models.dropout import drop, keep_scale, threshold
+
+SITE = 0  # of dropout, the model's first
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose gradient on a GPU is the one-hot ids times the output's, in autocast's dtype.
+    """`nn.Embedding`, what is added to it and dropout, whose gradient on a GPU is a product of the one-hot ids.
 
     PyTorch adds the rows one by one, in any order. With the few ids of these tasks thousands of rows meet in one: most
     pixels of Pathfinder are black, and that addition alone took a tenth of its training step.
@@ -19,29 +22,65 @@ class Embedding(nn.Embedding):
 
     fused = True  # by one kernel that makes the one-hot ids itself, where that takes it
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Ids `[T]` to vectors `[T, D]`."""
-        return lookup(self.weight, input, self.fused)
+    def forward(
+        self, input: Tensor, added: Tensor | None = None, rate: float = 0.0, keys_T: Tensor | None = None
+    ) -> Tensor:
+        """Ids `[T]` to vectors `[T, D]`; `added`, such as positions, is added before dropout."""
+        return lookup(self.weight, input, added, rate, keys_T, self.fused)
 
 
-def lookup(table_VD: Tensor, ids_T: Tensor, fused: bool = True) -> Tensor:
-    """Rows of a short table, `[T, D]`, whose gradient on a GPU is a matrix product."""
-    return _Lookup.apply(table_VD, ids_T, fused) if table_VD.is_cuda else nn.functional.embedding(ids_T, table_VD)  # type: ignore[return-value]
+def lookup(
+    table_VD: Tensor,
+    ids_T: Tensor,
+    added_TD: Tensor | None = None,
+    rate: float = 0.0,
+    keys_T: Tensor | None = None,
+    fused: bool = True,
+) -> Tensor:
+    """`drop(table[ids] + added)`, `[T, D]`, of a short table, whose gradient on a GPU is a matrix product."""
+    if table_VD.is_cuda:
+        return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused)  # type: ignore[return-value]
+    return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
+
+
+def _dropped_sum(
+    table_VD: Tensor, added_TD: Tensor | None, ids_T: Tensor, rate: float, keys_T: Tensor | None
+) -> Tensor:
+    found_TD = nn.functional.embedding(ids_T, table_VD)
+    return drop(found_TD if added_TD is None else found_TD + added_TD, rate, keys_T, SITE)
 
 
 class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, table_VD: Tensor, ids_T: Tensor, fused: bool) -> Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.fused = fused
-        ctx.vocabulary, device = len(table_VD), table_VD.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else table_VD.dtype
-        return nn.functional.embedding(ids_T, table_VD)
+    """Products are in the dtype of autocast."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_TD,), (ids_T,) = grads, ctx.saved_tensors
+    def forward(
+        ctx: Any,
+        table_VD: Tensor,
+        added_TD: Tensor | None,
+        ids_T: Tensor,
+        rate: float,
+        keys_T: Tensor | None,
+        fused: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(ids_T, keys_T)
+        device = table_VD.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else table_VD.dtype
+        ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
+        return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_TD,), (ids_T, keys_T) = grads, ctx.saved_tensors
+        kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
-            return table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype), None, None
-        one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
-        return (one_hot_TV.t() @ grad_TD.to(ctx.dtype)).to(grad_TD.dtype), None, None
+            dropped = threshold(ctx.rate)
+            keys_T = keys_T if dropped else None
+            product_VD = table_gradient(
+                grad_TD, ids_T, ctx.vocabulary, ctx.dtype, threshold=dropped, keys=keys_T, site=SITE
+            )
+            product_VD = product_VD if keys_T is None else product_VD * keep_scale(dropped)
+        else:
+            one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
+            product_VD = (one_hot_TV.t() @ kept_TD.to(ctx.dtype)).to(grad_TD.dtype)
+        return product_VD, kept_TD if ctx.needs_input_grad[1] else None, None, None, None, None

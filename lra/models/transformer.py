@@ -115,17 +115,16 @@ class Encoder(nn.Module):
 
     def rows(self, batch: Batch) -> Tensor:
         """A vector for each token, `[T, d_model]`; arbitrary past a length."""
-        x_TD = self.embedding(batch.tokens)
         place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
-        rotary = None
+        rotary = added_TD = None
         if self.config.positions == "rotary":
             rotary = self.positions(place_TA)
         elif self.config.positions == "learned":
-            x_TD = x_TD + self.positions(place_TA, batch)
+            added_TD = self.positions(place_TA, batch)
         else:
-            x_TD = x_TD + self.positions(place_TA)
+            added_TD = self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
-        x_TD = drop(x_TD, self.config.dropout, keys_T, 0)
+        x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T)
         for block in self.blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
         return self.norm(x_TD)

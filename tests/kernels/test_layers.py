@@ -194,21 +194,24 @@ def test_projection_kernels_compute_the_definition(rows, d, pairs, emulated):
         actual = emulated.launch_project(*forward)
     kept = reference.project(*forward)
     assert_same(actual, kept)
-    dy, *parts = case.dy
-    backward = (*parts, dy, *kept[3:], weight, cos, sin)
+    dy, dq, dk, dv = case.dy
+    backward = (dq, dk, dv, dy, *kept[3:], weight, cos, sin)
     with poisoned_empty():
         assert_same(emulated.launch_project_backward(*backward), reference.project_backward(*backward))
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize(("rows", "d", "vocabulary"), [(300, 64, 18), (70, 128, 258), (1, 64, 3)])
-def test_the_gradient_of_a_table(rows, d, vocabulary, device):
+def test_the_gradient_of_a_table(rows, d, vocabulary, rate, device):
     from lra.kernels.layers.launch import launch_table_gradient
 
     torch.manual_seed(rows)
     dy, ids = drawn(rows, d).to(device), torch.randint(vocabulary, (rows,), dtype=torch.int32).to(device)
+    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32).to(device) if rate else None
+    dropout: Any = (threshold(rate), keys, 0)
     with poisoned_empty():
-        actual = launch_table_gradient(dy, ids, vocabulary, HALF)
-    expected = reference.table_gradient(dy, ids, vocabulary, HALF)
+        actual = launch_table_gradient(dy, ids, vocabulary, HALF, *dropout)
+    expected = reference.table_gradient(dy, ids, vocabulary, HALF, *dropout)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -242,7 +245,7 @@ def test_operators_keep_their_contracts():
     library.opcheck(ops.project, (x, weight, bias, *turned, EPS))
     *parts, unit, rstd = ops.project(x, weight, bias, *turned, EPS)
     library.opcheck(ops.project_backward, (*parts, x, unit, rstd, weight, *turned))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF))
+    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *dropout))
 
 
 @pytest.mark.parametrize("which", ["feed_forward", "project"])
@@ -409,7 +412,7 @@ def launch_case(case: dict[str, Any]) -> None:
     launch.launch_feed_forward(o, x, out, out_bias, up, up_bias, down, down_bias, EPS, *dropout)
     launch.launch_feed_forward_backward(x, o, unit, rstd, out, up, up_bias, down, *dropout)
     launch.launch_project_backward(q, k, v, x, unit, rstd, weight, cos, sin)
-    launch.launch_table_gradient(x, torch.zeros(rows, dtype=torch.int32), 256, dtype)
+    launch.launch_table_gradient(x, torch.zeros(rows, dtype=torch.int32), 256, dtype, *dropout)
 
 
 @pytest.mark.gpu

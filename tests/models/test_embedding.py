@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lra.models.dropout import drop
 from lra.models.embedding import Embedding, _Lookup
 
 
@@ -14,7 +15,7 @@ def gradient(lookup, table, ids, weights):
 
 
 def by_product(table, ids):
-    return _Lookup.apply(table, ids, True)
+    return _Lookup.apply(table, None, ids, 0.0, None, True)
 
 
 def drawn(device: str = "cpu", dtype: torch.dtype = torch.float64):
@@ -51,3 +52,17 @@ def test_gradient_on_a_gpu_is_the_same_every_time(compiled):
     first, again = (torch.autograd.grad((call(ids) * weights).sum(), module.weight)[0] for _ in range(2))
     assert torch.equal(first, again)
     torch.testing.assert_close(first, gradient(lambda t, i: F.embedding(i, t), table, ids, weights))
+
+
+def test_dropout_and_what_is_added():
+    """Of the sum's elements that are kept, in the result and in both gradients, as PyTorch's operations have it."""
+    table, ids, weights = drawn()
+    added = torch.randn(300, 5, dtype=torch.float64, requires_grad=True)
+    keys = torch.randint(2**31, (300,)).int()
+    ours = _Lookup.apply(table, added, ids, 0.3, keys, True)
+    plain = drop(F.embedding(ids, table) + added, 0.3, keys, 0)
+    assert torch.equal(ours, plain) and 0.2 < float((ours == 0).double().mean()) < 0.4
+    for actual, expected in zip(
+        *(torch.autograd.grad((y * weights).sum(), (table, added)) for y in (ours, plain)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)

@@ -12,7 +12,7 @@ from lra.bench.cell import make_batch
 from lra.config.schema import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError
-from lra.models import transformer
+from lra.models import embedding, transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.models.positions import LearnedPositions, angles, coordinates, rotate
@@ -154,7 +154,8 @@ def test_attention_sees_views_of_one_projection():
 
 def test_each_place_of_dropout_has_a_mask_of_its_own(monkeypatch):
     sites: list[int] = []
-    monkeypatch.setattr(transformer, "drop", lambda x, rate, keys, site: (sites.append(site), x)[1])
+    for module in (embedding, transformer):
+        monkeypatch.setattr(module, "drop", lambda x, rate, keys, site: (sites.append(site), x)[1])
     model = encoder(layers=3, dropout=0.1, attn_dropout=0.0).train()
     model(sequences((9, 4), model).with_seed(torch.tensor(0)))
     assert sites == list(range(10)), "of the embedding, and of each layer's three results"

@@ -92,6 +92,18 @@ def feed_forward(
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
 
 
-def table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
-    """`[vocabulary, D]` in fp32: for each id the sum of the rows of `dy`, `[T, D]`, which are rounded to `half`."""
-    return ops.table_gradient(dy.contiguous(), ids.contiguous(), vocabulary, half)
+def table_gradient(
+    dy: Tensor,
+    ids: Tensor,
+    vocabulary: int,
+    half: torch.dtype,
+    *,
+    threshold: int = 0,
+    keys: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`[vocabulary, D]` in fp32: for each id the sum of the rows of `dy`, `[T, D]`, rounded to `half`.
+
+    With keys, of what dropout keeps, as in `feed_forward`.
+    """
+    return ops.table_gradient(dy.contiguous(), ids.contiguous(), vocabulary, half, threshold, keys, site)

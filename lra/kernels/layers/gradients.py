@@ -53,11 +53,23 @@ def weight_gradients_kernel(
     tl.store(sums_ptr + SIDE + spare[None, :], bias)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def mix(x):
+    """`reference.mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold", "site"])
 def table_gradient_kernel(
-    dy_ptr, ids_ptr, sums_ptr, rows, D: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr
+    dy_ptr, ids_ptr, keys_ptr, sums_ptr, rows, threshold, site,
+    D: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Of a table whose rows were looked up by `ids`: one-hot idsᵀ dy in HALF. `sums_ptr`: `[parts, tiles, V, D]`."""
+    """Of a table whose rows were looked up by `ids`: one-hot idsᵀ dy in HALF, of what dropout keeps.
+
+    `sums_ptr`: `[parts, tiles of V rows, V, D]`.
+    """
     part, tile = tl.program_id(0), tl.program_id(1)
     v, d, m = tl.arange(0, V), tl.arange(0, D), tl.arange(0, M)
     share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
@@ -70,6 +82,11 @@ def table_gradient_kernel(
         real = row + m < left
         ids = tl.load(ids_ptr + row + m, mask=real, other=-1) - tile * V  # this tile's rows of the table from 0 on
         dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        if DROPOUT:
+            keys = tl.load(keys_ptr + begin + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
+            hashed = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 2).to(tl.uint32)[None, :])
+            words = tl.join(hashed << 16, hashed).reshape(M, D)  # a feature's half is the upper one
+            dy = tl.where(words >= tl.cast(threshold, tl.uint32) << 16, dy, 0.0)
         total = tl.dot((v[:, None] == ids[None, :]).to(HALF), dy.to(HALF), total)
     sums_ptr += (part * tl.num_programs(1) + tile) * (V * D)
     tl.store(sums_ptr + v[:, None] * D + d[None, :], total)

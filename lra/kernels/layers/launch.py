@@ -98,16 +98,19 @@ def launch_gradients(dy: Tensor, x: Tensor, dy1: Tensor, x1: Tensor, dy2: Tensor
     return sums.sum(0)
 
 
-def launch_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+def launch_table_gradient(
+    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, threshold: int, keys: Tensor | None, site: int
+) -> Tensor:
     """`[vocabulary, D]` in fp32."""
     rows, d = dy.shape
     v = min(256, max(64, 1 << (vocabulary - 1).bit_length()))  # rows of the table in a tile
     tiles = (vocabulary + v - 1) // v
-    sums = dy.new_empty(max(1, 128 // tiles), tiles, v, d)
+    sums = dy.new_empty(max(1, 256 // tiles), tiles, v, d)
     with torch.cuda.device_of(dy):
         gradients.table_gradient_kernel[sums.shape[:2]](
-            dy, ids, sums, rows, D=d, V=v, M=64, HALF=HALVES[half], num_warps=v // 32, num_stages=3
-        )
+            dy, ids, keys, sums, rows, threshold, site,
+            D=d, V=v, M=64, HALF=HALVES[half], DROPOUT=keys is not None, num_warps=v // 32, num_stages=3,
+        )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary]
 
 

@@ -128,7 +128,7 @@ def fake_feed_forward_backward(dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor
     return o.new_empty(o.shape), dy.new_empty(dy.shape), dy.new_empty(1 + 2 * f // d, d, d + ONES)
 
 
-def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *_: Any) -> Tensor:
     return dy.new_empty(vocabulary, dy.shape[1])
 
 
@@ -164,7 +164,7 @@ feed_forward_backward = define(
 )
 table_gradient = define(
     "table_gradient",
-    "(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half) -> Tensor",
+    f"(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half, {DROPOUT}) -> Tensor",
     computed_by("table_gradient"),
     fake_table_gradient,
 )

@@ -63,9 +63,11 @@ def project_backward(
     return dx, gradients(dy.dtype, dq, unit, dk, unit, dv, unit)
 
 
-def table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype) -> Tensor:
+def table_gradient(
+    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, threshold: int, keys: Tensor | None, site: int
+) -> Tensor:
     one_hot = (ids[:, None] == torch.arange(vocabulary, device=ids.device)).to(dy.dtype)
-    return one_hot.T @ dy.to(half).to(dy.dtype)
+    return one_hot.T @ kept(dy, keys, site, threshold).to(half).to(dy.dtype)
 
 
 def normalise(x: Tensor, eps: float, half: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from lra.kernels.layers import gradients
+
+mix = gluon.jit(gradients.mix.fn)
+
 
 @gluon.constexpr_function
 def row_layout(n, num_warps):
@@ -90,14 +94,6 @@ def from_product(x_MN, num_warps: gl.constexpr):
 def of_features(pointer, N: gl.constexpr, num_warps: gl.constexpr):
     """N values, such as a bias, to be added to rows."""
     return gl.load(pointer + gl.arange(0, N, gl.SliceLayout(0, row_layout(N, num_warps))))[None, :]
-
-
-@gluon.jit
-def mix(x):
-    """`lra.models.dropout.mix` of uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
 
 
 @gluon.jit
