@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, library, nn
 from torch.nn import functional as F
 
-from lra.bench.cell import make_batch
-from lra.config.schema import ModelConfig
 from lra.kernels.flash import tuning
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import WIDTHS, feed_forward, on_hopper, project, takes_feed_forward, takes_projection
 from lra.kernels.testing import compare, poisoned_empty
-from lra.models import transformer
-from lra.models.attention import ATTENTIONS
 from lra.models.dropout import drop, keep_scale, threshold
 from lra.models.positions import rotate
-from lra.models.transformer import Encoder
 from tests.kernels.compiling import compiled
 from tests.kernels.gluon_on_cpu import Emulated
 from tests.sampling import sampled
@@ -263,64 +258,6 @@ def test_only_once_differentiable(which):
         dx.sum().backward()
 
 
-def encoder(positions: Literal["learned", "rotary"] = "rotary") -> Encoder:
-    torch.manual_seed(0)
-    model = ModelConfig(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0, positions=positions)
-    return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
-
-
-def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
-    """The result of a batch in training, and the gradient of every parameter."""
-    batch = make_batch((40, 3, 17), False, torch.device("cpu"), seed=torch.tensor(5))
-    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
-    found = (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(batch)
-    return [found.detach(), *torch.autograd.grad((found * torch.arange(64)).sum(), list(model.parameters()))]
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
-    calls: list[int] = []
-    for name in ("takes_projection", "takes_feed_forward"):
-        monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
-    yield calls
-    torch.compiler.reset()
-
-
-def by_layers(model: Encoder, function: Any) -> Any:
-    """What the function finds with PyTorch's layers in the model's blocks."""
-    blocks: Any = model.blocks
-    for block in blocks:
-        block.fused = False
-    found = function(model)
-    for block in blocks:
-        block.fused = True
-    return found
-
-
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
-    """With dropout, a function of the place."""
-    model = encoder(positions)
-    expected = by_layers(model, trained)
-    for actual, wanted in zip(trained(model, compiled), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
-    assert len(taken) == 4
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_evaluation_drops_nothing(compiled, taken):
-    model = encoder().eval()
-    batch = make_batch((40, 3, 17), False, torch.device("cpu"))
-    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
-    expected = by_layers(model, lambda model: model(batch).detach())
-    evaluate = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-    with torch.inference_mode():
-        torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
-    assert len(taken) == 4
-
-
 class OnGPU:
     """As much of a tensor as is asked."""
 
@@ -482,31 +419,3 @@ def test_modules_are_taken_under_autocast(rate):
     for part, wanted in zip(parts, (rotate(q, *rotary), rotate(k, *rotary), v), strict=True):
         assert part.dtype == BF16 and part.shape == (999, 2, 32)
         torch.testing.assert_close(part, wanted, atol=0.05, rtol=0.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
-    """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
-    model = encoder(positions).cuda()
-    batch = make_batch((40, 3, 17), False, torch.device("cuda"), seed=torch.tensor(5, device="cuda"))
-    batch = dataclasses.replace(batch, tokens=batch.tokens % 9)
-    if not on_hopper():
-        pytest.skip("the kernels are for Hopper")
-    calls: list[bool] = []
-    monkeypatch.setattr(
-        transformer, "takes_projection", lambda *given: calls.append(takes_projection(*given)) or calls[-1]
-    )
-    monkeypatch.setattr(
-        transformer, "takes_feed_forward", lambda *given: calls.append(takes_feed_forward(*given)) or calls[-1]
-    )
-
-    def gradients(model: Encoder) -> Tensor:
-        with torch.autocast("cuda", BF16):
-            found = model(batch)
-        return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
-
-    actual = gradients(model)
-    assert calls == [True] * 4
-    expected = by_layers(model, gradients)
-    assert (actual - expected).norm() < 0.03 * expected.norm()

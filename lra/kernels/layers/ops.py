@@ -111,7 +111,7 @@ def computed_by(name: str) -> Callable[..., Any]:
 
 # Shapes and dtypes of what they return, all contiguous.
 def fake_project(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return *(weight.new_empty(x.shape) for _ in range(4)), x.new_empty(len(x))
+    return *(weight.new_empty(x.shape) for _ in range(4)), x.new_empty(x.shape[0])
 
 
 def fake_project_backward(dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ def fake_project_backward(dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, *_: An
 
 
 def fake_feed_forward(o: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), o.new_empty(o.shape), x.new_empty(len(x))
+    return x.new_empty(x.shape), o.new_empty(o.shape), x.new_empty(x.shape[0])
 
 
 def fake_feed_forward_backward(dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, *layers: Any) -> tuple[Tensor, ...]:

@@ -1,0 +1,123 @@
+"""Blocks whose layers around attention are computed by the fused operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.bench.cell import make_batch
+from lra.config.schema import ModelConfig
+from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
+from lra.models import transformer
+from lra.models.attention import ATTENTIONS
+from lra.models.transformer import Encoder
+
+
+def encoder(positions: Literal["learned", "rotary"] = "rotary") -> Encoder:
+    torch.manual_seed(0)
+    model = ModelConfig(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0, positions=positions)
+    return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
+
+
+def drawn_batch(lengths: tuple[int, ...] = (40, 3, 17), device: str = "cpu", seed: int | None = 5) -> Batch:
+    """Packed; in training with a seed."""
+    place = torch.device(device)
+    batch = make_batch(lengths, False, place, seed=None if seed is None else torch.tensor(seed, device=place))
+    return dataclasses.replace(batch, tokens=batch.tokens % 9)
+
+
+def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
+    """The result of a batch in training, and the gradient of every parameter."""
+    batch = drawn_batch()
+    found = (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(batch)
+    return [found.detach(), *torch.autograd.grad((found * torch.arange(64)).sum(), list(model.parameters()))]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
+    calls: list[int] = []
+    for name in ("takes_projection", "takes_feed_forward"):
+        monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
+    yield calls
+    torch.compiler.reset()
+
+
+def by_layers(model: Encoder, function: Any) -> Any:
+    """What the function finds with PyTorch's layers in the model's blocks."""
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.fused = False
+    found = function(model)
+    for block in blocks:
+        block.fused = True
+    return found
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
+    """With dropout, a function of the place."""
+    model = encoder(positions)
+    expected = by_layers(model, trained)
+    for actual, wanted in zip(trained(model, compiled), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
+def test_what_is_compiled_once_serves_any_number_of_rows(positions, monkeypatch):
+    """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
+    for name in ("takes_projection", "takes_feed_forward"):  # a count would be compiled into it
+        monkeypatch.setattr(transformer, name, lambda *_: True)
+    model = encoder(positions)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for lengths in ((40, 3, 17), (40, 20, 25), (40, 5, 31)):
+        batch = drawn_batch(lengths)
+        torch._dynamo.mark_dynamic(batch.tokens, 0)
+        compiled(batch).sum().backward()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluation_drops_nothing(compiled, taken):
+    model = encoder().eval()
+    batch = drawn_batch(seed=None)
+    expected = by_layers(model, lambda model: model(batch).detach())
+    evaluate = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    with torch.inference_mode():
+        torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
+    """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
+    model = encoder(positions).cuda()
+    batch = drawn_batch(device="cuda")
+    if not on_hopper():
+        pytest.skip("the kernels are for Hopper")
+    calls: list[bool] = []
+    monkeypatch.setattr(
+        transformer, "takes_projection", lambda *given: calls.append(takes_projection(*given)) or calls[-1]
+    )
+    monkeypatch.setattr(
+        transformer, "takes_feed_forward", lambda *given: calls.append(takes_feed_forward(*given)) or calls[-1]
+    )
+
+    def gradients(model: Encoder) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            found = model(batch)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
+
+    actual = gradients(model)
+    assert calls == [True] * 4
+    expected = by_layers(model, gradients)
+    assert (actual - expected).norm() < 0.03 * expected.norm()
