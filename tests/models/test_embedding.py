@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lra.models import embedding
 from lra.models.dropout import drop
 from lra.models.embedding import Embedding, _Lookup
 
@@ -66,3 +67,25 @@ def test_dropout_and_what_is_added():
         *(torch.autograd.grad((y * weights).sum(), (table, added)) for y in (ours, plain)), strict=True
     ):
         torch.testing.assert_close(actual, expected)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
+def test_the_kernel_gives_the_gradient_of_any_number_of_rows(monkeypatch):
+    """Its definition, that is, on a CPU; compiled once."""
+    monkeypatch.setattr(embedding, "takes_table", lambda dy, dtype: True)
+    table, added = torch.randn(7, 6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
+
+    def look(ids, keys):
+        return _Lookup.apply(table, added.expand(ids.shape[0], -1), ids, 0.3, keys, True)
+
+    compiled = torch.compile(look, fullgraph=True, backend="aot_eager")
+    for rows in (30, 17, 50):
+        ids, keys = torch.randint(7, (rows,)), torch.randint(2**31, (rows,)).int()
+        torch._dynamo.mark_dynamic(ids, 0)
+        torch._dynamo.mark_dynamic(keys, 0)
+        weights = torch.randn(rows, 6)
+        ours = torch.autograd.grad((compiled(ids, keys) * weights).sum(), (table, added))
+        plain = drop(F.embedding(ids, table) + added, 0.3, keys, 0)
+        for actual, expected in zip(ours, torch.autograd.grad((plain * weights).sum(), (table, added)), strict=True):
+            torch.testing.assert_close(actual, expected)
+    torch.compiler.reset()
