@@ -1,121 +1,165 @@
-"""Launches of the kernels on the rows of a batch."""
+"""Launches of the kernels: the operators of ops.py on a GPU."""
 
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.layers import feed_forward, gradients, projection
-from lra.kernels.layers.reference import ONES
+from lra.kernels.layers import feed_forward, projection, table, weights
 
 PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
-ROWS = {64: 128, 128: 64}  # of a weight's gradient at a time, by the model's width
+SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
+ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
+CHUNK = 8  # rows of a tile of a weight that a program folds
 HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
 
 def launch_feed_forward(
-    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor,
-    eps: float, threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, z normalised, the inverse of what z was divided by)."""
+    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     (rows, d), f = x.shape, len(up)
     y, unit, rstd = torch.empty_like(x), torch.empty_like(o), x.new_empty(rows)
+    halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
+    layers = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
     warps, registers, residents = (4, 168, 3) if d == 64 else (8, 255, 1)
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
-            o, x, y, unit, rstd, keys, out, out_bias, up, up_bias, down, down_bias, rows, eps, site, threshold,
+            o, x, y, unit, rstd, keys, *layers, rows, eps, site, threshold,
             D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
-    return y, unit, rstd
+    return y, unit, rstd, *halves, biases[1]
 
 
 def launch_feed_forward_backward(
-    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, out: Tensor, up: Tensor, up_bias: Tensor, down: Tensor,
-    threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(do, dx, gradients of out, up and down as `launch_gradients` has them)."""
+    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
+    folded: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     (rows, d), f = dy.shape, len(up)
     dx, (do, dout, ddown) = torch.empty_like(dy), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
     warps, registers, residents = (4, 168, 3) if d == 64 else (8, 255, 1)
     with torch.cuda.device_of(dy):
         feed_forward.feed_forward_backward_kernel[programs(dy, residents)](
-            dy, unit, rstd, keys, out, up, up_bias, down, dx, do, dout, du, h, ddown, rows, site, threshold,
-            D=d, F=f, C=32, DROPOUT=keys is not None, num_warps=warps, maxnreg=registers,
+            dy, unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,
+            rows, site, threshold, D=d, F=f, C=32, DROPOUT=keys is not None, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
-    return do, dx, launch_gradients(dout, o, du, unit, ddown, h)
+    shapes = (half_out, half_up, half_down)
+    gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
+    biases = [dy.new_empty(len(half)) for half in shapes]
+    pairs = (dout, o), (du, unit), (ddown, h)
+    dnorm = unfold(pairs, (up, up, up), gain, shift, scale, SECOND, gradients, biases)
+    return do, dx, *gradients, *biases, dnorm
 
 
 def launch_project(
-    x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(q, k and v, `[T, D]` each, x normalised, the inverse of what it was divided by)."""
+    x: Tensor, gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None,
+    eps: float, half: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
     rows, d = x.shape
-    q, k, v, unit = (torch.empty_like(x, dtype=weight.dtype) for _ in range(4))
+    q, k, v, unit = (torch.empty_like(x, dtype=half) for _ in range(4))
     rstd = x.new_empty(rows)
+    folded, biases = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
+    fold(weight.chunk(3), bias.chunk(3), gain, shift, half, 1.0, ALL, folded.chunk(3), biases.chunk(3))
     warps, residents = (4, 4) if d == 64 else (8, 2)
     with torch.cuda.device_of(x):
         projection.project_kernel[programs(x, residents)](
-            x, q, k, v, unit, rstd, weight, bias, cos, sin, rows, eps,
-            D=d, C=64, P=pairs(cos), num_warps=warps, maxnreg=128,
+            x, q, k, v, unit, rstd, folded, biases, cos, sin, rows, eps,
+            D=d, C=64, P=0 if cos is None else cos.shape[1], num_warps=warps, maxnreg=128,
         )  # fmt: skip
-    return q, k, v, unit, rstd
+    return q, k, v, unit, rstd, folded
 
 
 def launch_project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, weight: Tensor,
-    cos: Tensor | None, sin: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx with dy, gradients of the three parts of the weight as `launch_gradients` has them)."""
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, folded: Tensor,
+    gain: Tensor, shift: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     rows, d = dy.shape
     dx = torch.empty_like(dy)
     back_q, back_k = (dq, dk) if cos is None else (torch.empty_like(dq), torch.empty_like(dk))
     warps, residents = (4, 4) if d == 64 else (8, 1)
     with torch.cuda.device_of(dy):
         projection.project_backward_kernel[programs(dy, residents)](
-            dq, dk, dv, dy, unit, rstd, weight, cos, sin, dx, back_q, back_k, rows,
-            D=d, C=64, P=pairs(cos), num_warps=warps, maxnreg=128 if d == 64 else 255,
+            dq, dk, dv, dy, unit, rstd, folded, cos, sin, dx, back_q, back_k, rows,
+            D=d, C=64, P=0 if cos is None else cos.shape[1], num_warps=warps, maxnreg=128 if d == 64 else 255,
         )  # fmt: skip
-    return dx, launch_gradients(back_q, unit, back_k, unit, dv, unit)
+    dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
+    pairs = (back_q, unit), (back_k, unit), (dv, unit)
+    dnorm = unfold(pairs, weight.chunk(3), gain, shift, 1.0, ALL, dweight.chunk(3), dbias.chunk(3))
+    return dx, dweight, dbias, dnorm
 
 
-def launch_gradients(dy: Tensor, x: Tensor, dy1: Tensor, x1: Tensor, dy2: Tensor, x2: Tensor) -> Tensor:
-    """Of three layers, `[tiles, D, D + ONES]` in fp32: tiles of each weight's gradient, row by row, and the bias's."""
-    rows, d = dy.shape
-    sides = [tensor.shape[1] for tensor in (dy, x, dy1, x1, dy2, x2)]
-    tiles = sum(n // d * (k // d) for n, k in zip(sides[::2], sides[1::2], strict=True))
-    sums = dy.new_empty(PARTS, tiles, d, d + ONES, dtype=torch.float32)
-    with torch.cuda.device_of(dy):
-        gradients.weight_gradients_kernel[(PARTS, tiles)](
-            dy, x, dy1, x1, dy2, x2, sums, rows, *sides, SIDE=d, M=ROWS[d], ONES=ONES,
+def fold(
+    layers: Sequence[Tensor], biases: Sequence[Tensor], gain: Tensor, shift: Tensor, half: torch.dtype, scale: float,
+    normed: int, halves: Sequence[Tensor] | None = None, folded: Sequence[Tensor] | None = None,
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:  # fmt: skip
+    """Three layers' weights and biases as `weights.fold_kernel` gives them, in new tensors unless some are given."""
+    halves = halves or [torch.empty_like(weight, dtype=half) for weight in layers]
+    folded = folded or [torch.empty_like(bias) for bias in biases]
+    d = len(gain)
+    with torch.cuda.device_of(gain):
+        weights.fold_kernel[(d // CHUNK, tiles(layers, d))](
+            *layers, *biases, gain, shift, *halves, *folded, scale, *sides(layers), SIDE=d, R=CHUNK, NORMED=normed
+        )
+    return halves, folded
+
+
+def unfold(
+    pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[Tensor], gain: Tensor, shift: Tensor, scale: float,
+    normed: int, gradients: Sequence[Tensor], biases: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Fills in the gradients of three layers, of each pair the sum over all rows of dyᵀ x; those of gain and shift.
+
+    Args:
+        pairs: the gradient of what a layer returns, and what it is given.
+        layers: the weights in fp32; only those of layers in `normed` are read.
+    """
+    (rows, _), d, count = pairs[0][0].shape, len(gain), tiles(gradients, len(gain))
+    shape = sides(gradients)
+    sums = gain.new_empty(PARTS, count, d, d + ONES)
+    norms = gain.new_empty(count * d // CHUNK, 2, d)
+    with torch.cuda.device_of(gain):
+        weights.sum_kernel[(PARTS, count)](
+            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=SUMMED[d], ONES=ONES,
             num_warps=d // 16, num_stages=3,
         )  # fmt: skip
-    return sums.sum(0)
+        weights.unfold_kernel[(d // CHUNK, count)](
+            sums, *layers, gain, shift, *gradients, *biases, norms, PARTS, scale, *shape,
+            SIDE=d, ONES=ONES, R=CHUNK, P=4, NORMED=normed,
+        )  # fmt: skip
+    return norms.sum(0)
+
+
+def sides(layers: Sequence[Tensor]) -> list[int]:
+    """N and K of each."""
+    return [side for weight in layers for side in weight.shape]
+
+
+def tiles(layers: Sequence[Tensor], d: int) -> int:
+    return sum(weight.numel() for weight in layers) // d**2
 
 
 def launch_table_gradient(
     dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, threshold: int, keys: Tensor | None, site: int
 ) -> Tensor:
-    """`[vocabulary, D]` in fp32."""
     rows, d = dy.shape
     v = min(256, max(64, 1 << (vocabulary - 1).bit_length()))  # rows of the table in a tile
-    tiles = (vocabulary + v - 1) // v
-    sums = dy.new_empty(max(1, 256 // tiles), tiles, v, d)
+    count = (vocabulary + v - 1) // v
+    sums = dy.new_empty(max(1, 256 // count), count, v, d)
     with torch.cuda.device_of(dy):
-        gradients.table_gradient_kernel[sums.shape[:2]](
+        table.table_gradient_kernel[sums.shape[:2]](
             dy, ids, keys, sums, rows, threshold, site,
             D=d, V=v, M=64, HALF=HALVES[half], DROPOUT=keys is not None, num_warps=v // 32, num_stages=3,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary]
-
-
-def pairs(cos: Tensor | None) -> int:
-    return 0 if cos is None else cos.shape[1]
 
 
 def programs(x: Tensor, residents: int) -> tuple[int]:

@@ -1,7 +1,7 @@
 """The definition of the operators, in plain PyTorch for any device: every kernel is compared with this file.
 
-Arguments and results as in ops.py. Arithmetic is in the dtype of the residual; what has the dtype of the weights is
-rounded to it, as in the kernels. With float64 throughout nothing is rounded.
+Arguments and results as in ops.py. Arithmetic is in the dtype of the residual; what the kernels have in 16 bits is
+rounded to them. With float64 throughout nothing is rounded.
 """
 
 from __future__ import annotations
@@ -11,56 +11,76 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BITS = 16  # of a hash that decide: dropout's rate is exact to 2^-16, and one hash serves two features
-ONES = 16  # columns behind those of a weight's gradient, each the bias's: what a product on tensor cores has at least
 
 
 def feed_forward(
-    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor,
-    eps: float, threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, x.dtype
-    z = x + kept(F.linear(o.to(wide), out.to(wide), out_bias), keys, site, threshold)
+    halves = half_out, half_up, half_down = [
+        (w * by).to(half) for w, by in ((out, scale), (up, gain), (down, scale**2))
+    ]
+    folded = up_bias + (up * shift).sum(1)
+    z = x + kept(F.linear(o.to(wide), half_out.to(wide), out_bias * scale), keys, site, threshold)
     unit, rstd = normalise(z, eps, half)
-    h = kept(F.gelu(F.linear(unit.to(wide), up.to(wide), up_bias)), keys, site + 1, threshold).to(half)
-    return z + kept(F.linear(h.to(wide), down.to(wide), down_bias), keys, site + 2, threshold), unit, rstd
+    h = kept(F.gelu(F.linear(unit.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
+    down_h = kept(F.linear(h.to(wide), half_down.to(wide), down_bias * scale), keys, site + 2, threshold)
+    return z + down_h, unit, rstd, *halves, folded
 
 
 def feed_forward_backward(
-    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, out: Tensor, up: Tensor, up_bias: Tensor, down: Tensor,
-    threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
+    folded: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, dy.dtype
     ddown = kept(dy, keys, site + 2, threshold).to(half)
-    u = F.linear(unit.to(wide), up.to(wide), up_bias)
+    u = F.linear(unit.to(wide), half_up.to(wide), folded)
     below, density = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
     h = kept(u * below, keys, site + 1, threshold).to(half)
-    dh = kept(ddown.to(wide) @ down.to(wide), keys, site + 1, threshold)
+    dh = kept(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)
     du = (dh * (below + u * density)).to(half)
-    dx = dy + normalise_backward(du.to(wide) @ up.to(wide), unit, rstd)
+    dx = dy + normalise_backward(du.to(wide) @ half_up.to(wide), unit, rstd)
     dout = kept(dx, keys, site, threshold).to(half)
-    do = (dout.to(wide) @ out.to(wide)).to(half)
-    return do, dx, gradients(wide, dout, o, du, unit, ddown, h)
+    do = (dout.to(wide) @ half_out.to(wide)).to(half)
+    by_out, by_unit, by_h = (a.to(wide).T @ b.to(wide) for a, b in ((dout, o), (du, unit), (ddown, h)))
+    dout_bias, dup_bias, ddown_bias = (each.to(wide).sum(0) for each in (dout, du, ddown))
+    dup, dnorm = through_norm(by_unit, dup_bias, up, gain, shift)
+    weights = scale * by_out, dup, scale**2 * by_h
+    return do, dx, *weights, scale * dout_bias, dup_bias, scale * ddown_bias, dnorm
 
 
 def project(
-    x: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    unit, rstd = normalise(x, eps, weight.dtype)
-    parts = F.linear(unit.to(x.dtype), weight.to(x.dtype), bias).chunk(3, 1)
+    x: Tensor, gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None,
+    eps: float, half: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    half_weight = (weight * gain).to(half)
+    unit, rstd = normalise(x, eps, half)
+    parts = F.linear(unit.to(x.dtype), half_weight.to(x.dtype), bias + (weight * shift).sum(1)).chunk(3, 1)
     q, k, v = (turn(part, cos, sin) if i < 2 else part for i, part in enumerate(parts))
-    q, k, v = (part.to(weight.dtype).clone(memory_format=torch.contiguous_format) for part in (q, k, v))
-    return q, k, v, unit, rstd
+    q, k, v = (part.to(half).clone(memory_format=torch.contiguous_format) for part in (q, k, v))
+    return q, k, v, unit, rstd, half_weight
 
 
 def project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, weight: Tensor,
-    cos: Tensor | None, sin: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, half_weight: Tensor,
+    gain: Tensor, shift: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wide = dy.dtype
     if cos is not None and sin is not None:
-        dq, dk = (turn(part.to(dy.dtype), cos, -sin).to(part.dtype) for part in (dq, dk))
-    dunit = torch.cat((dq, dk, dv), 1).to(dy.dtype) @ weight.to(dy.dtype)
-    dx = dy + normalise_backward(dunit, unit, rstd)
-    return dx, gradients(dy.dtype, dq, unit, dk, unit, dv, unit)
+        dq, dk = (turn(part.to(wide), cos, -sin).to(part.dtype) for part in (dq, dk))
+    dqkv = torch.cat((dq, dk, dv), 1).to(wide)
+    dx = dy + normalise_backward(dqkv @ half_weight.to(wide), unit, rstd)
+    dbias = dqkv.sum(0)
+    dweight, dnorm = through_norm(dqkv.T @ unit.to(wide), dbias, weight, gain, shift)
+    return dx, dweight, dbias, dnorm
+
+
+def through_norm(by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a layer's weight and of the norm before it, gain and shift, from that of unit for its input."""
+    dnorm = torch.stack(((weight * by_unit).sum(0), (weight * dbias[:, None]).sum(0)))
+    return by_unit * gain + dbias[:, None] * shift, dnorm
 
 
 def table_gradient(
@@ -90,17 +110,6 @@ def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     a, b = x.unflatten(1, (-1, 2, cos.shape[1])).unbind(2)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), 2).flatten(1)
-
-
-def gradients(dtype: torch.dtype, *pairs: Tensor) -> Tensor:
-    """`[tiles, D, D + ONES]` of three pairs (dy, x) as `launch.launch_gradients`: of each dyᵀ x and dyᵀ 1 in tiles."""
-    d, found = pairs[0].shape[1], []
-    for dy, x in zip(pairs[::2], pairs[1::2], strict=True):
-        dy, x = dy.to(dtype), x.to(dtype)
-        weight = (dy.T @ x).view(dy.shape[1] // d, d, x.shape[1] // d, d).transpose(1, 2)
-        bias = dy.sum(0).view(-1, 1, d, 1).expand(*weight.shape[:3], ONES)
-        found.append(torch.cat((weight, bias), 3).flatten(0, 1))
-    return torch.cat(found)
 
 
 def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:

@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from lra.kernels.layers import gradients
+from lra.kernels.layers import table
 
-mix = gluon.jit(gradients.mix.fn)
+mix = gluon.jit(table.mix.fn)
 
 
 @gluon.constexpr_function

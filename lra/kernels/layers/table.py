@@ -1,0 +1,47 @@
+"""The gradient of a table whose rows were looked up, such as the tokens' vectors."""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mix(x):
+    """`reference.mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["rows", "threshold", "site"])
+def table_gradient_kernel(
+    dy_ptr, ids_ptr, keys_ptr, sums_ptr, rows, threshold, site,
+    D: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """One-hot idsᵀ dy in HALF, of what dropout keeps; of a part of the rows. The one-hot ids are in registers only.
+
+    `sums_ptr`: `[parts, tiles of V rows, V, D]`, to be added up.
+    """
+    part, tile = tl.program_id(0), tl.program_id(1)
+    v, d, m = tl.arange(0, V), tl.arange(0, D), tl.arange(0, M)
+    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
+    begin = (part * share).to(tl.int64)
+    dy_ptr += begin * D
+    ids_ptr += begin
+    left = tl.minimum(rows - begin, share).to(tl.int32)
+    total = tl.zeros([V, D], tl.float32)
+    for row in range(0, left, M):
+        real = row + m < left
+        ids = tl.load(ids_ptr + row + m, mask=real, other=-1) - tile * V  # this tile's rows of the table from 0 on
+        dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+        if DROPOUT:
+            keys = tl.load(keys_ptr + begin + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
+            hashed = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 2).to(tl.uint32)[None, :])
+            words = tl.join(hashed << 16, hashed).reshape(M, D)  # a feature's half is the upper one
+            dy = tl.where(words >= tl.cast(threshold, tl.uint32) << 16, dy, 0.0)
+        total = tl.dot((v[:, None] == ids[None, :]).to(HALF), dy.to(HALF), total)
+    sums_ptr += (part * tl.num_programs(1) + tile) * (V * D)
+    tl.store(sums_ptr + v[:, None] * D + d[None, :], total)

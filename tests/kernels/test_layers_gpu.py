@@ -1,0 +1,97 @@
+"""The kernels around attention on a GPU."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lra.kernels.layers import ops, reference
+from lra.kernels.layers.api import WIDTHS, feed_forward, project, takes_feed_forward, takes_projection
+from lra.kernels.testing import poisoned_empty
+from lra.models.dropout import drop, keep_scale, threshold
+from lra.models.positions import rotate
+from tests.kernels.test_layers import (
+    BF16,
+    EPS,
+    FP32,
+    HALF,
+    SITE,
+    angles,
+    assert_within_budget,
+    feed_forward_case,
+    fused_feed_forward,
+    fused_project,
+    plain_feed_forward,
+    plain_project,
+    project_case,
+)  # fmt: skip
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize(("d", "f"), [(64, 128), (64, 192), (128, 256), (128, 128)])
+def test_feed_forward_of_many_rows(d, f, rate, dtype):
+    case = feed_forward_case(50_001, d, f, dtype, "cuda")
+    assert_within_budget(case, fused_feed_forward, plain_feed_forward, dtype, rate, case.keys if rate else None)
+
+
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("pairs", [0, 16, 32])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_projection_of_many_rows(d, pairs, dtype):
+    case = project_case(50_001, d, dtype, "cuda")
+    assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
+
+
+@pytest.mark.parametrize("rows", [1, 63, 129, 20_000])
+def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
+    """On the GPU itself; twice the same, bit by bit."""
+    case = feed_forward_case(rows, 128, 256, BF16, "cuda")
+    o, x, *layers = case.given
+    numbers: Any = (keep_scale(threshold(0.1)), threshold(0.1), case.keys, SITE)
+    with poisoned_empty():
+        y, *kept = ops.feed_forward(o, x, *layers, EPS, *numbers)
+        backward = (case.dy[0], o, *kept, *layers[2:5], *numbers)
+        first, second = ops.feed_forward_backward(*backward), ops.feed_forward_backward(*backward)
+    expected = reference.feed_forward(o, x, *layers, EPS, *numbers)[0], *reference.feed_forward_backward(*backward)
+    for a, e in zip((y, *first), expected, strict=True):
+        assert (a.float() - e.float()).norm() < 5e-3 * e.float().norm()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_modules_are_taken_under_autocast(rate):
+    """With layers in fp32; what they give is what the layers give in 16 bits, but for rounding."""
+    torch.manual_seed(0)
+    d, f = 64, 128
+    before, qkv, out, norm = (
+        nn.LayerNorm(d).cuda(),
+        nn.Linear(d, 3 * d).cuda(),
+        nn.Linear(d, d).cuda(),
+        nn.LayerNorm(d).cuda(),
+    )
+    up, down = nn.Linear(d, f).cuda(), nn.Linear(f, d).cuda()
+    keys, rotary = feed_forward_case(999, d, f, BF16, "cuda").keys, angles(999, 16, "cuda")
+    o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
+    with torch.autocast("cuda", BF16):
+        assert takes_feed_forward(o, x, up) and takes_projection(x, qkv, 32, rotary)
+        dropped, scale = threshold(rate), keep_scale(threshold(rate))
+        actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
+        z = x + drop(out(o), rate, keys, SITE)
+        h = drop(F.gelu(up(norm(z))), rate, keys, SITE + 1)
+        expected = z + drop(down(h), rate, keys, SITE + 2)
+        through, *parts = project(x, before, qkv, 2, rotary)
+        q, k, v = qkv(before(x)).unflatten(1, (3, 2, 32)).unbind(1)
+    assert actual.dtype == FP32 and torch.equal(through, x)
+    torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.02)
+    for part, wanted in zip(parts, (rotate(q, *rotary), rotate(k, *rotary), v), strict=True):
+        assert part.dtype == BF16 and part.shape == (999, 2, 32)
+        torch.testing.assert_close(part, wanted, atol=0.05, rtol=0.02)
