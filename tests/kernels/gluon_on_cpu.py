@@ -1,7 +1,7 @@
 """Runs Gluon kernels on a CPU, which Triton's interpreter does not: tiles are NumPy arrays, layouts mean nothing.
 
-For kernels whose warps meet only at barriers: programs run one after another, each line at once. What a layout, a fence
-or a missing barrier gets wrong is not seen here; what is computed, and where it is read and written, is.
+Programs run one after another, each line at once: copies and products are there when they are begun. What a layout, a
+barrier or a missing one gets wrong is not seen here; what is computed, and where it is read and written, is.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.runtime.jit import JITCallable
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 DTYPES = {
-    gl.float16: np.float16, gl.float32: np.float32, gl.uint32: np.uint32, gl.int32: np.int32, gl.int64: np.int64,
+    getattr(gl, name): getattr(np, name) for name in ("float16", "float32", "uint32", "int32", "uint64", "int64")
 }  # fmt: skip
 
 
 class Tile(np.ndarray):
-    """A tensor in registers or, filled by `store`, in shared memory; a number has no dimension."""
+    """A tensor in registers or in shared memory; a number has no dimension."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         dtype = DTYPES.get(dtype, dtype)
@@ -36,6 +36,9 @@ class Tile(np.ndarray):
 
     def store(self, values: Any) -> None:
         self[...] = values
+
+    def load(self, layout: Any) -> Tile:
+        return self.copy()
 
     @property
     def type(self) -> Any:
@@ -64,6 +67,32 @@ class Pointer:
         return np.where(real, offset, 0), real
 
 
+class Descriptor:
+    """What TMA copies from and to: what lies outside is read as zeros, and not written."""
+
+    layout = None
+
+    def __init__(self, descriptor: TensorDescriptor):
+        memory, size = descriptor.base.numpy(), descriptor.base.element_size()
+        strides = [size * stride for stride in descriptor.strides]
+        self.memory = np.lib.stride_tricks.as_strided(memory, descriptor.shape, strides)
+        self.dtype = memory.dtype.type
+
+    def rows(self, coordinates: Any, buffer: Tile) -> tuple[slice, slice]:
+        (row, column), (rows, columns) = map(int, coordinates), buffer.shape
+        return slice(row, min(row + rows, len(self.memory))), slice(column, column + columns)
+
+    def load(self, coordinates: Any, barrier: Any, buffer: Tile, pred: Any = True) -> None:
+        if pred:
+            found = self.memory[self.rows(coordinates, buffer)]
+            buffer[...] = 0
+            buffer[: len(found)] = found
+
+    def add(self, coordinates: Any, buffer: Tile) -> None:
+        found = self.memory[self.rows(coordinates, buffer)]
+        found += buffer[: len(found)]
+
+
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
     offset, real = pointer.at(mask)
     return tile(np.where(real, pointer.memory[offset], pointer.memory.dtype.type(other)))
@@ -81,58 +110,120 @@ def product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = Fal
     return tile(found + acc if use_acc else found)
 
 
-def language(program: int, programs: int) -> Any:
-    """What kernels call `gl`."""
-    known = {
-        "float16": gl.float16, "float32": gl.float32, "uint32": gl.uint32, "int32": gl.int32, "int64": gl.int64,
-        "program_id": lambda axis: tile(program, np.int32), "num_programs": lambda axis: tile(programs, np.int32),
-        "cdiv": lambda a, b: -(-int(a) // int(b)), "static_range": range,
-        "arange": lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)),
-        "zeros": lambda shape, dtype, layout=None: tile(np.zeros(shape, DTYPES[dtype])),
-        "zeros_like": lambda x: tile(np.zeros_like(x)), "load": load, "store": store,
-        "allocate_shared_memory": lambda dtype, shape, layout: tile(np.full(shape, np.nan, DTYPES.get(dtype, dtype))),
-        "convert_layout": lambda x, layout, assert_trivial=False: x,
-        "sum": lambda x, axis: tile(np.sum(x, axis, dtype=x.dtype)), "join": lambda a, b: tile(np.stack((a, b), -1)),
-        "split": lambda x: (x[..., 0], x[..., 1]),
-        "where": lambda c, a, b: tile(np.where(c, a, b)), "abs": np.abs, "exp2": np.exp2,
-        "rsqrt": lambda x: tile(1 / np.sqrt(x)),
-    }  # fmt: skip
-    nothing = types.SimpleNamespace(get_default_for=lambda *_: None)
-    return types.SimpleNamespace(**known, NVMMASharedLayout=nothing, **{
-        name: lambda *_, **__: None for name in ("BlockedLayout", "DotOperandLayout", "SliceLayout")
-    })  # fmt: skip
+def signs(words: Tile, row: Any, column: Any) -> np.ndarray:
+    """The sign of one byte of each word: byte i stands for the row 8 (i % 2) and the column i / 2 of a call."""
+    return words >> (8 * (row // 8 % 2 + 2 * (column % 2)) + 7) & 1
+
+
+def drop_forward(p: Tile, words: Tile) -> Tile:
+    rows, columns = np.indices(p.shape)
+    return tile(np.where(signs(words, rows, columns), p, 0))
+
+
+def drop_backward(p: Tile, words: Tile) -> Tile:
+    _, rows = np.indices(p.shape)  # of queries, whose tile is transposed
+    return tile(np.where(signs(words, rows, rows), p, 0))
+
+
+def transpose_blocks(words: Tile) -> Tile:
+    """8 rows of 4 words, each two elements of 16 bits, are a matrix."""
+    rows, columns = words.shape
+    blocks = np.ascontiguousarray(words).view(np.uint16).reshape(rows // 8, 8, columns // 4, 8)
+    return tile(np.ascontiguousarray(blocks.transpose(0, 3, 2, 1)).reshape(rows, -1).view(np.int32))
+
+
+class Nothing:
+    """A layout."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        return None
+
+    get_default_for = __call__
+
+
+# what kernels call by name: hardware, and what is written in its assembler or knows where a thread has an element
+BARRIER = types.SimpleNamespace(**dict.fromkeys(("init", "expect", "wait", "invalidate"), lambda *_, **__: None))
+BARRIER.MBarrierLayout = Nothing()
+NAMES = {
+    "warpgroup_mma": product, "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
+    "fence_async_shared": lambda: None, "barrier": lambda: None, "prefetch_rows": lambda *_: None,
+    "mbarrier": BARRIER, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
+    "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
+    "drop_forward": drop_forward, "drop_backward": drop_backward, "transpose_blocks": transpose_blocks,
+    "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
+}  # fmt: skip
+
+
+class Language:
+    """What kernels call `gl`, and `tl`."""
+
+    def __init__(self, program: int, programs: int):
+        self.program, self.programs = tile(program, np.int32), tile(programs, np.int32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return Nothing()
+        return getattr(gl, name)  # dtypes
+
+    constexpr = staticmethod(lambda value: value)
+    static_assert = staticmethod(lambda *_: None)
+    static_range = staticmethod(lambda end: range(getattr(end, "value", end)))
+    load, store = staticmethod(load), staticmethod(store)
+    cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
+    to_tensor = staticmethod(tile)
+    arange = staticmethod(lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)))
+    zeros = staticmethod(lambda shape, dtype, layout=None: tile(np.zeros(shape, DTYPES[dtype])))
+    full = staticmethod(lambda shape, value, dtype, layout=None: tile(np.full(shape, value, DTYPES[dtype])))
+    zeros_like = staticmethod(lambda x: tile(np.zeros_like(x)))
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    sum = staticmethod(lambda x, axis: tile(np.sum(x, axis, dtype=x.dtype)))
+    max = staticmethod(lambda x, axis: tile(np.max(x, axis)))
+    join = staticmethod(lambda a, b: tile(np.stack((a, b), -1)))
+    split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
+    where = staticmethod(lambda condition, a, b: tile(np.where(condition, a, b)))
+    rsqrt = staticmethod(lambda x: tile(1 / np.sqrt(x)))
+    abs, exp2, log2 = staticmethod(np.abs), staticmethod(np.exp2), staticmethod(np.log2)
+    maximum, minimum = (staticmethod(lambda a, b, f=f: tile(f(a, b))) for f in (np.maximum, np.minimum))
+
+    def program_id(self, axis: int) -> Tile:
+        return self.program
+
+    def num_programs(self, axis: int) -> Tile:
+        return self.programs
+
+    def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Tile:
+        dtype = DTYPES.get(dtype, dtype)
+        return tile(np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else 0, dtype))
 
 
 def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """`kernel[(programs,)](*arguments, **constants)` with tensors on the CPU, which must be contiguous."""
-    given = [Pointer(x.numpy().reshape(-1)) if isinstance(x, Tensor) else x for x in arguments]
-    given = [tile(x, np.int32) if type(x) is int else np.float32(x) if type(x) is float else x for x in given]
-    with np.errstate(over="ignore"):
+    """`kernel[(programs,)](*arguments, **constants)` with tensors on the CPU."""
+    given = [_argument(x) for x in arguments]
+    with np.errstate(over="ignore", invalid="ignore"):
         for program in range(programs):
-            translated(kernel, language(program, programs), {})(*given, **constants)
+            translated(kernel, Language(program, programs), {})(*given, **constants)
 
 
-def translated(function: Any, names: Any, done: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        assert x.is_contiguous() or x.numel() == 0, "a pointer to what is strided"
+        return Pointer(x.numpy().reshape(-1))
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x)
+    return tile(x, np.int32) if type(x) is int else np.float32(x) if type(x) is float else x
+
+
+def translated(function: Any, language: Language, done: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
     """A jitted function as plain Python, and what it calls."""
-    if function in done:
-        return done[function]
     plain = function.fn
+    if plain in done:
+        return done[plain]
     scope = dict(plain.__globals__)
-    done[function] = translation = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__)
+    done[plain] = translation = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__)
     for name, value in plain.__globals__.items():
-        if isinstance(value, JITCallable):
-            scope[name] = translated(value, names, done)
-    scope |= {
-        "gl": names,
-        "warpgroup_mma": product,
-        "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
-        "fence_async_shared": lambda: None,
-        "prefetch_rows": lambda *_: None,
-        "barrier": lambda: None,
-    }
-    scope["range"] = lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds)))
-    for name in ("row_layout", "pair_layout", "product_layout"):
-        scope[name] = lambda *_: None
+        if isinstance(getattr(value, "fn", None), types.FunctionType):
+            scope[name] = translated(value, language, done)
+    scope |= {"gl": language, "tl": language, **NAMES}
     return translation
 
 
@@ -143,7 +234,7 @@ class Emulated:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, maxnreg: int, **constants: Any) -> None:
+        def launch(*arguments: Any, maxnreg: int | None, **constants: Any) -> None:
             run(self.kernel, *grid, *arguments, **constants)
 
         return launch

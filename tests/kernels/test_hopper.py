@@ -1,0 +1,62 @@
+"""Attention's kernels for Hopper, on a CPU: what they compute, and where they read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lra.kernels.block_sparse.layouts import butterfly
+from lra.kernels.flash import tuning
+from lra.kernels.testing import Case, check
+from tests.kernels.gluon_on_cpu import Emulated
+
+HALF = torch.float16
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The kernels take what they can; the names of those that did."""
+    from lra.kernels.flash import hopper, hopper_backward, hopper_forward
+
+    launched: list[str] = []
+
+    class Noted(Emulated):
+        def __getitem__(self, grid: Any) -> Any:
+            launched.append(self.kernel.fn.__name__)
+            return super().__getitem__(grid)
+
+    monkeypatch.setattr(hopper, "use_hopper", lambda q: True)
+    for module, name in ((hopper_forward, "hopper_forward_kernel"), (hopper_backward, "hopper_backward_kernel")):
+        monkeypatch.setattr(module, name, Noted(getattr(module, name)))
+    return launched
+
+
+CASES = [
+    Case((130, 0, 65), dtype=HALF, dropout=0.1),
+    Case((130, 1, 64), dtype=HALF, dropout=0.5, strides="fused", layout="padded", slack=70),
+    Case((70, 193), dtype=HALF, head_dim=64, heads=3, dropout=0.1, spread=4.0),
+    Case((300, 5), dtype=HALF, head_dim=64, strides="fused"),
+    Case((129, 257), dtype=HALF, head_dim=128, dropout=0.3, layout="padded"),
+    Case((500,), dtype=HALF, heads=1, dropout=0.1, sparse=butterfly(512, (64, 64))),
+    Case((300, 100), dtype=HALF, head_dim=64, sparse=butterfly(384, (128, 64), factors=1)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_within_budget(case, hopper):
+    for name, error in check(case, torch.device("cpu"), "triton").items():
+        assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
+    assert hopper == ["hopper_forward_kernel", "hopper_backward_kernel"]
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_every_shape_of_tiles(columns, stages, hopper):
+    """Dropout is the same whatever they are."""
+    case = Case((200, 130), dtype=HALF, head_dim=32, dropout=0.3, strides="fused")
+    for kernel in ("hopper_forward", "hopper_backward"):
+        with tuning.forced(kernel, tuning.Tile(64, columns, 4, stages)):
+            for name, error in check(case, torch.device("cpu"), "triton").items():
+                assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
