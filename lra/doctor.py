@@ -113,7 +113,7 @@ def _ptxas() -> Iterator[Row]:
     yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
     yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
     layers = "PyTorch's"
-    yield "layers around", f"{layers}, as above" if refusal else f"Gluon for Hopper in 16 bits, else {layers}"
+    yield "layers", f"{layers}, as above" if refusal else f"Gluon for Hopper in 16 bits, else {layers}"
 
 
 def _tiles() -> Iterator[Row]:

@@ -69,12 +69,12 @@ def hopper(monkeypatch):
 def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
     rows = dict(doctor._ptxas())
     assert rows["ptxas"] == "13.4, /new/ptxas" and rows["flash kernels"].startswith("Gluon for Hopper")
-    assert rows["layers around"].startswith("Gluon for Hopper")
+    assert rows["layers"].startswith("Gluon for Hopper")
     hopper["ptxas"] = Ptxas("/old/ptxas", (13, 1), "TRITON_PTXAS_PATH")
     rows = dict(doctor._ptxas())
     assert rows["ptxas"] == "13.1, /old/ptxas"
     assert rows["flash kernels"].startswith("plain Triton: ptxas 13.1 is known to miscompile")
-    assert rows["layers around"] == "PyTorch's, as above"
+    assert rows["layers"] == "PyTorch's, as above"
     assert "nvidia-cuda-nvcc>=13.4" in rows["flash kernels"] and "set TRITON_PTXAS_PATH=" in rows["flash kernels"]
     hopper["capability"] = (8, 9)
     assert dict(doctor._ptxas())["flash kernels"].endswith("compute capability 9.0, not 8.9")
