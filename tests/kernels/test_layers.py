@@ -32,10 +32,9 @@ def drawn(*shape: int, scale: float = 1.0, device: Any = "cpu") -> Tensor:
 
 @dataclasses.dataclass
 class Case:
-    """Arguments of a function, in fp32 but for the first `halves`, keys of rows, and gradients of its results."""
+    """Arguments of a function, keys of rows, and gradients of its results."""
 
     given: list[Tensor]
-    halves: int
     keys: Tensor
     dy: list[Tensor]
 
@@ -48,14 +47,14 @@ def feed_forward_case(rows: int, d: int, f: int, dtype: torch.dtype, device: Any
     ]  # fmt: skip
     keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32)
     given = [drawn(rows, d).to(dtype), drawn(rows, d), *layers]
-    return Case([x.to(device) for x in given], 1, keys.to(device), [drawn(rows, d).to(device)])
+    return Case([x.to(device) for x in given], keys.to(device), [drawn(rows, d).to(device)])
 
 
 def project_case(rows: int, d: int, dtype: torch.dtype, device: Any = "cpu") -> Case:
     torch.manual_seed(rows + d)
     given = [drawn(rows, d), 1 + drawn(d, scale=0.3), drawn(d, scale=0.3), drawn(3 * d, d, scale=d**-0.5), drawn(3 * d)]
     dy = [drawn(rows, d), *(drawn(rows, d).to(dtype) for _ in range(3))]
-    return Case([x.to(device) for x in given], 0, torch.empty(0), [x.to(device) for x in dy])
+    return Case([x.to(device) for x in given], torch.empty(0), [x.to(device) for x in dy])
 
 
 def angles(rows: int, pairs: int, device: Any = "cpu") -> Any:
