@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -144,6 +145,38 @@ class Progress(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         return "training"
+
+
+class Rehearsal(pl.Callback):
+    """Scores a batch of validation soon after the start: if there is no memory for it, an hour is not lost first.
+
+    Before training there would be room: what its steps hold comes with them.
+    """
+
+    STEPS = 20  # before the line that says what the run will cost
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.due = math.inf  # the step after which it is
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.due = trainer.global_step + self.STEPS
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.due = math.inf
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step < self.due:
+            return
+        self.due = math.inf
+        module = cast(TaskModule, pl_module)
+        self.clock.on_validation_start(trainer, module)
+        module.eval()
+        with torch.inference_mode(), trainer.precision_plugin.val_step_context():
+            module.evaluate(next(iter(cast(TaskData, trainer.datamodule).val_dataloader())))  # type: ignore[attr-defined]
+        module.train()
+        torch.cuda.empty_cache()  # graphs that are captured later can't have what lies there
+        self.clock.on_validation_end(trainer, module)
 
 
 class Narrator(pl.Callback):

@@ -30,7 +30,7 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
-from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, console
+from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, Rehearsal, console
 from lra.training.curves import Curves
 from lra.training.hardware import hardware
 from lra.training.preemption import Preemption, start_compilers
@@ -310,6 +310,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             clock,
             Onward(),
             Faults(directory.path),
+            Rehearsal(clock),
             Narrator(run),
             *([Progress()] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),

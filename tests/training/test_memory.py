@@ -9,7 +9,7 @@ import lra
 from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import faults
-from lra.training.callbacks import RUNS_PER_DEVICE
+from lra.training.callbacks import RUNS_PER_DEVICE, Rehearsal
 from lra.training.step import Step
 from tests.training.test_faults import inject
 
@@ -51,6 +51,23 @@ def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path,
     advice = r"set batch.eval=125 and resume=auto; 2 more on this CPU have their share of it$"
     with pytest.raises(UsageError, match=advice):
         small("name=beside")
+
+
+def test_no_room_for_validation_is_found_long_before_it(small, monkeypatch, tmp_path, full):
+    forward = TaskModule.forward
+    monkeypatch.setattr(TaskModule, "forward", lambda self, batch: (forward if self.training else full)(self, batch))
+    with pytest.raises(UsageError, match=r"^out of CPU memory at batch.eval=250: set batch.eval=125 and resume=auto$"):
+        small("name=early", "trainer.steps=400", "trainer.eval_every=400")
+    result = json.loads((tmp_path / "checkpoints/runs/listops/flash/early-s0/result.json").read_text())
+    assert result["status"] == "oom" and result["steps"] == Rehearsal.STEPS
+
+
+def test_a_batch_scored_early_changes_nothing(small, monkeypatch):
+    monkeypatch.setattr(Rehearsal, "STEPS", 2)
+    early = small("name=early")
+    monkeypatch.setattr(Rehearsal, "STEPS", 1000)
+    late = small("name=late")
+    assert early["test"] == late["test"] and early["val"] == late["val"]
 
 
 def test_a_fault_whose_culprit_does_not_fit_is_still_said(small, monkeypatch, full):
