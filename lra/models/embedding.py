@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lra.kernels.layers.api import table_gradient, takes_table
+from lra.kernels.layers.api import product_dtype, table_gradient, takes_table
 from lra.models.dropout import drop, keep_scale, threshold
 
 SITE = 0  # of dropout, the model's first
@@ -64,23 +64,23 @@ class _Lookup(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(ids_T, keys_T)
-        device = table_VD.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else table_VD.dtype
+        ctx.dtype = product_dtype(table_VD)
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
         return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TD,), (ids_T, keys_T) = grads, ctx.saved_tensors
-        kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
             dropped = threshold(ctx.rate)
-            keys_T = keys_T if dropped else None
-            product_VD = table_gradient(
-                grad_TD, ids_T, ctx.vocabulary, ctx.dtype, threshold=dropped, keys=keys_T, site=SITE
-            )
-            product_VD = product_VD if keys_T is None else product_VD * keep_scale(dropped)
+            dropout: dict[str, Any] = {"threshold": dropped, "keys": keys_T, "site": SITE}
+            product_VD = table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype, **dropout)
+            if keys_T is not None:
+                product_VD = product_VD * keep_scale(dropped)
+            added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if ctx.needs_input_grad[1] else None
         else:
+            kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
             one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
             product_VD = (one_hot_TV.t() @ kept_TD.to(ctx.dtype)).to(grad_TD.dtype)
-        return product_VD, kept_TD if ctx.needs_input_grad[1] else None, None, None, None, None
+            added_TD = kept_TD if ctx.needs_input_grad[1] else None
+        return product_VD, added_TD, None, None, None, None

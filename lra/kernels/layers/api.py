@@ -17,7 +17,7 @@ WEIGHTS = 96 * 1024  # elements of the weights around a feed-forward that shared
 def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -> bool:
     """Whether `project` computes this."""
     rotates = rotary is None or head_dim in ROTATED
-    return qkv.out_features == 3 * qkv.in_features and rotates and _takes(x, _half(x), qkv.in_features)
+    return qkv.out_features == 3 * qkv.in_features and rotates and _takes(x, product_dtype(x), qkv.in_features)
 
 
 def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear) -> bool:
@@ -37,8 +37,8 @@ def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and sixteen and d in WIDTHS and on_hopper()
 
 
-def _half(x: Tensor) -> torch.dtype:
-    """What the layers' products are in."""
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What the products of x are in: autocast's dtype, or without it its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -61,7 +61,7 @@ def project(
     """
     cos, sin = rotary or (None, None)
     layers = norm.weight, norm.bias, qkv.weight, qkv.bias
-    x, *parts = Project.apply(x.contiguous(), *layers, cos, sin, norm.eps, _half(x))  # type: ignore[misc]
+    x, *parts = Project.apply(x.contiguous(), *layers, cos, sin, norm.eps, product_dtype(x))  # type: ignore[misc]
     q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     return x, q, k, v
 

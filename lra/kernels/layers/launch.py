@@ -18,6 +18,7 @@ SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 CHUNK = 8  # rows of a tile of a weight that a program folds
 HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+FEED_FORWARD = {64: (4, 168, 3), 128: (8, 255, 1)}  # by the model's width: warps, registers of a thread, residents
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
 
@@ -29,7 +30,7 @@ def launch_feed_forward(
     y, unit, rstd = torch.empty_like(x), torch.empty_like(o), x.new_empty(rows)
     halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
     layers = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
-    warps, registers, residents = (4, 168, 3) if d == 64 else (8, 255, 1)
+    warps, registers, residents = FEED_FORWARD[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
             o, x, y, unit, rstd, keys, *layers, rows, eps, site, threshold,
@@ -46,7 +47,7 @@ def launch_feed_forward_backward(
     (rows, d), f = dy.shape, len(up)
     dx, (do, dout, ddown) = torch.empty_like(dy), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
-    warps, registers, residents = (4, 168, 3) if d == 64 else (8, 255, 1)
+    warps, registers, residents = FEED_FORWARD[d]
     with torch.cuda.device_of(dy):
         feed_forward.feed_forward_backward_kernel[programs(dy, residents)](
             dy, unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,

@@ -1,7 +1,7 @@
 """What precedes attention in a block, one kernel a pass: the norm, projections to queries, keys and values, rotation.
 
 The forward keeps the normalised rows. The backward gives the gradient of what is normalised and, where queries and keys
-were turned, the gradients of what the projections returned, of which those of their weights are made (gradients.py).
+were turned, the gradients of what the projections returned, of which those of their weights are made (weights.py).
 The norm's gain and shift are parts of the weights.
 
 Shape suffixes as in rows.py, C features of a chunk, H heads of a chunk and P pairs of a head, which rotary positions
