@@ -76,7 +76,8 @@ class TrainBatches:
         first = self.rank.rank * self.share
         places = np.arange(first, first + self.share)
         chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
-        return [self.split.gather(rows[place], self.rank.device, index=place, **self.gather) for place in chunks]
+        chunks = (chunk[_longest_first(self.split, rows[chunk], self.gather)] for chunk in chunks)
+        return [self.split.gather(rows[chunk], self.rank.device, index=chunk, **self.gather) for chunk in chunks]
 
     # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """This rank's share of a split, in order; every sequence once over all ranks.
+    """This rank's share of a split, batch by batch; every sequence once over all ranks.
 
     With `few_shapes` batches are filled up as in training, the last one with its own sequences, too: metrics ignore
     their labels.
@@ -105,12 +106,24 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         for i in range(0, len(self.rows), self.size):
             rows = self.rows[i : i + self.size]
+            rows = rows[_longest_first(self.split, rows, self.gather)]
             count = len(rows)
             rows = np.resize(rows, self.size) if self.few_shapes else rows
             # their own places: what a pretraining hides depends on nothing else
             batch = self.split.gather(rows, self.rank.device, index=rows, **self.gather)
             batch.label[count : len(rows)] = IGNORED
             yield batch
+
+
+def _longest_first(split: Examples, rows: np.ndarray, gather: Mapping[str, Any]) -> np.ndarray:
+    """The order of `rows` in which a GPU is done soonest: no long sequence begins when the others are at their end.
+
+    Where tokens are left out, rows stay as they are: attention is a small part then, and lengths are known later.
+    """
+    if gather.get("threshold") is not None:
+        return np.arange(len(rows))
+    documents, places = (split.documents, split.pairs[rows]) if isinstance(split, Pairs) else (split, rows[:, None])
+    return np.argsort(-documents.lengths[places].max(1), kind="stable")
 
 
 def _multiple(batch: Batch, split: Examples, gather: Mapping[str, Any]) -> int:

@@ -103,8 +103,8 @@ def test_max_length_keeps_the_start_of_a_longer_review(imdb):
     assert texts(data.parts["test"]) == texts(whole)  # the store holds all of it: one store serves every length
     data.trainer = trainer_of(data.run)
     (batch,) = data.test_dataloader()[0]
-    for start, length, text in zip(batch.start.tolist(), batch.length.tolist(), TEST["text"], strict=True):
-        kept = text.encode()[:9]
+    for start, length, row in zip(batch.start.tolist(), batch.length.tolist(), batch.index.tolist(), strict=True):
+        kept = TEST["text"][row].encode()[:9]
         assert length == len(kept) and bytes(batch.tokens[start : start + length].tolist()) == kept
 
 
@@ -357,16 +357,23 @@ def test_the_test_sets_come_in_the_order_of_their_names():
     data.trainer = trainer_of(data.run)
     sets = dict(zip(data.test_sets, data.test_dataloader(), strict=True))
     for name, batches in sets.items():
-        labels = torch.cat([batch.label for batch in batches]).tolist()
-        assert labels == data.parts[name].labels.tolist() and len(labels) == {"test": 100, "fresh": 30}[name]
+        labels = {row: label for batch in batches for row, label in zip(*rows_and_labels(batch), strict=True)}
+        expected = data.parts[name].labels.tolist()
+        assert labels == dict(enumerate(expected)) and len(expected) == {"test": 100, "fresh": 30}[name]
 
 
 def test_training_begins_at_the_trainers_step():
     data = data_of("task=listops", *SHORT)
     data.trainer = trainer_of(data.run, step=7)
     ((batch,), *_) = next(iter(data.train_dataloader()))
-    rows = order.rows(0, 7, 64, 300)
-    assert batch.label.tolist() == data.parts["train"].labels[rows].tolist()
+    labels = data.parts["train"].labels[order.rows(0, 7, 64, 300)]
+    places, found = rows_and_labels(batch)
+    assert sorted(places) == list(range(64)) and found == labels[places].tolist()
+    assert batch.length.tolist() == sorted(batch.length.tolist(), reverse=True)
+
+
+def rows_and_labels(batch: Batch) -> tuple[list[int], list[int]]:
+    return batch.index.tolist(), batch.label.tolist()
 
 
 DIGEST = """

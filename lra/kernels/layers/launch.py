@@ -16,7 +16,7 @@ from lra.kernels.layers import feed_forward, projection, table, weights
 PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
 SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
-CHUNK = 8  # rows of a tile of a weight that a program folds
+FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
 HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FEED_FORWARD = {64: (4, 168, 3), 128: (8, 255, 1)}  # by the model's width: warps, registers of a thread, residents
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
@@ -107,8 +107,8 @@ def fold(
     folded = folded or [torch.empty_like(bias) for bias in biases]
     d = len(gain)
     with torch.cuda.device_of(gain):
-        weights.fold_kernel[(d // CHUNK, tiles(layers, d))](
-            *layers, *biases, gain, shift, *halves, *folded, scale, *sides(layers), SIDE=d, R=CHUNK, NORMED=normed
+        weights.fold_kernel[(d // FOLDED, tiles(layers, d))](
+            *layers, *biases, gain, shift, *halves, *folded, scale, *sides(layers), SIDE=d, R=FOLDED, NORMED=normed
         )
     return halves, folded
 
@@ -126,15 +126,15 @@ def unfold(
     (rows, _), d, count = pairs[0][0].shape, len(gain), tiles(gradients, len(gain))
     shape = sides(gradients)
     sums = gain.new_empty(PARTS, count, d, d + ONES)
-    norms = gain.new_empty(count * d // CHUNK, 2, d)
+    norms = gain.new_empty(count * d // UNFOLDED, 2, d)
     with torch.cuda.device_of(gain):
         weights.sum_kernel[(PARTS, count)](
             *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=SUMMED[d], ONES=ONES,
             num_warps=d // 16, num_stages=3,
         )  # fmt: skip
-        weights.unfold_kernel[(d // CHUNK, count)](
+        weights.unfold_kernel[(d // UNFOLDED, count)](
             sums, *layers, gain, shift, *gradients, *biases, norms, PARTS, scale, *shape,
-            SIDE=d, ONES=ONES, R=CHUNK, P=4, NORMED=normed,
+            SIDE=d, ONES=ONES, R=UNFOLDED, P=2048 // d, NORMED=normed,
         )  # fmt: skip
     return norms.sum(0)
 
