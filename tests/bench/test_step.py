@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lra.cli import app
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
 from lra.models import transformer
+from lra.tasks.base import TaskModule
 from lra.training import step as step_module
 from lra.training.step import Step
 from tests.fixtures import write_aan_papers
@@ -137,6 +139,20 @@ def test_pixels_with_positions_of_their_own(without_graphs):
     fields = [field for field in fields if not field.startswith(("batch.size", "task.max_length"))]
     captured, bare = bench([*fields, "task=pathfinder", *few])["loops"]
     assert (captured["status"], bare["status"], bare["tokens"]) == ("ok", "ok", 2 * 1024) and captured["tokens"] < 2048
+
+
+def test_lightnings_loop_takes_steps_and_no_more(monkeypatch):
+    """Nothing is scored between them, and SIGTERM is what it was: it ends the process."""
+    handlers, forward = set(), TaskModule.forward
+
+    def watched(self, batch):
+        handlers.add(signal.getsignal(signal.SIGTERM))
+        assert self.training
+        return forward(self, batch)
+
+    monkeypatch.setattr(TaskModule, "forward", watched)
+    (record,) = bench(tiny("loops=fit", "steps=30", "trainer.steps=80"))["loops"]
+    assert record["status"] == "ok" and handlers == {signal.getsignal(signal.SIGTERM)}
 
 
 def test_a_loop_that_fails_leaves_the_others(monkeypatch):
