@@ -57,29 +57,36 @@ class LearnedPositions(nn.Module):
             return torch.stack([lookup(table, place_T) for place_T, table in axes]).sum(0)
         ((place_T, table),) = axes
         if place_T.is_cuda and batch.positions is None:
-            return _Places.apply(table, place_T, batch.start, batch.length)  # type: ignore[return-value]
+            owned = batch.max_length if batch.padded else 0
+            return _Places.apply(table, place_T, batch.start, batch.length, owned)  # type: ignore[return-value]
         # on a GPU any places, in a table of any length: compiled, their gradients are added in any order
         return F.embedding(place_T, table)
 
 
 class _Places(torch.autograd.Function):
-    """Vectors of the places 0, 1, … of each sequence; their gradients are summed over the sequences in their order."""
+    """Vectors of the places 0, 1, … of each sequence; their gradients are summed over the sequences in their order.
+
+    `owned` are the rows of each sequence of a padded batch, else 0.
+    """
 
     @staticmethod
-    def forward(ctx: Any, table_ND: Tensor, place_T: Tensor, start_B: Tensor, length_B: Tensor) -> Tensor:
+    def forward(ctx: Any, table_ND: Tensor, place_T: Tensor, start_B: Tensor, length_B: Tensor, owned: int) -> Tensor:
         ctx.save_for_backward(start_B, length_B)
-        ctx.places = len(table_ND)
+        ctx.places, ctx.owned = len(table_ND), owned
         return F.embedding(place_T, table_ND)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad_TD,), (start_B, length_B) = grads, ctx.saved_tensors
         if not len(grad_TD):
-            return grad_TD.new_zeros(ctx.places, grad_TD.shape[1]), None, None, None
-        place_N = torch.arange(ctx.places, device=grad_TD.device)
-        row_BN = (start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
+            return grad_TD.new_zeros(ctx.places, grad_TD.shape[1]), None, None, None, None
+        place_N = torch.arange(ctx.owned or ctx.places, device=grad_TD.device)
         real_BN1 = (place_N < length_B[:, None])[:, :, None]
-        return grad_TD[row_BN].where(real_BN1, 0).sum(0), None, None, None
+        if ctx.owned:  # by views, through which a compiler computes this gradient while it is summed
+            sum_ND = grad_TD.unflatten(0, (-1, ctx.owned)).where(real_BN1, 0).sum(0)
+            return F.pad(sum_ND, (0, 0, 0, ctx.places - ctx.owned)), None, None, None, None
+        row_BN = (start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
+        return grad_TD[row_BN].where(real_BN1, 0).sum(0), None, None, None, None
 
 
 class _ComputedPositions(nn.Module):

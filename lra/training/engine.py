@@ -69,7 +69,7 @@ class CapturedStep:
         self.tally = tally
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + 1, device=device)
-        *parts, self.summed = self.flat.split([*sizes, 1])
+        parts = self.flat[:-1].split(sizes)
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         for group in optimizer.param_groups:
             group.update(lr=self.rate, capturable=device.type == "cuda")
@@ -104,8 +104,7 @@ class CapturedStep:
     def _add(self, batch: Batch) -> None:
         loss = self.loss(dataclasses.replace(batch))  # a new one, without what it has computed before
         found = torch.autograd.grad(loss, self.parameters)
-        torch._foreach_add_(self.sums, found)  # pyright: ignore[reportPrivateImportUsage]
-        self.summed += loss.detach()
+        self.flat += torch.cat([*map(torch.flatten, found), loss.detach().view(1)])
 
     def _update(self, update: Callable[[], None]) -> None:
         for parameter, part in zip(self.parameters, self.sums, strict=True):

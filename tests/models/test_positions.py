@@ -150,14 +150,15 @@ def test_gradients_of_places_are_summed_over_the_sequences(padded):
     table, weights = torch.randn(11, 3, dtype=torch.float64), torch.randn(len(place_T), 3, dtype=torch.float64)
     weights *= (place_T < batch.per_row(batch.length))[:, None]  # no gradient past a length
     ours, theirs = table.clone().requires_grad_(), table.clone().requires_grad_()
-    (_Places.apply(ours, place_T, batch.start, batch.length) * weights).sum().backward()
+    owned = batch.max_length if padded else 0
+    (_Places.apply(ours, place_T, batch.start, batch.length, owned) * weights).sum().backward()
     (F.embedding(place_T, theirs) * weights).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_gradients_of_no_place_are_zeros():
     table, nothing = torch.randn(11, 3, requires_grad=True), torch.zeros(1, dtype=torch.int32)
-    _Places.apply(table, torch.zeros(0, dtype=torch.int64), nothing, nothing).sum().backward()
+    _Places.apply(table, torch.zeros(0, dtype=torch.int64), nothing, nothing, 0).sum().backward()
     assert table.grad is not None and table.grad.shape == table.shape and not table.grad.any()
 
 
