@@ -245,6 +245,7 @@ def test(*args: str) -> dict[str, Any]:
     run = restore(RunConfig, REGISTRIES, saved, args)
     checkpoints.check_vocabulary(TASKS.get(run.task.name), identity, path)  # whose model may not even be possible
     quiet()
+    atexit.register(_leave_process_group)
     data, module = build(run)
     moved = transfer.apply(module, weights, identity, path, score=True)
     if not moved.fresh and (seed := [arg for arg in args if arg.startswith("seed=")]):
