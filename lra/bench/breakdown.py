@@ -17,11 +17,11 @@ GROUPS = {
     "layers": r"^(fold|unfold|sum|(project|feed_forward|table)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
     "attention": r"^(hopper_)?(forward|backward)_kernel|^(prepare|finish|delta|dkdv|dq)_kernel|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
-    "optimiser": r"multi_tensor|foreach|adam",  # sums of gradients and their norm, too
+    "optimiser": r"multi_tensor|foreach|adam|CatArray",  # sums of gradients and their norm, too
     "data": r"memcpy|memset|copy|fill|index|gather|scatter",
 }
 OTHER, GAPS = "other", "gaps"
-LONGEST = 10  # kernels that are named
+LONGEST = 20  # kernels that are named
 
 
 class Kernel(NamedTuple):
