@@ -248,8 +248,8 @@ NAMES = {
     "optimiser": [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata"
         "<4>, at::native::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>>",
-        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType"
-        "<4u>, unsigned int, 1, 128, 1>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::"
+        "OpaqueType<4u>, unsigned int, 1, 128, 1>",
     ],
     "data": [
         "Memcpy HtoD (Pinned -> Device)", "Memset (Device)",

@@ -20,7 +20,7 @@ import torch
 import lra
 from lra.batch import Batch
 from lra.data import listops, order
-from lra.data.split import IGNORED, Split
+from lra.data.split import IGNORED, Pairs, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import EvalBatches, Rank, TaskData, TrainBatches
@@ -273,6 +273,23 @@ def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(c
     counted = [batch.start[batch.label != IGNORED].long() for batch in batches]
     rows = [token for batch, start in zip(batches, counted, strict=True) for token in batch.tokens[start].tolist()]
     assert sorted(rows) == list(range(count))
+
+
+def test_long_sequences_and_pairs_with_one_come_first():
+    """Each with its label and its place; where tokens are left out, rows stay as they are."""
+    lengths = np.array([3, 9, 1, 7, 5])
+    tokens = np.repeat(np.arange(5), lengths).astype(np.uint8)
+    documents = Split.from_offsets(tokens, np.concatenate(([0], lengths.cumsum())), 10 + np.arange(5))
+    pairs = Pairs(documents, np.array([[0, 2], [4, 3], [1, 0]]), np.array([20, 21, 22]))
+
+    def laid(split: Split | Pairs, **gather: int) -> tuple[list[int], ...]:
+        (batch,) = EvalBatches(split, 5, Rank(0, 1, CPU), {"max_length": 8, **gather})
+        found = batch.length, batch.index, batch.label, batch.tokens[batch.start.long()]
+        return tuple(field.tolist() for field in found)
+
+    assert laid(documents) == ([8, 7, 5, 3, 1], [1, 3, 4, 0, 2], [11, 13, 14, 10, 12], [1, 3, 4, 0, 2])
+    assert laid(pairs) == ([8, 3, 5, 7, 3, 1], [4, 5, 2, 3, 0, 1], [22, 21, 20], [1, 0, 4, 3, 0, 2])
+    assert laid(documents, threshold=0)[1] == [0, 1, 2, 3, 4]
 
 
 def test_shapes_are_few_although_the_first_batch_has_no_gap():
