@@ -126,8 +126,10 @@ class Slurm:
         """Returns the states when nothing is queued or runs; on SIGINT, SystemExit with 130: the array goes on."""
         executor = self._executor()
         tasks: dict[Cell, str] = {}
+        # kept to the end: Python drops a Ctrl-C that comes while its finaliser runs
+        lock = FileLock(FOLDER / "lock")
         try:
-            with FileLock(FOLDER / "lock"):  # one command at a time sees what is queued and adds to it
+            with lock:  # one command at a time sees what is queued and adds to it
                 tasks = self.queued()
                 if new := self._new(tasks):
                     with _uninterrupted():  # else it may be submitted and nowhere written down
