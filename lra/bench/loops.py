@@ -28,7 +28,7 @@ from lra.data.split import IGNORED
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule, TrainBatches
-from lra.training.callbacks import Narrator, Rehearsal
+from lra.training.callbacks import Narrator
 from lra.training.faults import Tally
 from lra.training.fit import build, make_trainer
 from lra.training.run import RunDirectory
@@ -127,10 +127,7 @@ def fit(composed: Composed, watch: Stopwatch) -> Loop:
         directory.path, directory.curves = Path(folder), Path(folder, "metrics.csv")
         trainer, _ = make_trainer(composed.config, directory)
         trainer.limit_val_batches = 0
-        told = Narrator, Rehearsal  # what a run will cost, and whether it has room to validate
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, told)]  # type: ignore[attr-defined]
-        # a signal ends the process: Lightning's handlers would make of it an exception, as if this loop had failed
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)
     work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
     return Loop(module, *work, cast(Step, module.step).logged, iter(()))

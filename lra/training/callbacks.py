@@ -160,7 +160,7 @@ class Rehearsal(pl.Callback):
         self.due = math.inf  # the step after which it is
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        self.due = trainer.global_step + self.STEPS
+        self.due = trainer.global_step + self.STEPS if trainer.enable_validation else math.inf
 
     def on_validation_start(self, *_: Any) -> None:
         self.due = math.inf

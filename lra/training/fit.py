@@ -318,6 +318,10 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             ModelCheckpoint(filename="last", **shared),
         ],
     )
+    # Lightning's handlers of signals talk to other ranks, and make of SIGTERM an exception: Preemption has its own
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    # asks all ranks before each stride whether those handlers were called, and waits for the GPU
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer, clock
 
 

@@ -76,7 +76,7 @@ class Preemption(pl.Callback):
 
     @contextmanager
     def listening(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Takes the place of Lightning's own handlers, which talk to other ranks from inside a handler."""
+        """Handles signals, in place of Lightning."""
         if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
             yield
             return
@@ -95,9 +95,6 @@ class Preemption(pl.Callback):
                 with suppress(OSError):
                     os.write(2, f"{text}; once more ends the run at once\n".encode())  # print may just be at work
 
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-        # asks all ranks before each stride whether those handlers were called, and waits for the GPU
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # a shell has Ctrl-C ignored for a job in the background
         ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else set()
         before = {number: signal.signal(number, handle) for number in SIGNALS if number not in ignored}
