@@ -27,7 +27,8 @@ from lra.config.schema import RunConfig
 from lra.data.split import IGNORED
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
-from lra.tasks.base import TaskModule, TrainBatches
+from lra.tasks.base import TaskModule
+from lra.tasks.batches import TrainBatches
 from lra.training.callbacks import Narrator
 from lra.training.faults import Tally
 from lra.training.fit import build, make_trainer

@@ -48,6 +48,10 @@ class Split:
         start = self.starts[row]
         return self.tokens[start : start + self.lengths[row]]
 
+    def longest(self, rows: Rows) -> np.ndarray:
+        """The length of each of these rows, int64."""
+        return self.lengths[rows]
+
     def subset(self, rows: Rows) -> Split:
         """Only these rows, in this order, of the same mapped tokens."""
         return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
@@ -162,6 +166,10 @@ class Pairs:
         """Tokens of the two sequences of a pair."""
         one, other = self.pairs[row]
         return self.documents[one], self.documents[other]
+
+    def longest(self, rows: Rows) -> np.ndarray:
+        """The length of the longer one of each of these pairs, int64."""
+        return self.documents.lengths[self.pairs[rows]].max(1)
 
     def gather(self, rows: Rows, device: torch.device | str, *, index: Rows | None = None, **options: Any) -> Batch:
         """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.gather`.

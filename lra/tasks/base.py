@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -23,120 +21,17 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
-from lra.data.split import IGNORED, Examples, Pairs, Split
+from lra.data.split import IGNORED, Examples, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
 from lra.tasks import TASKS, TaskFacts, versioned
+from lra.tasks.batches import EvalBatches, Rank, TrainBatches
 
 MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
 MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
-
-
-@dataclass(frozen=True)
-class Rank:
-    """Which share of a global batch this process works on."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-
-class TrainBatches:
-    """The rest of training as one endless pass, whose items are `stride` steps in a row.
-
-    A step is this rank's micro-batches of it, made when they are asked for. The pass starts at the step that `current`
-    names, so a resumed run goes on with the same sequences. With `few_shapes` packed batches are filled up, see
-    `_multiple`.
-    """
-
-    def __init__(
-        self, split: Examples, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int],
-        few_shapes: bool = False,
-    ):  # fmt: skip
-        self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
-        self.share, self.micro = run.batch.divide(rank.world)
-        if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(self.step(0)[0], split, gather)}
-
-    def __iter__(self) -> Iterator[Iterator[list[Batch]]]:
-        step, config = self.current(), self.run.trainer
-        while step < config.steps:
-            end = min(step - step % config.stride + config.stride, config.steps)
-            yield map(self.step, range(step, end))
-            step = end
-
-    def __len__(self) -> int:
-        return math.ceil(self.run.trainer.steps / self.run.trainer.stride)
-
-    def step(self, step: int) -> list[Batch]:
-        rows = order.rows(self.run.seed, step, self.run.batch.size, len(self.split))
-        first = self.rank.rank * self.share
-        places = np.arange(first, first + self.share)
-        chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
-        chunks = (chunk[_longest_first(self.split, rows[chunk], self.gather)] for chunk in chunks)
-        return [self.split.gather(rows[chunk], self.rank.device, index=chunk, **self.gather) for chunk in chunks]
-
-    # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class EvalBatches:
-    """This rank's share of a split, batch by batch; every sequence once over all ranks.
-
-    With `few_shapes` batches are filled up as in training, the last one with its own sequences, too: metrics ignore
-    their labels.
-    """
-
-    def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any], few_shapes: bool = False):
-        self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
-        self.rows = np.arange(rank.rank, len(split), rank.world)
-        if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(next(iter(self)), split, gather)}
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.rows) / self.size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for i in range(0, len(self.rows), self.size):
-            rows = self.rows[i : i + self.size]
-            rows = rows[_longest_first(self.split, rows, self.gather)]
-            count = len(rows)
-            rows = np.resize(rows, self.size) if self.few_shapes else rows
-            # their own places: what a pretraining hides depends on nothing else
-            batch = self.split.gather(rows, self.rank.device, index=rows, **self.gather)
-            batch.label[count : len(rows)] = IGNORED
-            yield batch
-
-
-def _longest_first(split: Examples, rows: np.ndarray, gather: Mapping[str, Any]) -> np.ndarray:
-    """The order of `rows` in which a GPU is done soonest: no long sequence begins when the others are at their end.
-
-    Where tokens are left out, rows stay as they are: attention is a small part then, and lengths are known later.
-    """
-    if gather.get("threshold") is not None:
-        return np.arange(len(rows))
-    documents, places = (split.documents, split.pairs[rows]) if isinstance(split, Pairs) else (split, rows[:, None])
-    return np.argsort(-documents.lengths[places].max(1), kind="stable")
-
-
-def _multiple(batch: Batch, split: Examples, gather: Mapping[str, Any]) -> int:
-    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s.
-
-    Where all sequences of the split, not just of this batch, have one length, there is one shape.
-    """
-    documents = split.documents if isinstance(split, Pairs) else split
-    lengths = np.minimum(documents.lengths, gather["max_length"])
-    alike = gather.get("threshold") is None and lengths.min() == lengths.max()
-    if gather.get("layout") == "padded" or alike:
-        return 1
-    return 1 << max(batch.tokens.numel() // 12, 1).bit_length() - 1
 
 
 class TaskData(pl.LightningDataModule):
