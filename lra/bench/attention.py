@@ -79,7 +79,7 @@ class AttentionOptions:
         if self.ragged == "mask":
             sizes = [(n, masked(n, len(lengths))) for n, lengths in sizes]
         if self.ragged == "imdb":
-            sizes = [(0, LENGTHS[: self.batch or 32])]
+            sizes = [(0, tuple(sorted(LENGTHS[: self.batch or 32], reverse=True)))]  # as a batch of training lies
         for dtype, d, p, (n, lengths), name in itertools.product(
             self.dtypes, self.head_dims, self.dropout, sizes, self.attns
         ):

@@ -231,8 +231,9 @@ def test_half_precisions_are_checked_in_their_own_budget(dtype):
 
 def test_ragged_batches_have_real_lengths(monkeypatch):
     assert len(LENGTHS) == 128 and max(LENGTHS) == 4096 and sum(LENGTHS[:32]) == 47195
-    monkeypatch.setattr(attention, "LENGTHS", (40, 0, 7))
+    monkeypatch.setattr(attention, "LENGTHS", (7, 0, 40))
     args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
+    assert {cell.lengths for cell in attention.configure(args).cells()} == {(40, 7, 0)}  # the longest first
     cells = bench(args)["cells"]
     assert {(r["status"], r["tokens"], r["squares"], r["N"]) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
 
