@@ -144,8 +144,9 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     step = cast(Step, module.step)
     captures = step.captures(module, device)
     if name == "bare":
-        module.model.encoder.embedding.fused = False
-        for block in module.model.encoder.blocks:
+        encoder = module.model.encoder
+        encoder.fused = encoder.embedding.fused = False
+        for block in encoder.blocks:
             block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()
     strategy = SimpleNamespace(root_device=device)  # all that the data asks of a trainer

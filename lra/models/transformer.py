@@ -14,7 +14,14 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
-from lra.kernels.layers.api import feed_forward, project, takes_feed_forward, takes_projection
+from lra.kernels.layers.api import (
+    feed_forward,
+    normed_mean,
+    project,
+    takes_feed_forward,
+    takes_pooling,
+    takes_projection,
+)
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import drop, keep_scale, row_keys, threshold
@@ -109,12 +116,20 @@ class Encoder(nn.Module):
             self.positions = RotaryPositions(config.head_dim, config.axes)
         self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
+        self.fused = True  # the norm and the mean are one kernel a pass where that takes it
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.pool(self.rows(batch), batch)
+        x_TD = self.residual(batch)
+        if self.fused and self.config.pooling == "mean" and takes_pooling(x_TD, self.config.d_model):
+            return normed_mean(x_TD, self.norm, batch.start, batch.length, batch.max_length if batch.padded else 0)
+        return self.pool(self.norm(x_TD), batch)
 
     def rows(self, batch: Batch) -> Tensor:
         """A vector for each token, `[T, d_model]`; arbitrary past a length."""
+        return self.norm(self.residual(batch))
+
+    def residual(self, batch: Batch) -> Tensor:
+        """What the last norm is given, `[T, d_model]`."""
         place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = added_TD = None
         if self.config.positions == "rotary":
@@ -127,7 +142,7 @@ class Encoder(nn.Module):
         x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T)
         for block in self.blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
-        return self.norm(x_TD)
+        return x_TD
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""

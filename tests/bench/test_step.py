@@ -273,7 +273,7 @@ def test_our_kernels_are_attention_or_layers():
     ours = [name for name in names if name.endswith("_kernel") and not name.startswith(("_", "test"))]
     fused = {
         "project_kernel", "project_backward_kernel", "feed_forward_kernel", "feed_forward_backward_kernel",
-        "fold_kernel", "sum_kernel", "unfold_kernel", "table_gradient_kernel",
+        "fold_kernel", "sum_kernel", "unfold_kernel", "table_gradient_kernel", "pool_kernel", "pool_backward_kernel",
     }  # fmt: skip
     assert len(ours) >= 17 and {name for name in ours if group(name) == "layers"} == fused
     assert {group(name) for name in ours} == {"attention", "layers"}
@@ -319,4 +319,6 @@ def test_captured_and_bare_agree_on_a_gpu():
     for record in (captured, bare):
         groups = record["where"]["groups"]
         assert all(groups[label] > 0 for label in ("layers", "attention", "matrix products", "optimiser"))
-        assert record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and len(record["where"]["kernels"]) == 10
+        assert (
+            record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and 0 < len(record["where"]["kernels"]) <= LONGEST
+        )

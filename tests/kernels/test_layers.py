@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,15 @@ from torch.nn import functional as F
 
 from lra.kernels.flash import tuning
 from lra.kernels.layers import ops, reference
-from lra.kernels.layers.api import WIDTHS, on_hopper, project, takes_feed_forward, takes_projection
+from lra.kernels.layers.api import (
+    WIDTHS,
+    normed_mean,
+    on_hopper,
+    project,
+    takes_feed_forward,
+    takes_pooling,
+    takes_projection,
+)
 from lra.kernels.testing import compare, poisoned_empty
 from lra.models.dropout import drop, keep_scale, threshold
 from tests.kernels.compiling import compiled
@@ -205,6 +215,75 @@ def test_the_gradient_of_a_table(rows, d, vocabulary, rate, device):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+@dataclasses.dataclass
+class Sequences:
+    """Rows of sequences, the gradient of their means, a norm, and where they are."""
+
+    x: Tensor
+    dy: Tensor
+    norm: list[Tensor]
+    start: Tensor
+    length: Tensor
+    padded_length: int
+
+
+def sequences(lengths: tuple[int, ...], d: int, padded: bool, device: Any = "cpu") -> Sequences:
+    torch.manual_seed(sum(lengths) + d)
+    length, longest = torch.tensor(lengths, dtype=torch.int32), max(lengths)
+    start = torch.arange(len(lengths), dtype=torch.int32) * longest if padded else length.cumsum(0).int() - length
+    rows = len(lengths) * longest if padded else sum(lengths)
+    start = start.clamp(max=max(rows - 1, 0))
+    drawing = drawn(rows, d), drawn(len(lengths), d), [1 + drawn(d, scale=0.3), drawn(d)], start, length
+    x, dy, norm, start, length = (
+        [each.to(device) for each in part] if isinstance(part, list) else part.to(device) for part in drawing
+    )
+    return Sequences(x, dy, norm, start, length, longest if padded else 0)
+
+
+def fused_mean(given: Sequences) -> Any:
+    def mean(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor]:
+        norm: Any = SimpleNamespace(weight=gain, bias=shift, eps=EPS)
+        return (normed_mean(x, norm, given.start, given.length, given.padded_length),)
+
+    return mean
+
+
+def plain_mean(given: Sequences) -> Any:
+    def mean(x: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype | None = None) -> tuple[Tensor]:
+        unit = F.layer_norm(x, x.shape[1:], gain, shift, EPS)
+        places = zip(given.start.tolist(), given.length.tolist(), strict=True)
+        return (torch.stack([unit[i : i + n].sum(0) / max(n, 1) for i, n in places]),)
+
+    return mean
+
+
+RAGGED = [(150, 3, 0, 70), (1,), (64, 64), (300, 5)]
+
+
+@pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_mean_of_what_is_normed(lengths, padded):
+    given = sequences(lengths, 64, padded)
+    case = Case([given.x, *given.norm], torch.empty(0), [given.dy])
+    assert_within_budget(case, fused_mean(given), plain_mean(given), FP32)
+
+
+@pytest.mark.parametrize("lengths", RAGGED)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_pooling_kernels_compute_the_definition(lengths, padded, d, device):
+    from lra.kernels.layers.launch import launch_pool, launch_pool_backward
+
+    given = sequences(lengths, d, padded, device)
+    where: Any = (given.start, given.length)
+    with poisoned_empty():
+        sums = launch_pool(given.x, *where, EPS)
+        dx = launch_pool_backward(given.dy, given.x, *where, given.padded_length, EPS)
+    torch.testing.assert_close(sums.sum(0), reference.pool(given.x, *where, EPS).sum(0), atol=1e-4, rtol=1e-5)
+    expected = reference.pool_backward(given.dy, given.x, *where, given.padded_length, EPS)
+    torch.testing.assert_close(dx, expected, atol=1e-5, rtol=1e-5)
+
+
 def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """But for the order of sums, and what that rounds differently in 16 bits."""
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
@@ -236,10 +315,18 @@ def test_operators_keep_their_contracts():
     library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
     library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *dropout))
 
+    given = sequences((40, 0, 30), 64, False)
+    library.opcheck(ops.pool, (given.x, given.start, given.length, EPS))
+    library.opcheck(ops.pool_backward, (given.dy, given.x, given.start, given.length, 0, EPS))
 
-@pytest.mark.parametrize("which", ["feed_forward", "project"])
+
+@pytest.mark.parametrize("which", ["feed_forward", "project", "pool"])
 def test_only_once_differentiable(which):
-    if which == "feed_forward":
+    if which == "pool":
+        given = sequences((40, 30), 64, False)
+        x = given.x.requires_grad_()
+        (y,) = fused_mean(given)(x, *given.norm)
+    elif which == "feed_forward":
         case = feed_forward_case(20, 64, 64, HALF)
         x = case.given[1].requires_grad_()
         (y,) = fused_feed_forward(*case.given, 0.1, case.keys)
@@ -280,8 +367,10 @@ def test_what_the_kernels_take(monkeypatch):
         assert all(precedes(d=d) for d in WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
         assert not any([precedes(x=BF16), precedes(d=96), precedes(of=2), precedes(head_dim=16, rotary=())])
     assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
+    assert all(takes_pooling(OnGPU(FP32), d) for d in WIDTHS)  # type: ignore[arg-type]
+    assert not any([takes_pooling(OnGPU(BF16), 64), takes_pooling(OnGPU(FP32), 96), takes_pooling(torch.zeros(1), 64)])  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
-    assert not follows()
+    assert not follows() and not takes_pooling(OnGPU(FP32), 64)  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):
         assert not precedes()
 
@@ -313,7 +402,7 @@ COMPILED = [
 GRADIENTS = ["sum_kernel", "unfold_kernel"]
 ORDER = [
     "fold_kernel", "project_kernel", "fold_kernel", "feed_forward_kernel", "feed_forward_backward_kernel", *GRADIENTS,
-    "project_backward_kernel", *GRADIENTS, "table_gradient_kernel",
+    "project_backward_kernel", *GRADIENTS, "table_gradient_kernel", "pool_kernel", "pool_backward_kernel",
 ]  # fmt: skip
 
 
@@ -324,7 +413,7 @@ def test_kernels_compile():
         for kernel in kernels:
             where = f"{case}: {kernel}"
             assert kernel["stack"] <= 128, where
-            assert bool(kernel["wgmma"]) == ("fold" not in kernel["name"]), where
+            assert bool(kernel["wgmma"]) == (not re.search("fold|pool", kernel["name"])), where
             assert not kernel["mma"] and not kernel["atomics"], where
             assert kernel["shared"] <= 227 * 1024, where
 
@@ -345,3 +434,6 @@ def launch_case(case: dict[str, Any]) -> None:
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
     launch.launch_table_gradient(x, torch.zeros(rows, dtype=torch.int32), 256, dtype, *numbers[1:])
+    given = sequences((rows - 7, 7), d, False)
+    launch.launch_pool(given.x, given.start, given.length, EPS)
+    launch.launch_pool_backward(given.dy, given.x, given.start, given.length, 0, EPS)

@@ -22,14 +22,18 @@ from tests.kernels.test_layers import (
     FP32,
     HALF,
     SITE,
+    Case,
     angles,
     assert_within_budget,
     feed_forward_case,
     fused_feed_forward,
+    fused_mean,
     fused_project,
     plain_feed_forward,
+    plain_mean,
     plain_project,
     project_case,
+    sequences,
 )  # fmt: skip
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +53,14 @@ def test_feed_forward_of_many_rows(d, f, rate, dtype):
 def test_projection_of_many_rows(d, pairs, dtype):
     case = project_case(50_001, d, dtype, "cuda")
     assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_the_mean_of_many_rows(d, padded):
+    given = sequences((2000, 1, 0, 777, 16_384), d, padded, "cuda")
+    case = Case([given.x, *given.norm], torch.empty(0), [given.dy])
+    assert_within_budget(case, fused_mean(given), plain_mean(given), FP32)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 129, 20_000])

@@ -12,7 +12,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.cell import make_batch
 from lra.config.schema import ModelConfig
-from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
+from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_pooling, takes_projection
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
@@ -42,20 +42,20 @@ def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
 def taken(monkeypatch):
     """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
     calls: list[int] = []
-    for name in ("takes_projection", "takes_feed_forward"):
+    for name in ("takes_projection", "takes_feed_forward", "takes_pooling"):
         monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
     yield calls
     torch.compiler.reset()
 
 
 def by_layers(model: Encoder, function: Any) -> Any:
-    """What the function finds with PyTorch's layers in the model's blocks."""
-    blocks: Any = model.blocks
-    for block in blocks:
-        block.fused = False
+    """What the function finds with PyTorch's layers in the model."""
+    parts: Any = (model, *model.blocks)
+    for part in parts:
+        part.fused = False
     found = function(model)
-    for block in blocks:
-        block.fused = True
+    for part in parts:
+        part.fused = True
     return found
 
 
@@ -67,14 +67,14 @@ def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
     expected = by_layers(model, trained)
     for actual, wanted in zip(trained(model, compiled), expected, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
-    assert len(taken) == 4
+    assert len(taken) == 5
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_what_is_compiled_once_serves_any_number_of_rows(positions, monkeypatch):
     """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
-    for name in ("takes_projection", "takes_feed_forward"):  # a count would be compiled into it
+    for name in ("takes_projection", "takes_feed_forward", "takes_pooling"):  # a count would be compiled into it
         monkeypatch.setattr(transformer, name, lambda *_: True)
     model = encoder(positions)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -93,7 +93,7 @@ def test_evaluation_drops_nothing(compiled, taken):
     evaluate = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     with torch.inference_mode():
         torch.testing.assert_close(evaluate(batch), expected, atol=1e-4, rtol=1e-4)
-    assert len(taken) == 4
+    assert len(taken) == 5
 
 
 @pytest.mark.gpu
@@ -105,12 +105,10 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
     if not on_hopper():
         pytest.skip("the kernels are for Hopper")
     calls: list[bool] = []
-    monkeypatch.setattr(
-        transformer, "takes_projection", lambda *given: calls.append(takes_projection(*given)) or calls[-1]
-    )
-    monkeypatch.setattr(
-        transformer, "takes_feed_forward", lambda *given: calls.append(takes_feed_forward(*given)) or calls[-1]
-    )
+    for takes in (takes_projection, takes_feed_forward, takes_pooling):
+        monkeypatch.setattr(
+            transformer, takes.__name__, lambda *given, takes=takes: calls.append(takes(*given)) or calls[-1]
+        )
 
     def gradients(model: Encoder) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -118,6 +116,6 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
         return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
 
     actual = gradients(model)
-    assert calls == [True] * 4
+    assert calls == [True] * 5
     expected = by_layers(model, gradients)
     assert (actual - expected).norm() < 0.03 * expected.norm()

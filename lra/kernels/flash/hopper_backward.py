@@ -206,7 +206,8 @@ def hopper_backward_kernel(
         first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)
-            next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
+            if AHEAD:
+                next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
             q_next = q_smem.index(next_slot)
@@ -229,6 +230,8 @@ def hopper_backward_kernel(
             mbarrier.expect(q_ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
             mbarrier.expect(do_ready.index(slot), BYTES, pred=t + STAGES < n)
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
+            if not AHEAD:
+                next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
             refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
@@ -236,15 +239,18 @@ def hopper_backward_kernel(
             refill_row = start + (next_row if STAGES == 2 else after_row)
             load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
             load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
-            lse_smem.store(next_lse)
-            delta_smem.store(next_delta)
             if AHEAD:
+                lse_smem.store(next_lse)
+                delta_smem.store(next_delta)
                 mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(2, deps=[dq])
             else:
                 dq = warpgroup_mma_wait(1, deps=[dq])
             store_accumulator(dq_smem, dq)
+            if not AHEAD:
+                lse_smem.store(next_lse)
+                delta_smem.store(next_delta)
             fence_async_shared()
             add_tile(dq_desc, [start + first_row, column], dq_smem)
             if not AHEAD:

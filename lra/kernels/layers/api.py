@@ -1,4 +1,4 @@
-"""`project` and `feed_forward`, what precedes and what follows attention in a block, and the gradient of a table."""
+"""The layers around attention: `project` and `feed_forward` of a block, `normed_mean` after all, a table's gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lra.kernels.flash import tuning
 from lra.kernels.layers import ops
-from lra.kernels.layers.ops import FeedForward, Project
+from lra.kernels.layers.ops import FeedForward, NormedSum, Project
 
 WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
 ROTATED = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
@@ -31,10 +31,13 @@ def takes_table(dy: Tensor, half: torch.dtype) -> bool:
     return _takes(dy, half, dy.shape[1])
 
 
+def takes_pooling(x: Tensor, d: int) -> bool:
+    """Whether `normed_mean` computes this: of widths that the kernels have, on a GPU they are faster on."""
+    return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
+
+
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    """Under 16 bits, of widths that the kernels have, on a GPU they are faster on."""
-    sixteen = half in (torch.float16, torch.bfloat16)
-    return x.is_cuda and x.dtype == torch.float32 and sixteen and d in WIDTHS and on_hopper()
+    return half in (torch.float16, torch.bfloat16) and takes_pooling(x, d)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -90,6 +93,22 @@ def feed_forward(
     """
     layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
+
+
+def normed_mean(x: Tensor, norm: nn.LayerNorm, start: Tensor, length: Tensor, padded_length: int) -> Tensor:
+    """The mean of `norm(x)` over the rows of each sequence, `[B, D]`, zeros of one without rows; differentiable once.
+
+    The mean is taken before the gain and the shift, which it leaves in place: so their gradients are sums over
+    sequences, not over rows.
+
+    Args:
+        x: `[T, D]` in fp32.
+        start, length: of the sequences, int32 `[B]`.
+        padded_length: rows that each owns at least; 0 where sequences lie end to end.
+    """
+    total = NormedSum.apply(x.contiguous(), start, length, padded_length, norm.eps)
+    mean = total / length.clamp(min=1)[:, None] * norm.weight + norm.bias  # type: ignore[operator]
+    return mean.where(length[:, None] > 0, 0)
 
 
 def table_gradient(

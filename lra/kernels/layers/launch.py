@@ -11,12 +11,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.layers import feed_forward, projection, table, weights
+from lra.kernels.layers import feed_forward, pooling, projection, reference, table, weights
 
 PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
 SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
+POOLED = 4096  # elements of a tile of rows that are pooled
 HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FEED_FORWARD = {64: (4, 168, 3), 128: (8, 255, 1)}  # by the model's width: warps, registers of a thread, residents
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
@@ -126,7 +127,7 @@ def unfold(
     (rows, _), d, count = pairs[0][0].shape, len(gain), tiles(gradients, len(gain))
     shape = sides(gradients)
     sums = gain.new_empty(PARTS, count, d, d + ONES)
-    norms = gain.new_empty(count * d // UNFOLDED, 2, d)
+    norms = gain.new_empty(2, d, count * d // UNFOLDED)
     with torch.cuda.device_of(gain):
         weights.sum_kernel[(PARTS, count)](
             *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=SUMMED[d], ONES=ONES,
@@ -136,7 +137,7 @@ def unfold(
             sums, *layers, gain, shift, *gradients, *biases, norms, PARTS, scale, *shape,
             SIDE=d, ONES=ONES, R=UNFOLDED, P=2048 // d, NORMED=normed,
         )  # fmt: skip
-    return norms.sum(0)
+    return norms.sum(2)
 
 
 def sides(layers: Sequence[Tensor]) -> list[int]:
@@ -161,6 +162,26 @@ def launch_table_gradient(
             D=d, V=v, M=64, HALF=HALVES[half], DROPOUT=keys is not None, num_warps=v // 32, num_stages=3,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary]
+
+
+def launch_pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
+    sums = x.new_empty(reference.PARTS, len(start), x.shape[1])
+    with torch.cuda.device_of(x):
+        pooling.pool_kernel[sums.shape[:2]](
+            x, start, length, sums, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
+        )
+    return sums
+
+
+def launch_pool_backward(
+    dy: Tensor, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float
+) -> Tensor:
+    dx = torch.empty_like(x)
+    with torch.cuda.device_of(x):
+        pooling.pool_backward_kernel[(reference.PARTS, len(start))](
+            dy, x, start, length, dx, padded_length, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
+        )
+    return dx
 
 
 def programs(x: Tensor, residents: int) -> tuple[int]:

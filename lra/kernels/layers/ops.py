@@ -1,4 +1,5 @@
-"""The kernels as PyTorch operators, and the derivatives of `lra::project` and `lra::feed_forward`.
+"""The kernels as PyTorch operators, and the derivatives of `lra::project`, `lra::feed_forward` and
+`lra::pool`.
 
 What an operator returns beside its result its backward is given: rows normalised and the inverse of what they were
 divided by, weights in 16 bits with the norm's gain and shift and dropout's scale in them, and the bias that goes with
@@ -61,6 +62,23 @@ class FeedForward(torch.autograd.Function):
         return *once(found, dy, saved[0], x, saved[-1]), None, None, None, None, None
 
 
+class NormedSum(torch.autograd.Function):
+    """Of x, the sequences' starts and lengths, the rows that each owns at least, and epsilon."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float) -> Tensor:
+        ctx.save_for_backward(x, start, length)
+        ctx.numbers = padded_length, eps
+        return pool(x, start, length, eps).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, start, length) = grads, ctx.saved_tensors
+        with torch.no_grad():
+            dx = pool_backward(dy.contiguous(), x, start, length, *ctx.numbers)
+        return *once((dx,), dy, x), None, None, None, None
+
+
 def computed_by(name: str) -> Callable[..., Any]:
     """An operator's kernels, `launch_<name>`, or on a CPU its definition."""
 
@@ -106,6 +124,14 @@ def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *_: Any) -> Te
     return dy.new_empty(vocabulary, dy.shape[1])
 
 
+def fake_pool(x: Tensor, start: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(reference.PARTS, start.shape[0], x.shape[1])
+
+
+def fake_pool_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 NORM, ROTATION = "Tensor gain, Tensor shift", "Tensor? cos, Tensor? sin"
 DROPOUT = "int threshold, Tensor? keys, int site"
 HALVES = "Tensor half_out, Tensor half_up, Tensor half_down, Tensor folded_bias"
@@ -143,4 +169,16 @@ table_gradient = define(
     f"(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half, {DROPOUT}) -> Tensor",
     computed_by("table_gradient"),
     fake_table_gradient,
+)
+pool = define(
+    "pool",
+    "(Tensor x, Tensor start, Tensor length, float eps) -> Tensor",
+    computed_by("pool"),
+    fake_pool,
+)
+pool_backward = define(
+    "pool_backward",
+    "(Tensor dy, Tensor x, Tensor start, Tensor length, SymInt padded_length, float eps) -> Tensor",
+    computed_by("pool_backward"),
+    fake_pool_backward,
 )

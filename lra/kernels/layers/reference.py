@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+PARTS = 16  # of a sequence, whose rows are summed apart
 BITS = 16  # of a hash that decide: dropout's rate is exact to 2^-16, and one hash serves two features
 
 
@@ -88,6 +89,27 @@ def table_gradient(
 ) -> Tensor:
     one_hot = (ids[:, None] == torch.arange(vocabulary, device=ids.device)).to(dy.dtype)
     return one_hot.T @ kept(dy, keys, site, threshold).to(half).to(dy.dtype)
+
+
+def pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
+    """For each sequence the sum of its rows normalised, in parts, `[PARTS, B, D]`: here all are in the first."""
+    unit, _ = normalise(x, eps, x.dtype)
+    sums = x.new_zeros(PARTS, len(start), x.shape[1])
+    for b, rows in enumerate(_rows(start, length)):
+        sums[0, b] = unit[rows].sum(0)
+    return sums
+
+
+def pool_backward(dy: Tensor, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float) -> Tensor:
+    unit, rstd = normalise(x, eps, x.dtype)
+    dx = torch.zeros_like(x)
+    for each, rows in zip(dy, _rows(start, length), strict=True):
+        dx[rows] = normalise_backward(each.expand_as(unit[rows]), unit[rows], rstd[rows])
+    return dx
+
+
+def _rows(start: Tensor, length: Tensor) -> list[slice]:
+    return [slice(first, first + count) for first, count in zip(start.tolist(), length.tolist(), strict=True)]
 
 
 def normalise(x: Tensor, eps: float, half: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def unfold_kernel(
 ):  # fmt: skip
     """Gradients of what `fold_kernel` was given, from those sums, P parts at a time.
 
-    `norms_ptr`: `[programs, 2, SIDE]`, each program's share of the gradients of gain and shift.
+    `norms_ptr`: `[2, SIDE, programs]`, each program's share of the gradients of gain and shift.
     """
     chunk, tile = tl.program_id(0), tl.program_id(1)
     layer, _, k, n0, k0 = located(tile, N, K, N1, K1, N2, K2, SIDE)
@@ -123,9 +123,10 @@ def unfold_kernel(
     gain = tl.load(gain_ptr + side, mask=normed, other=1.0)[None, :]
     shift = tl.load(shift_ptr + side, mask=normed, other=0.0)[None, :]
     weight = tl.load(pick(layer, weight_ptr, weight1_ptr, weight2_ptr) + at, mask=normed[None, :], other=0.0)
-    norms_ptr += (tile * tl.num_programs(0) + chunk) * (2 * SIDE) + tl.arange(0, SIDE)
+    count = tl.num_programs(0) * tl.num_programs(1)
+    norms_ptr += tile * tl.num_programs(0) + chunk + tl.arange(0, SIDE) * count
     tl.store(norms_ptr, tl.sum(weight * dweight, 0))
-    tl.store(norms_ptr + SIDE, tl.sum(weight * dbias[:, None], 0))
+    tl.store(norms_ptr + SIDE * count, tl.sum(weight * dbias[:, None], 0))
     dweight = (dweight * gain + dbias[:, None] * shift) * pick(layer, scale, 1.0, scale * scale)
     tl.store(pick(layer, dweight_ptr, dweight1_ptr, dweight2_ptr) + at, dweight)
     if k0 == 0:
