@@ -77,7 +77,7 @@ def _by_gpu(measured: Sequence[Measured], make: Callable[[Sequence[Measured]], s
     parts = []
     for gpu, _ in Counter(result["environment"]["gpu"] for _, result in measured).most_common():
         ours = [pair for pair in measured if pair[1]["environment"]["gpu"] == gpu]
-        parts += [make(ours), _made_with(ours[0][1])]
+        parts += [make(ours), _made_with([result for _, result in ours])]
     return "\n\n".join(parts)
 
 
@@ -213,10 +213,13 @@ def _counted(row: dict[str, Any]) -> float | None:
     return None if None in both else sum(both)
 
 
-def _made_with(result: dict[str, Any]) -> str:
-    made_with = result["environment"]
-    versions = made_with["versions"]
-    return (
-        f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}, {made_with['date'][:10]}; "
-        f"{result['options']['heads']} heads, {', '.join(result['options']['dtypes'])}."
-    )
+def _made_with(results: Sequence[dict[str, Any]]) -> str:
+    """What they all were made with, and from the first day to the last."""
+    said, sizes = set(), set()
+    for made_with, options in ((result["environment"], result["options"]) for result in results):
+        versions = made_with["versions"]
+        said.add(f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}")
+        sizes.add(f"{options['heads']} heads, {', '.join(options['dtypes'])}")
+    days = sorted(result["environment"]["date"][:10] for result in results)
+    period = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return f"{' and '.join(sorted(said))}, {period}; {' and '.join(sorted(sizes))}."
