@@ -35,18 +35,21 @@ from lra.training.fit import build, make_trainer
 from lra.training.run import RunDirectory
 from lra.training.step import Step
 
-BLOCKS = 5  # of steps between synchronisations; their median counts
+BLOCKS = 5  # of the steps that are timed; their median counts
 ALONE = 10  # steps that start when the GPU is idle, which show what the host needs
 
 
 class Stopwatch:
-    """Times a loop that calls `start` before its first step and `tick` after each."""
+    """Times a loop that calls `start` before its first step and `tick` after each.
+
+    On a GPU by its own clock: to wait for it between the blocks would leave it idle until the next step is launched.
+    """
 
     def __init__(self, warmup: int, steps: int, device: torch.device):
         self.device, self.done, self.first_seconds = device, 0, 0.0
         blocks = min(BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
-        self.stamps: list[float] = []  # at the bounds
+        self.stamps: list[float | torch.cuda.Event] = []  # at the bounds
         self.launches: list[float] = []  # seconds until a step that is alone was launched
         self.idle = 0.0  # when the GPU had done all
 
@@ -71,14 +74,15 @@ class Stopwatch:
             self.launches.append(launched - before)
             self._synchronize()
         if self.done in self.bounds:
+            self.stamps.append(self._stamp())
+        if self.done == self.bounds[-1]:
             self._synchronize()
-            self.stamps.append(self.idle)
         return self.done == self.bounds[-1] + ALONE
 
     def block_ms(self) -> list[float]:
         """Milliseconds of a step, in each block."""
         pairs = zip(itertools.pairwise(self.bounds), itertools.pairwise(self.stamps), strict=True)
-        return [1e3 * (end - begin) / (last - first) for (first, last), (begin, end) in pairs]
+        return [_ms(begin, end) / (last - first) for (first, last), (begin, end) in pairs]
 
     def memory_mb(self) -> float | None:
         """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
@@ -88,10 +92,24 @@ class Stopwatch:
         """Median milliseconds from a step's start until all of it was launched."""
         return 1e3 * statistics.median(self.launches)
 
+    def _stamp(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.idle = time.perf_counter()
+
+
+def _ms(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Between two stamps."""
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return begin.elapsed_time(end)
+    return 1e3 * (cast(float, end) - cast(float, begin))
 
 
 class Loop(NamedTuple):
