@@ -4,136 +4,51 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library, nn
-from torch.nn import functional as F
+from torch import library, nn
 
 from lra.kernels.flash import tuning
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import (
     WIDTHS,
-    normed_mean,
     on_hopper,
     project,
     takes_feed_forward,
     takes_pooling,
     takes_projection,
 )
-from lra.kernels.testing import compare, poisoned_empty
-from lra.models.dropout import drop, keep_scale, threshold
+from lra.kernels.testing import poisoned_empty
+from lra.models.dropout import keep_scale, threshold
 from tests.kernels.compiling import compiled
 from tests.kernels.gluon_on_cpu import Emulated
+from tests.kernels.layers import (
+    BF16,
+    EPS,
+    FP32,
+    HALF,
+    SHAPES,
+    SITE,
+    Case,
+    angles,
+    assert_same,
+    assert_within_budget,
+    drawn,
+    feed_forward_case,
+    fused_feed_forward,
+    fused_mean,
+    fused_project,
+    plain_feed_forward,
+    plain_mean,
+    plain_project,
+    project_case,
+    results,
+    sequences,
+)
 from tests.sampling import sampled
-
-HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-EPS, SITE = 1e-5, 7
-SHAPES = [(150, 64, 128), (70, 128, 256), (1, 64, 64), (200, 64, 192)]  # rows, width of the model, hidden features
-
-
-def drawn(*shape: int, scale: float = 1.0, device: Any = "cpu") -> Tensor:
-    return torch.randn(*shape, device=device) * scale
-
-
-@dataclasses.dataclass
-class Case:
-    """Arguments of a function, keys of rows, and gradients of its results."""
-
-    given: list[Tensor]
-    keys: Tensor
-    dy: list[Tensor]
-
-
-def feed_forward_case(rows: int, d: int, f: int, dtype: torch.dtype, device: Any = "cpu") -> Case:
-    torch.manual_seed(rows + d)
-    layers = [
-        drawn(d, d, scale=d**-0.5), drawn(d), 1 + drawn(d, scale=0.3), drawn(d, scale=0.3),
-        drawn(f, d, scale=d**-0.5), drawn(f, scale=0.3), drawn(d, f, scale=f**-0.5), drawn(d),
-    ]  # fmt: skip
-    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32)
-    given = [drawn(rows, d).to(dtype), drawn(rows, d), *layers]
-    return Case([x.to(device) for x in given], keys.to(device), [drawn(rows, d).to(device)])
-
-
-def project_case(rows: int, d: int, dtype: torch.dtype, device: Any = "cpu") -> Case:
-    torch.manual_seed(rows + d)
-    given = [drawn(rows, d), 1 + drawn(d, scale=0.3), drawn(d, scale=0.3), drawn(3 * d, d, scale=d**-0.5), drawn(3 * d)]
-    dy = [drawn(rows, d), *(drawn(rows, d).to(dtype) for _ in range(3))]
-    return Case([x.to(device) for x in given], torch.empty(0), [x.to(device) for x in dy])
-
-
-def angles(rows: int, pairs: int, device: Any = "cpu") -> Any:
-    """Cosines and sines of any angles; none of no pairs."""
-    if not pairs:
-        return None, None
-    angle = drawn(rows, pairs, scale=3.0).to(device)
-    return angle.cos(), angle.sin()
-
-
-def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor]:
-    """The layers as PyTorch has them, in the dtype of x; with `half` what they multiply is rounded to it."""
-    out, out_bias, gain, shift, up, up_bias, down, down_bias, rate, keys = rest
-
-    def rounded(values: Tensor) -> Tensor:
-        return values.to(half).to(values.dtype) if half else values
-
-    z = x + drop(F.linear(rounded(o), rounded(out), out_bias), rate, keys, SITE)
-    n = rounded(F.layer_norm(z, z.shape[1:], gain, shift, EPS))
-    h = rounded(drop(F.gelu(F.linear(n, rounded(up), up_bias)), rate, keys, SITE + 1))
-    return (z + drop(F.linear(h, rounded(down), down_bias), rate, keys, SITE + 2),)
-
-
-def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
-    *given, rate, keys = arguments
-    dropped = threshold(rate)
-    return (ops.FeedForward.apply(*given, EPS, keep_scale(dropped), dropped, keys, SITE),)  # type: ignore[return-value]
-
-
-def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    gain, shift, weight, bias, cos, sin = rest
-
-    def rounded(values: Tensor) -> Tensor:
-        return values.to(half).to(values.dtype) if half else values
-
-    n = rounded(F.layer_norm(x, x.shape[1:], gain, shift, EPS))
-    parts = F.linear(n, rounded(weight), bias).chunk(3, 1)
-    if cos is not None:
-        heads = [part.unflatten(1, (-1, 2 * cos.shape[1])) for part in parts[:2]]
-        # in any dtype; `rotate` itself is in fp32
-        turned = [torch.cat((a * c - b * s, a * s + b * c), -1).flatten(1) for a, b, c, s in (
-            (*head.chunk(2, -1), cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)) for head in heads
-        )]  # fmt: skip
-        parts = *turned, parts[2]
-    return x, *parts
-
-
-def fused_project(dtype: torch.dtype) -> Any:
-    return lambda *given: ops.Project.apply(*given, EPS, dtype)
-
-
-def results(function: Any, given: list[Tensor], dy: list[Tensor], *rest: Any, **more: Any) -> list[Tensor]:
-    """What a function returns, and the gradients of its arguments."""
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    with poisoned_empty():
-        found = function(*leaves, *rest, **more)
-        gradients = torch.autograd.grad(found, leaves, [each.to(y.dtype) for each, y in zip(dy, found, strict=True)])
-    return [*(y.detach() for y in found), *gradients]
-
-
-def assert_within_budget(case: Case, fused: Any, plain: Any, dtype: torch.dtype, *rest: Any) -> None:
-    """Each result and gradient of `fused`, against `plain` in float64 and with operands rounded to `dtype`."""
-    actual = results(fused, case.given, case.dy, *rest)
-    exact = results(plain, [x.double() for x in case.given], case.dy, *rest)
-    rounded = results(plain, [x.float() for x in case.given], case.dy, *rest, half=dtype)
-    for i, (a, e, r) in enumerate(zip(actual, exact, rounded, strict=True)):
-        assert a.shape == e.shape and a.is_contiguous(), f"{i}: a sum of all gradients would take a launch for each"
-        error = compare(a.to(dtype), e, r.to(dtype))
-        assert error.ok, f"result {i}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
 @pytest.mark.parametrize("dtype", [HALF, FP32])
@@ -215,48 +130,6 @@ def test_the_gradient_of_a_table(rows, d, vocabulary, rate, device):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-@dataclasses.dataclass
-class Sequences:
-    """Rows of sequences, the gradient of their means, a norm, and where they are."""
-
-    x: Tensor
-    dy: Tensor
-    norm: list[Tensor]
-    start: Tensor
-    length: Tensor
-    padded_length: int
-
-
-def sequences(lengths: tuple[int, ...], d: int, padded: bool, device: Any = "cpu") -> Sequences:
-    torch.manual_seed(sum(lengths) + d)
-    length, longest = torch.tensor(lengths, dtype=torch.int32), max(lengths)
-    start = torch.arange(len(lengths), dtype=torch.int32) * longest if padded else length.cumsum(0).int() - length
-    rows = len(lengths) * longest if padded else sum(lengths)
-    start = start.clamp(max=max(rows - 1, 0))
-    drawing = drawn(rows, d), drawn(len(lengths), d), [1 + drawn(d, scale=0.3), drawn(d)], start, length
-    x, dy, norm, start, length = (
-        [each.to(device) for each in part] if isinstance(part, list) else part.to(device) for part in drawing
-    )
-    return Sequences(x, dy, norm, start, length, longest if padded else 0)
-
-
-def fused_mean(given: Sequences) -> Any:
-    def mean(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor]:
-        norm: Any = SimpleNamespace(weight=gain, bias=shift, eps=EPS)
-        return (normed_mean(x, norm, given.start, given.length, given.padded_length),)
-
-    return mean
-
-
-def plain_mean(given: Sequences) -> Any:
-    def mean(x: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype | None = None) -> tuple[Tensor]:
-        unit = F.layer_norm(x, x.shape[1:], gain, shift, EPS)
-        places = zip(given.start.tolist(), given.length.tolist(), strict=True)
-        return (torch.stack([unit[i : i + n].sum(0) / max(n, 1) for i, n in places]),)
-
-    return mean
-
-
 RAGGED = [(150, 3, 0, 70), (1,), (64, 64), (300, 5)]
 
 
@@ -282,14 +155,6 @@ def test_pooling_kernels_compute_the_definition(lengths, padded, d, device):
     torch.testing.assert_close(sums.sum(0), reference.pool(given.x, *where, EPS).sum(0), atol=1e-4, rtol=1e-5)
     expected = reference.pool_backward(given.dy, given.x, *where, given.padded_length, EPS)
     torch.testing.assert_close(dx, expected, atol=1e-5, rtol=1e-5)
-
-
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """But for the order of sums, and what that rounds differently in 16 bits."""
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.shape == e.shape and a.dtype == e.dtype
-        error = (a.float() - e.float()).norm() / e.float().norm().clamp(min=1e-6)
-        assert error < (2e-4 if a.dtype == HALF else 2e-5 if i == 0 else 1e-4), f"result {i}: {error:.2g}"
 
 
 def test_no_rows():

@@ -16,7 +16,7 @@ from lra.kernels.layers.api import WIDTHS, feed_forward, project, takes_feed_for
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import drop, keep_scale, threshold
 from lra.models.positions import rotate
-from tests.kernels.test_layers import (
+from tests.kernels.layers import (
     BF16,
     EPS,
     FP32,
