@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks import pages
 from lra.config.recipes import read_recipe, recipes
-from lra.experiments import grid, ledger, report
+from lra.experiments import grid, ledger, plan, report, speed
 from lra.experiments.cells import with_stages
-from lra.experiments.grid import Grid
+from lra.experiments.grid import Cell, Grid
 from lra.training.run import spent
 
 HEAD = (
@@ -59,8 +59,8 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         "results": str(pages.RESULTS.relative_to(pages.ROOT)), "recipe": recipe, "seeds": str(seeds),
         "tasks": ",".join(shown),
     }  # fmt: skip
-    if (speed := pages.RESULTS / f"{table.name}-{recipe}-speed.json").exists():
-        fields["speed"] = str(speed.relative_to(pages.ROOT))
+    if (file := pages.RESULTS / f"{table.name}-{recipe}-speed.json").exists():
+        fields["speed"] = str(file.relative_to(pages.ROOT))
     made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
     yield f"## Recipe `{recipe}`: {read_recipe(recipe)['about']}"
     for title, header, rows in made.tables:
@@ -72,7 +72,16 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         "compilation and stages included; of runs that shared a GPU, their part by the most that were seen there to "
         "all of their time"
     )
-    yield "\n".join(f"- {note}" for note in (time, *made.notes) if not note.startswith(OTHERS))
+    alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), file)] if "speed" in fields else []
+    yield "\n".join(f"- {note}" for note in (time, *alone, *made.notes) if not note.startswith(OTHERS))
+
+
+def _alone(table: Grid, cells: Sequence[Cell], file: Path) -> str:
+    """What the training of one seed takes at the steps per second that were measured of each run alone."""
+    measured = plan.Alone(speed.paces(table, speed.read(file)))
+    runs = with_stages(cells, begun=lambda cell: False)
+    hours = [run.composed.config.trainer.steps / pace / 3600 for run in runs if (pace := measured.pace(run))]
+    return f"{sum(hours):.1f} GPU-hours of training for {len(hours)} of one seed's {len(runs)} runs, if each is alone"
 
 
 def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:

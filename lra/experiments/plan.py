@@ -97,9 +97,10 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
             f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
         )
     if unknown := [cell for cell in left if cell.directory.path not in times]:
+        lacking = [cell for cell in unknown if not alone.has(cell)]
         stages = {stage.directory.path for cell in states for stage in cell.stages}
-        lacking = any(cell.directory.path not in stages and not alone.has(cell) for cell in unknown)
-        mend = f"; {command} measures steps per second" if command and lacking else ""
+        also = " stages=true" if any(cell.directory.path in stages for cell in lacking) else ""
+        mend = f"; {command}{also} measures steps per second" if command and lacking else ""
         lines.append(f"time for {len(unknown)} of them: unknown, as no run of the same configuration is done{mend}")
     header = ["column", "attention", "seed", "state", "training left", "directory"]
     return Reproduction([("cells", header, rows)], lines, [])

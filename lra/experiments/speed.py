@@ -25,6 +25,7 @@ from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
 from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
+from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
 from lra.training.fit import build, quiet, resolve_attention
@@ -46,6 +47,7 @@ WAYS = {
     "attention": Way("captured", ("batch.layout=padded",), "the same padded engine for all"),
     "product": Way("fit", (), "as lra fit runs it"),
 }
+PRODUCT = "product"
 _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
 GROWING = ("tasks", "attns")  # options of a file, to which later commands add
@@ -64,6 +66,7 @@ class Options:
     recipe: str | None = None
     steps: int = StepOptions.steps
     warmup: int = StepOptions.warmup
+    stages: bool = False  # of runs that cells start from, too, as `product`: what --dry-run tells their time by
     out: str | None = None  # JSON file; checkpoints/<table>-speed.json by default
 
     def __post_init__(self) -> None:
@@ -124,6 +127,9 @@ def run(
     options, fields = take(Options, args)
     cells = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
     wanted = [_measurement(cell, way, options) for cell in cells for way in WAYS]
+    if options.stages:
+        stages = [cell for cell in with_stages(cells, begun=lambda cell: False) if cell not in cells]
+        wanted += [_measurement(stage, PRODUCT, options) for stage in stages]
     device = _device(wanted[0].composed)
     chosen = {getattr(cell, kind) for cell in cells for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
@@ -173,14 +179,15 @@ def named(table: Grid, file: Path, recipe: str) -> dict[str, Any]:
 
 
 def paces(table: Grid, result: dict[str, Any]) -> list[tuple[dict[str, Any], float | None]]:
-    """The configuration of each cell measured as `product`, and its steps per second, None if there are none.
+    """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
     Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
     """
-    found = {(r["column"], r["attention"]): r["steps_per_second"] for r in result["cells"] if r["way"] == "product"}
-    columns, options = {column for column, _ in found}, result["options"]
+    found = {(r["column"], r["attention"]): r["steps_per_second"] for r in result["cells"] if r["way"] == PRODUCT}
+    columns, options = {column.partition(" stage ")[0] for column, _ in found}, result["options"]
     made = table.cells(sorted(columns & table.columns.keys()), None, 1, options["recipe"], options["fields"])
-    return [(cell.directory.config, found[key]) for cell in made if (key := (cell.column, cell.attn)) in found]
+    runs = [run for cell in made for run in (*cell.stages, cell)]
+    return [(run.directory.config, found[key]) for run in runs if (key := (run.column, run.attn)) in found]
 
 
 def read(path: Path) -> dict[str, Any]:

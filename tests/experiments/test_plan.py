@@ -22,7 +22,7 @@ ARGS = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash,standard")
 FILE, OWN = "speed.json", "checkpoints/table6-speed.json"
 ALONE = "(each alone on NVIDIA H200, commit abc, 2026-01-01T00:00:00Z)"
 UNKNOWN = "unknown, as no run of the same configuration is done"
-MEND = "speed=true measures steps per second"
+MEND = "speed=true stages=true measures steps per second"
 SPEEDS = {("path64", "flash"): 100.0, ("pathx", "flash"): 50.0, ("path64", "standard"): None}
 
 
@@ -137,14 +137,32 @@ def test_what_runs_elsewhere_has_less_left():
     assert left["listops flash"] == "10 s" and not lines, "1,000 steps, which are not for this command"
 
 
+LISTOPS = ("recipe=curriculum", "tasks=listops", "attns=flash", "seeds=1", "speed=speed.json")
+
+
 def test_a_stage_that_is_configured_otherwise_remains_unknown():
     write(FILE, {("listops", "flash"): 255.0}, "curriculum")
-    left, lines = planned(
-        "recipe=curriculum", "tasks=listops", "attns=flash", "seeds=1", "speed=speed.json", table="table3"
-    )
+    left, lines = planned(*LISTOPS, table="table3")
     assert left["listops flash"] != "unknown"
     assert left["listops stage 1 flash"] == left["listops stage 2 flash"] == "unknown"
-    assert lines[1] == f"time for 2 of them: {UNKNOWN}", "speed=true measures no stages"
+    command = "lra reproduce table3 tasks=listops attns=flash recipe=curriculum"
+    assert lines[1] == f"time for 2 of them: {UNKNOWN}; {command} {MEND}"
+
+
+def test_a_stage_takes_as_long_as_measured():
+    speeds = {"listops": 100.0, "listops stage 1": 400.0, "listops stage 2": 200.0}
+    write(FILE, {(column, "flash"): speed for column, speed in speeds.items()}, "curriculum")
+    left, lines = planned(*LISTOPS, table="table3")
+    assert left == {"listops stage 1 flash": "15 s", "listops stage 2 flash": "40 s", "listops flash": "80 s"}
+    assert len(lines) == 1 and lines[0].endswith(": 2 min of training")
+
+
+def test_stages_are_measured_once_and_as_product():
+    asked = ["speed=true", "recipe=curriculum", "tasks=pathfinder,pathfinder-lit", "attns=flash"]
+    for more, count in ((), 4), (("stages=true",), 6):  # the last of three stages is a cell, the first two are both's
+        assert (
+            f"{count} of {count} remain to be measured" in accuracy.run("table3", [*asked, *more], dry_run=True).lines
+        )
 
 
 @pytest.mark.parametrize(
