@@ -37,6 +37,11 @@ class Batch:
         """Whether every sequence owns `max_length` rows."""
         return self.tokens.numel() == self.size * self.max_length
 
+    @property
+    def padded_length(self) -> int:
+        """Rows that each sequence owns at least: 0 in the packed layout."""
+        return self.max_length if self.padded else 0
+
     def with_seed(self, seed: Tensor) -> Batch:
         return dataclasses.replace(self, seed=seed)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import pytorch_lightning as pl
 import torch
@@ -49,7 +49,7 @@ class Stopwatch:
         self.device, self.done, self.first_seconds = device, 0, 0.0
         blocks = min(BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
-        self.stamps: list[float | torch.cuda.Event] = []  # at the bounds
+        self.stamps: list[Any] = []  # at the bounds: events of a GPU, else seconds
         self.launches: list[float] = []  # seconds until a step that is alone was launched
         self.idle = 0.0  # when the GPU had done all
 
@@ -82,7 +82,7 @@ class Stopwatch:
     def block_ms(self) -> list[float]:
         """Milliseconds of a step, in each block."""
         pairs = zip(itertools.pairwise(self.bounds), itertools.pairwise(self.stamps), strict=True)
-        return [_ms(begin, end) / (last - first) for (first, last), (begin, end) in pairs]
+        return [self._ms(begin, end) / (last - first) for (first, last), (begin, end) in pairs]
 
     def memory_mb(self) -> float | None:
         """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
@@ -92,24 +92,21 @@ class Stopwatch:
         """Median milliseconds from a step's start until all of it was launched."""
         return 1e3 * statistics.median(self.launches)
 
-    def _stamp(self) -> float | torch.cuda.Event:
+    def _stamp(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def _ms(self, begin: Any, end: Any) -> float:
+        """Between two stamps."""
+        return begin.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - begin)
+
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.idle = time.perf_counter()
-
-
-def _ms(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    """Between two stamps."""
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end)
-    return 1e3 * (cast(float, end) - cast(float, begin))
 
 
 class Loop(NamedTuple):

@@ -43,11 +43,11 @@ class Way(NamedTuple):
     about: str
 
 
+PRODUCT = "product"
 WAYS = {
     "attention": Way("captured", ("batch.layout=padded",), "the same padded engine for all"),
-    "product": Way("fit", (), "as lra fit runs it"),
+    PRODUCT: Way("fit", (), "as lra fit runs it"),
 }
-PRODUCT = "product"
 _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
 GROWING = ("tasks", "attns")  # options of a file, to which later commands add

@@ -57,8 +57,7 @@ class LearnedPositions(nn.Module):
             return torch.stack([lookup(table, place_T) for place_T, table in axes]).sum(0)
         ((place_T, table),) = axes
         if place_T.is_cuda and batch.positions is None:
-            owned = batch.max_length if batch.padded else 0
-            return _Places.apply(table, place_T, batch.start, batch.length, owned)  # type: ignore[return-value]
+            return _Places.apply(table, place_T, batch.start, batch.length, batch.padded_length)  # type: ignore[return-value]
         # on a GPU any places, in a table of any length: compiled, their gradients are added in any order
         return F.embedding(place_T, table)
 

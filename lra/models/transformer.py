@@ -121,7 +121,7 @@ class Encoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         x_TD = self.residual(batch)
         if self.fused and self.config.pooling == "mean" and takes_pooling(x_TD, self.config.d_model):
-            return normed_mean(x_TD, self.norm, batch.start, batch.length, batch.max_length if batch.padded else 0)
+            return normed_mean(x_TD, self.norm, batch.start, batch.length, batch.padded_length)
         return self.pool(self.norm(x_TD), batch)
 
     def rows(self, batch: Batch) -> Tensor:

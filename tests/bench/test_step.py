@@ -319,6 +319,4 @@ def test_captured_and_bare_agree_on_a_gpu():
     for record in (captured, bare):
         groups = record["where"]["groups"]
         assert all(groups[label] > 0 for label in ("layers", "attention", "matrix products", "optimiser"))
-        assert (
-            record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and 0 < len(record["where"]["kernels"]) <= LONGEST
-        )
+        assert record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and len(record["where"]["kernels"]) == LONGEST

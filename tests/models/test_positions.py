@@ -150,8 +150,7 @@ def test_gradients_of_places_are_summed_over_the_sequences(padded):
     table, weights = torch.randn(11, 3, dtype=torch.float64), torch.randn(len(place_T), 3, dtype=torch.float64)
     weights *= (place_T < batch.per_row(batch.length))[:, None]  # no gradient past a length
     ours, theirs = table.clone().requires_grad_(), table.clone().requires_grad_()
-    owned = batch.max_length if padded else 0
-    (_Places.apply(ours, place_T, batch.start, batch.length, owned) * weights).sum().backward()
+    (_Places.apply(ours, place_T, batch.start, batch.length, batch.padded_length) * weights).sum().backward()
     (F.embedding(place_T, theirs) * weights).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
 

@@ -135,7 +135,7 @@ def hopper_backward_kernel(
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
     BYTES: gl.constexpr = BLOCK_M * D * 2
     # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand, and the next
-    # tile's scores while this one's dQ is stored.
+    # tile's scores while this one's dQ is stored. Where these are not begun, its row statistics come as late, too.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
     AHEAD: gl.constexpr = D < 128
     row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])

@@ -165,7 +165,7 @@ def launch_table_gradient(
 
 
 def launch_pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
-    sums = x.new_empty(reference.PARTS, len(start), x.shape[1])
+    sums = x.new_empty(reference.SHARES, len(start), x.shape[1])
     with torch.cuda.device_of(x):
         pooling.pool_kernel[sums.shape[:2]](
             x, start, length, sums, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
@@ -178,7 +178,7 @@ def launch_pool_backward(
 ) -> Tensor:
     dx = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        pooling.pool_backward_kernel[(reference.PARTS, len(start))](
+        pooling.pool_backward_kernel[(reference.SHARES, len(start))](
             dy, x, start, length, dx, padded_length, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
         )
     return dx

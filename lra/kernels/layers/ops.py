@@ -1,5 +1,4 @@
-"""The kernels as PyTorch operators, and the derivatives of `lra::project`, `lra::feed_forward` and
-`lra::pool`.
+"""The kernels as PyTorch operators, and derivatives: of `lra::project`, `lra::feed_forward` and `lra::pool`.
 
 What an operator returns beside its result its backward is given: rows normalised and the inverse of what they were
 divided by, weights in 16 bits with the norm's gain and shift and dropout's scale in them, and the bias that goes with
@@ -125,7 +124,7 @@ def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *_: Any) -> Te
 
 
 def fake_pool(x: Tensor, start: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(reference.PARTS, start.shape[0], x.shape[1])
+    return x.new_empty(reference.SHARES, start.shape[0], x.shape[1])
 
 
 def fake_pool_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lra.kernels.layers.weights import share_of
+
 
 @triton.jit
 def normalised(x, eps, D: tl.constexpr):
@@ -18,16 +20,8 @@ def normalised(x, eps, D: tl.constexpr):
 
 
 @triton.jit
-def share_of(rows, M: tl.constexpr):
-    """Which of a sequence's rows this program has, from the first to before the second: a part of them."""
-    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
-    first = tl.program_id(0) * share
-    return first, tl.minimum(first + share, rows)
-
-
-@triton.jit
 def pool_kernel(x_ptr, start_ptr, length_ptr, sums_ptr, eps, D: tl.constexpr, M: tl.constexpr):
-    """`sums_ptr`: `[parts, B, D]`."""
+    """`sums_ptr`: `[shares, B, D]`."""
     b, d, m = tl.program_id(1), tl.arange(0, D), tl.arange(0, M)
     first, end = share_of(tl.load(length_ptr + b), M)
     x_ptr += tl.load(start_ptr + b).to(tl.int64) * D

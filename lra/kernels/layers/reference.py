@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PARTS = 16  # of a sequence, whose rows are summed apart
+SHARES = 16  # of a sequence, whose rows are summed apart
 BITS = 16  # of a hash that decide: dropout's rate is exact to 2^-16, and one hash serves two features
 
 
@@ -92,9 +92,9 @@ def table_gradient(
 
 
 def pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
-    """For each sequence the sum of its rows normalised, in parts, `[PARTS, B, D]`: here all are in the first."""
+    """For each sequence the sum of its rows normalised, in shares, `[SHARES, B, D]`: here all are in the first."""
     unit, _ = normalise(x, eps, x.dtype)
-    sums = x.new_zeros(PARTS, len(start), x.shape[1])
+    sums = x.new_zeros(SHARES, len(start), x.shape[1])
     for b, rows in enumerate(_rows(start, length)):
         sums[0, b] = unit[rows].sum(0)
     return sums

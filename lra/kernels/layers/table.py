@@ -1,11 +1,14 @@
 """The gradient of a table whose rows were looked up, such as the tokens' vectors."""
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from lra.kernels.layers.weights import share_of
 
 
 @triton.jit
@@ -27,18 +30,17 @@ def table_gradient_kernel(
     """
     part, tile = tl.program_id(0), tl.program_id(1)
     v, d, m = tl.arange(0, V), tl.arange(0, D), tl.arange(0, M)
-    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
-    begin = (part * share).to(tl.int64)
-    dy_ptr += begin * D
-    ids_ptr += begin
-    left = tl.minimum(rows - begin, share).to(tl.int32)
+    first, end = share_of(rows, M)
+    dy_ptr += first.to(tl.int64) * D
+    ids_ptr += first
+    left = end - first
     total = tl.zeros([V, D], tl.float32)
     for row in range(0, left, M):
         real = row + m < left
         ids = tl.load(ids_ptr + row + m, mask=real, other=-1) - tile * V  # this tile's rows of the table from 0 on
         dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
         if DROPOUT:
-            keys = tl.load(keys_ptr + begin + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
+            keys = tl.load(keys_ptr + first + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
             hashed = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 2).to(tl.uint32)[None, :])
             words = tl.join(hashed << 16, hashed).reshape(M, D)  # a feature's half is the upper one
             dy = tl.where(words >= tl.cast(threshold, tl.uint32) << 16, dy, 0.0)

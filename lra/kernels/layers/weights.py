@@ -21,6 +21,14 @@ def pick(layer, a, b, c):
 
 
 @triton.jit
+def share_of(rows, M: tl.constexpr):
+    """Which rows the programs of this number have, from the first to before the second: whole tiles of M of them."""
+    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
+    first = tl.program_id(0) * share
+    return first, tl.minimum(first + share, rows)
+
+
+@triton.jit
 def located(
     tile, N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr,
@@ -73,11 +81,10 @@ def sum_kernel(
     sums_ptr += (part * tl.num_programs(1) + tile) * (SIDE * (SIDE + ONES))
     layer, n, k, n0, k0 = located(tile, N, K, N1, K1, N2, K2, SIDE)
     side, spare, m = tl.arange(0, SIDE), tl.arange(0, ONES), tl.arange(0, M)
-    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
-    begin = (part * share).to(tl.int64)
-    dy_ptr = pick(layer, dy_ptr, dy1_ptr, dy2_ptr) + begin * n + n0
-    x_ptr = pick(layer, x_ptr, x1_ptr, x2_ptr) + begin * k + k0
-    left = tl.minimum(rows - begin, share).to(tl.int32)
+    first, end = share_of(rows, M)
+    dy_ptr = pick(layer, dy_ptr, dy1_ptr, dy2_ptr) + first.to(tl.int64) * n + n0
+    x_ptr = pick(layer, x_ptr, x1_ptr, x2_ptr) + first.to(tl.int64) * k + k0
+    left = end - first
 
     weight = tl.zeros([SIDE, SIDE], tl.float32)
     bias = tl.zeros([SIDE, ONES], tl.float32)
