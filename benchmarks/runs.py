@@ -22,8 +22,9 @@ PAGE = pages.ROOT / "docs" / "runs.md"
 HEAD = (
     "# Runs\n\n<!-- made by benchmarks/runs.py of benchmarks/results: make docs -->\n\nEvery run that was measured; "
     "its command, versions and commit are in its file. Peak memory is the most that PyTorch held on one GPU, with "
-    "evaluation; training is the time of the steps, wall time runs from the prepared data to the scores. A resumed run "
-    "has only its training time. Runs of one task and recipe are side by side in [table3.md](table3.md)."
+    "evaluation; training is the time of the steps, wall time runs from the prepared data to the scores. A run that an "
+    "older version resumed has only its training time. Runs of one task and recipe are side by side in "
+    "[table3.md](table3.md)."
 )
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")

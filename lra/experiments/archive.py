@@ -32,13 +32,13 @@ from lra.training.run import (
     FIRST_FAILURE,
     RUNS,
     End,
-    alone,
     at_rest,
     claim,
     claimed,
     read_config,
     read_result,
     replacing,
+    unshared,
     vacant,
 )
 
@@ -115,7 +115,7 @@ class Run:
         """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
         if (result := self.result()) is None:
             return 0
-        again = {"finished": False, "failed": self.failure() is None, "oom": not alone(result)}
+        again = {"finished": False, "failed": self.failure() is None, "oom": not unshared(result)}
         return 1 if again[result["status"]] else 2
 
     def steps(self) -> int:

@@ -13,7 +13,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import COMPUTING, FIRST_FAILURE, End, alone, claimed, read_config, read_result, vacant
+from lra.training.run import COMPUTING, FIRST_FAILURE, End, claimed, read_config, read_result, unshared, vacant
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -77,7 +77,7 @@ def settled(cell: Cell) -> State:
     if result is None or not (same or result["status"] == "finished"):
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
-    final = {"done": True, "OOM": alone(result), "failed": (directory.path / FIRST_FAILURE).exists()}[status]
+    final = {"done": True, "OOM": unshared(result), "failed": (directory.path / FIRST_FAILURE).exists()}[status]
     return State(status, result, final, directory.last.exists())
 
 

@@ -20,7 +20,7 @@ from lra.config.schema import RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid import Cell, Grid
 from lra.tasks import TASKS, versioned
-from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, alone, spent
+from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, spent, unshared
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -114,7 +114,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if cell is None:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
-        if entry.result["status"] == "oom" and not alone(entry.result):
+        if entry.result["status"] == "oom" and not unshared(entry.result):
             ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
             continue
         if older := ledger.entries.get(cell):
@@ -170,8 +170,8 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
-        "train_seconds": result.get("train_seconds") if alone(result) else None,
-        "steps_per_second": result.get("steps_per_second") if alone(result) else None,
+        "train_seconds": result.get("train_seconds") if unshared(result) else None,
+        "steps_per_second": result.get("steps_per_second") if unshared(result) else None,
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
@@ -231,7 +231,7 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
         wanted, defaults = _identities(cell.stages)
         newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
         last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
-        if last and last.result["status"] == "oom" and alone(last.result):
+        if last and last.result["status"] == "oom" and unshared(last.result):
             found[cell] = last
     return found
 

@@ -18,7 +18,7 @@ from lra.experiments.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.callbacks import duration
-from lra.training.run import RUNS, read_result
+from lra.training.run import RUNS, read_result, unshared
 
 # fields that don't change what a step takes
 NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
@@ -59,7 +59,10 @@ def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
 
 
 def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
-    """The cells and the time of training that is left, with the steps per second of finished runs, or else alone.
+    """The cells and the time of training that is left, by their steps per second.
+
+    Those of finished runs that had their GPU to themselves; or else what was measured alone; or else those of runs
+    that shared a GPU, times as many as there were.
 
     Args:
         states: of the cells and of the stages that they still need.
@@ -117,12 +120,14 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         and result["steps_per_second"] > 0
         and _same(result["config"], cell)
     ]  # fmt: skip
-    if found:
-        gpus = sorted({result.get("environment", {}).get("gpu") or "CPU" for result in found})
-        own = (result["steps_per_second"] * result.get("runs_per_device", 1) for result in found)
-        return statistics.median(own), f"finished runs on {', '.join(gpus)}"
-    pace = alone.pace(cell)
-    return None if pace is None else (pace, alone.source)
+    single = [result for result in found if unshared(result)]
+    if not single and (pace := alone.pace(cell)) is not None:
+        return pace, alone.source
+    if not found:
+        return None
+    gpus = ", ".join(sorted({result.get("environment", {}).get("gpu") or "CPU" for result in single or found}))
+    own = (result["steps_per_second"] * (result.get("runs_per_device") or 1) for result in single or found)
+    return statistics.median(own), f"finished runs on {gpus}{'' if single else ' that may have shared it'}"
 
 
 def _same(config: dict[str, Any], cell: Cell) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import RichProgressBar
+from pytorch_lightning.trainer.states import TrainerFn
 from rich.console import Console
 
 from lra import environment
@@ -33,8 +34,8 @@ RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 class Clock(pl.Callback):
     """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
 
-    `seconds` are of `steps` training steps; validation and the first steps are apart. `sharing` is how many processes
-    have the GPU that the time was measured on, at most, at a beginning or an end.
+    `seconds` are of `steps` training steps; validation, checkpoints and the first steps are apart. `sharing` is how
+    many processes have the GPU that the time was measured on, at most, at a beginning or an end.
     """
 
     def __init__(self) -> None:
@@ -75,9 +76,17 @@ class Clock(pl.Callback):
             self.steps += trainer.global_step - step
             self._started = None
 
+    def trained(self) -> float:
+        """The seconds until now."""
+        return self.seconds + (0.0 if self._started is None else time.perf_counter() - self._started[0])
+
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self._look_around(trainer)
         self._entered = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.first is not None and self._started is None:  # checkpoints were written after validation
+            self.start(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.first is None:
@@ -95,7 +104,6 @@ class Clock(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.validation += time.perf_counter() - self._entered
-        self.start(trainer)
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
         if out_of_memory(exception):  # who else has the memory that ran out, now
@@ -184,9 +192,9 @@ class Narrator(pl.Callback):
 
     PROBE = 20  # steps over which the pace is measured, after as many: most graphs are captured before
 
-    def __init__(self, run: RunConfig):
-        self.run = run
-        self.stamps: list[tuple[float, int]] = []  # when, and after which step
+    def __init__(self, run: RunConfig, clock: Clock):
+        self.run, self.clock = run, clock
+        self.stamps: list[tuple[float, int]] = []  # seconds of training, and after which step
         self.next = 0  # the step after which the next one is made
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
@@ -196,7 +204,7 @@ class Narrator(pl.Callback):
         if len(self.stamps) == 2 or trainer.global_step < self.next:
             return
         _synchronize(trainer)
-        self.stamps.append((time.perf_counter(), trainer.global_step))
+        self.stamps.append((self.clock.trained(), trainer.global_step))
         self.next = trainer.global_step + self.PROBE
         if len(self.stamps) == 2 and trainer.is_global_zero:
             (began, first), (ended, last) = self.stamps
@@ -284,7 +292,8 @@ class Faults(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if counts := checkpoint.get("counts"):
+        fitting = trainer.state.fn == TrainerFn.FITTING  # testing goes back to the best checkpoint, not in the counts
+        if fitting and (counts := checkpoint.get("counts")):
             _step(pl_module).counts = faults.Counts(**counts)
             self.told = counts["skipped"]
 

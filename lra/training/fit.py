@@ -312,7 +312,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             Onward(),
             Faults(directory.path),
             Rehearsal(clock),
-            Narrator(run),
+            Narrator(run, clock),
             *([Progress()] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),

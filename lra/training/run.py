@@ -238,9 +238,9 @@ def vacant(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
 
 
-def alone(result: Mapping[str, Any]) -> bool:
-    """Whether a run had its GPU to itself: its speed and its want of memory are then its own. Old results don't say."""
-    return result.get("runs_per_device", 1) == 1
+def unshared(result: Mapping[str, Any]) -> bool:
+    """Whether a run had its GPU to itself: its speed and its want of memory are its own. Not known of old results."""
+    return result.get("runs_per_device") == 1
 
 
 def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -72,7 +72,8 @@ def made(cell: Cell, status: str | None = None, accuracy: float = 0.4, **more: A
     (path / "config.yaml").write_text(yaml.safe_dump(cell.directory.config))
     if status:
         test = {"test": {"accuracy": accuracy}} if status == "finished" else {"error": "it broke\nhere"}
-        result = {"status": status, "task": cell.directory.task, "config": cell.directory.config} | test | more
+        result = {"status": status, "task": cell.directory.task, "config": cell.directory.config, "runs_per_device": 1}
+        result |= test | more
         (path / "result.json").write_text(json.dumps(result))
     return path
 

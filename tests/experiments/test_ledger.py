@@ -25,6 +25,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     made = copy.deepcopy(REAL)
     run = cell.composed.config
     made |= {"task": f"{run.task.name}@1", "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
+    made |= {"runs_per_device": 1}
     made["config"] = json.loads(json.dumps(run.saved()))
     made["test"] |= {"accuracy": accuracy}
     return made | changes

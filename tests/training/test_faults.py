@@ -154,6 +154,14 @@ def test_a_skipped_update_is_as_one_left_out(small, monkeypatch, request, capsys
     )
 
 
+def test_skipped_updates_after_the_best_checkpoint_count_if_scoring_fails(small, monkeypatch):
+    inject(monkeypatch, "loss", 11)
+    monkeypatch.setattr(TaskModule, "on_test_epoch_end", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small("name=bad", "trainer.on_nan=skip", "optim.lr=1e-30")  # so that the first validation's is the best
+    assert json.loads((RUN / "bad-s0" / "result.json").read_text())["skipped_updates"] == 1
+
+
 def test_nothing_but_faults_ends_a_run_that_skips(small, monkeypatch):
     inject(monkeypatch, "loss", *range(5, 9))
     with pytest.raises(UsageError, match="the training loss is nan at step 5"):

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +15,13 @@ from pytorch_lightning.utilities import rank_zero_only
 import lra
 from lra import environment
 from lra.errors import UsageError
-from lra.training import callbacks, checkpoints, curves
-from lra.training.callbacks import RUNS_PER_DEVICE, Clock
-from lra.training.run import claim, spent
+from lra.training import checkpoints, curves
+from lra.training.run import claim
 from lra.training.step import Step
 from tests.sampling import sampled
 from tests.training.conftest import arguments
 
 FILES = {"config.yaml", "env.json", "metrics.csv", "best.ckpt", "last.ckpt", "model.safetensors", "result.json"}
-ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
 
 
 def test_a_run_leaves_its_files_and_a_whole_result(finished):
@@ -354,42 +350,3 @@ def test_processes_that_share_a_gpu_are_counted(monkeypatch, tmp_path):
     assert [environment.gpu_processes(uuid) for uuid in ("12-ab", "34-cd", "56-ef")] == [2, 1, 0]
     smi.unlink()
     assert environment.gpu_processes("12-ab") == 0
-
-
-def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
-    now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
-    first = Clock()
-    first.begin(ON_CPU)
-    saved = first.state_dict() | {"peak": 7}
-    assert saved["wall"] == 15
-    later = Clock()
-    later.load_state_dict(saved)
-    later.begin(ON_CPU)
-    assert (later.wall(), later.peak()) == (15, 7)
-    later.on_fit_end()
-    later.load_state_dict(saved | {"wall": 99.0, "peak": 99})  # testing loads the best checkpoint
-    assert later.peak() == 7
-
-
-def test_what_a_run_took_before_it_was_counted_is_unknown():
-    clock = Clock()
-    clock.load_state_dict({"seconds": 1.0, "steps": 2})
-    assert clock.wall() is None
-    assert spent({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
-    assert spent({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
-    assert spent({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
-
-
-def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
-    monkeypatch.setenv(RUNS_PER_DEVICE, "3")
-    first = Clock()
-    monkeypatch.delenv(RUNS_PER_DEVICE)
-    later = Clock()
-    assert (first.sharing, later.sharing) == (3, 1)
-    later.load_state_dict(first.state_dict())
-    assert later.sharing == 3
-    later.on_exception(ON_CPU, ON_CPU, RuntimeError())
-    assert later.sharing == 3
-    later.on_exception(ON_CPU, ON_CPU, MemoryError())
-    assert later.sharing == 1  # alone it was out of memory

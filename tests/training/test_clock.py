@@ -1,0 +1,75 @@
+"""What a run took: the time of its steps and nothing else, over all its sessions."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lra.tasks.base import TaskModule
+from lra.training import callbacks
+from lra.training.callbacks import RUNS_PER_DEVICE, Clock, Narrator
+from lra.training.checkpoints import WholeFiles
+from lra.training.run import spent
+
+ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
+PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(WholeFiles, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
+)
+def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, owner, method):
+    slow = getattr(owner, method)
+
+    def pausing(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(PAUSE)
+        return slow(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, pausing)
+    monkeypatch.setattr(Narrator, "PROBE", 3)  # validation and checkpoints, after step 4, are within
+    small()
+    clock = small("name=again")
+    assert clock["train_seconds"] < 2 * PAUSE, "three validations, each with two checkpoints"
+    pace = [line.partition("training at ")[2].partition(" ms")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [float(text) < 1e3 * PAUSE / 6 for text in pace if text] == [True, True]
+
+
+def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
+    now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    first = Clock()
+    first.begin(ON_CPU)
+    saved = first.state_dict() | {"peak": 7}
+    assert saved["wall"] == 15
+    later = Clock()
+    later.load_state_dict(saved)
+    later.begin(ON_CPU)
+    assert (later.wall(), later.peak()) == (15, 7)
+    later.on_fit_end()
+    later.load_state_dict(saved | {"wall": 99.0, "peak": 99})  # testing loads the best checkpoint
+    assert later.peak() == 7
+
+
+def test_what_a_run_took_before_it_was_counted_is_unknown():
+    clock = Clock()
+    clock.load_state_dict({"seconds": 1.0, "steps": 2})
+    assert clock.wall() is None
+    assert spent({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
+    assert spent({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
+    assert spent({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
+
+
+def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
+    monkeypatch.setenv(RUNS_PER_DEVICE, "3")
+    first = Clock()
+    monkeypatch.delenv(RUNS_PER_DEVICE)
+    later = Clock()
+    assert (first.sharing, later.sharing) == (3, 1)
+    later.load_state_dict(first.state_dict())
+    assert later.sharing == 3
+    later.on_exception(ON_CPU, ON_CPU, RuntimeError())
+    assert later.sharing == 3
+    later.on_exception(ON_CPU, ON_CPU, MemoryError())
+    assert later.sharing == 1  # alone it was out of memory
