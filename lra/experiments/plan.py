@@ -120,14 +120,19 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         and result["steps_per_second"] > 0
         and _same(result["config"], cell)
     ]  # fmt: skip
-    single = [result for result in found if unshared(result)]
-    if not single and (pace := alone.pace(cell)) is not None:
+    if single := [result for result in found if unshared(result)]:
+        return statistics.median(result["steps_per_second"] for result in single), _finished(single)
+    if (pace := alone.pace(cell)) is not None:
         return pace, alone.source
-    if not found:
-        return None
-    gpus = ", ".join(sorted({result.get("environment", {}).get("gpu") or "CPU" for result in single or found}))
-    own = (result["steps_per_second"] * (result.get("runs_per_device") or 1) for result in single or found)
-    return statistics.median(own), f"finished runs on {gpus}{'' if single else ' that may have shared it'}"
+    if found:
+        own = (result["steps_per_second"] * (result.get("runs_per_device") or 1) for result in found)
+        return statistics.median(own), f"{_finished(found)} that may have shared it"
+    return None
+
+
+def _finished(results: list[dict[str, Any]]) -> str:
+    gpus = {result.get("environment", {}).get("gpu") or "CPU" for result in results}
+    return f"finished runs on {', '.join(sorted(gpus))}"
 
 
 def _same(config: dict[str, Any], cell: Cell) -> bool:

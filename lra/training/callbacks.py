@@ -65,9 +65,6 @@ class Clock(pl.Callback):
         used = torch.cuda.max_memory_allocated() if self._on_gpu else 0
         return max(self._peak, used) or None
 
-    def start(self, trainer: pl.Trainer) -> None:
-        self._started = time.perf_counter(), trainer.global_step
-
     def stop(self, trainer: pl.Trainer) -> None:
         if self._started is not None:
             _synchronize(trainer)
@@ -85,14 +82,14 @@ class Clock(pl.Callback):
         self._entered = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.first is not None and self._started is None:  # checkpoints were written after validation
-            self.start(trainer)
+        # not after validation: then checkpoints are written
+        if self.first is not None and self._started is None:
+            self._started = time.perf_counter(), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.first is None:
             _synchronize(trainer)
             self.first = time.perf_counter() - self._entered
-            self.start(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)

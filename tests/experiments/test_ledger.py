@@ -25,7 +25,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     made = copy.deepcopy(REAL)
     run = cell.composed.config
     made |= {"task": f"{run.task.name}@1", "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
-    made |= {"runs_per_device": 1}
+    made["runs_per_device"] = 1
     made["config"] = json.loads(json.dumps(run.saved()))
     made["test"] |= {"accuracy": accuracy}
     return made | changes
@@ -126,6 +126,15 @@ def test_a_recipes_start_is_of_the_same_seed(tmp_path):
     cells = TABLE.cells(["listops"], ["flash"], 2, "curriculum")
     put(tmp_path / "a.json", result(cells[1]))
     assert list(ledger.match(cells, tmp_path).entries) == [cells[1]]
+
+
+@pytest.mark.parametrize("runs_per_device", [1, 2, None])
+def test_a_speed_is_a_runs_own_if_it_is_known_to_have_been_alone(tmp_path, runs_per_device):
+    [cell] = TABLE.cells(["listops"], ["flash"], 1, "curriculum")
+    made = result(cell, steps_per_second=9.0, train_seconds=7.0, runs_per_device=runs_per_device)
+    put(tmp_path / "a.json", {key: value for key, value in made.items() if value is not None})
+    row = ledger.row(TABLE, cell, ledger.match([cell], tmp_path))
+    assert (row.steps_per_second, row.train_seconds) == ((9.0, 7.0) if runs_per_device == 1 else (None, None))
 
 
 def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp_path):

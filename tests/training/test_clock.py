@@ -30,8 +30,8 @@ def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, caps
     monkeypatch.setattr(owner, method, pausing)
     monkeypatch.setattr(Narrator, "PROBE", 3)  # validation and checkpoints, after step 4, are within
     small()
-    clock = small("name=again")
-    assert clock["train_seconds"] < 2 * PAUSE, "three validations, each with two checkpoints"
+    result = small("name=again")
+    assert result["train_seconds"] < 2 * PAUSE, "three validations, each with two checkpoints"
     pace = [line.partition("training at ")[2].partition(" ms")[0] for line in capsys.readouterr().out.splitlines()]
     assert [float(text) < 1e3 * PAUSE / 6 for text in pace if text] == [True, True]
 
