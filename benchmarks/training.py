@@ -10,7 +10,6 @@ written, and the exit code is 1 if the page is not what would be.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from benchmarks import pages
 from benchmarks.pages import Measured, read, table
 from lra.bench.step import LOOPS
+from lra.experiments.reproduction import spread
 
 PAGE = pages.ROOT / "docs" / "training.md"
 HEAD = (
@@ -130,9 +130,8 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
 def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
     runs = sorted(runs, key=lambda run: run["seed"])
     found = [100 * run["accuracy"] for run in runs if run.get("accuracy") is not None]
-    deviation = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
     seeds = (f"{100 * run['accuracy']:.2f}" if run.get("accuracy") is not None else run["status"] for run in runs)
-    return [f"{statistics.mean(found):.2f}{deviation}" if found else "", ", ".join(seeds)]
+    return [spread(found, 2), ", ".join(seeds)]
 
 
 def _scaling(results: Sequence[Measured]) -> Iterator[str]:

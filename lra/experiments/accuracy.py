@@ -19,7 +19,7 @@ from lra.errors import UsageError
 from lra.experiments import cells, grid, plan, speed
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import Local, States, slots
-from lra.experiments.reproduction import Reproduction, Table
+from lra.experiments.reproduction import Reproduction, Table, number
 from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
@@ -80,7 +80,7 @@ def run(
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
     chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
-    table = table.under(chosen[0], fields)
+    table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
     if wide > most:
@@ -131,9 +131,7 @@ def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:
 
 def report(table: Grid, states: States) -> Reproduction:
     """The table of accuracies, and what is missing of it with the reason."""
-    lines = [f"paper: {table.source}", cells.counted(states.values())]
-    if table.given:
-        lines[0] += f"; its figures are left out, as they are not of {', '.join(table.given)}"
+    lines = [table.cited, cells.counted(states.values())]
     for cell, state in states.items():
         path, log = cell.directory.path, cell.directory.path / LOG
         if state.status == "failed":
@@ -161,20 +159,15 @@ def accuracies(table: Grid, states: States) -> Table:
     for attn in attns:
         row = [attn]
         means: dict[str, float] = {}
-        paper = table.paper.get(attn, {})
         for column in columns:
             own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
             if found := [100 * state.accuracy for state in own.values() if state.accuracy is not None]:
                 means[column] = statistics.mean(found)
             named = others(own, ("OOM", "failed", "interrupted", "refused"))
-            row += [", ".join(filter(None, (scores(own.values()), named))), _figure(paper.get(column))]
+            row += [", ".join(filter(None, (scores(own.values()), named))), number(table.figure(attn, column))]
         whole = averaged and all(column in means for column in averaged)
         average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""
-        rows.append([*row, *([average, _figure(table.average(attn, averaged))] if averaged else [])])
+        rows.append([*row, *([average, number(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
-    return ", ".join((f"{table.name}: test accuracy, %", *table.given)), header, rows
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+    return ", ".join((f"{table.name}: test accuracy, %", *table.others.values())), header, rows

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from lra.config.compose import Composed
+from lra.config.compose import Composed, differences, to_dict
 from lra.config.recipes import CONFIGS, read_yaml
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.training.fit import configure
 from lra.training.run import RunDirectory
 
-# fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is
-SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh"))
+# fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is, and
+# how its classifier compares two texts
+SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh", "difference"))
 MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
 
 
@@ -27,7 +28,7 @@ MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits t
 class Column:
     """A task under a protocol."""
 
-    fields: tuple[str, ...]  # arguments of `lra fit` that choose it
+    fields: tuple[str, ...]  # arguments of `lra fit` that choose it, under their complete names
     apart: bool = False  # enters no average, and is run only where it is asked for
 
     @property
@@ -84,17 +85,34 @@ class Grid:
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
-    given: tuple[str, ...] = ()  # fields that make its tasks others than the paper's
+    others: Mapping[str, str] = field(default_factory=dict)  # columns of another task than the paper's, in words
 
-    def under(self, cell: Cell, fields: Sequence[str]) -> Grid:
-        """This grid as the user's fields make it, one of whose cells is given.
+    def under(self, cells: Iterable[Cell]) -> Grid:
+        """This grid as a recipe and the user's fields make it, whose cells are given.
 
-        Where they change what a task measures, they stand in its title, and the paper's figures are left out.
+        Where they make a column another task than the paper's, the title says so, and the paper's figures are left out.
         """
-        asked = {*fields, *(f"task.{text}" for text in fields)}  # a task's fields may be written without its name
-        own = [text for text in cell.composed.overrides if text.startswith("task.") and text in asked]
-        given = tuple(text for text in own if text.partition("=")[0] not in SAME)
-        return replace(self, about=", ".join((self.about, *given)), paper={}, given=given) if given else self
+        found: dict[str, dict[str, None]] = {}
+        for cell in cells:
+            if cell.seed > 0:
+                continue  # its task is that of seed 0, and composing takes long
+            task, made = cell.composed.config.task, self.columns[cell.column].fields
+            paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
+            changed = differences(paper, here, (*SAME, *(text.partition("=")[0] for text in made)))
+            found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
+        others = {column: f"{column} ({'; '.join(changed)})" for column, changed in found.items() if changed}
+        return replace(self, about=", ".join((self.about, *others.values())), others=others)
+
+    @property
+    def cited(self) -> str:
+        """Whose figures stand beside, and where they do not."""
+        out = f"; its figures, averages too, are left out where the task is another: {', '.join(self.others.values())}"
+        return f"paper: {self.source}{out if self.others else ''}"
+
+    def figure(self, attn: str, name: str) -> float | None:
+        """The paper's in a column, or its `average` or `speedup`; None if it has none, or has it of another task."""
+        of = [name] if name in self.columns else [key for key, column in self.columns.items() if not column.apart]
+        return None if self.others.keys() & of else self.paper.get(attn, {}).get(name)
 
     def averaged(self, columns: Sequence[str]) -> list[str]:
         """Those of these columns that an average is of: two at least, and none where the paper has no average."""
@@ -104,10 +122,9 @@ class Grid:
 
     def average(self, attn: str, columns: Sequence[str]) -> float | None:
         """The paper's over these columns: its own of all, else the mean; None if it lacks one."""
-        paper = self.paper.get(attn, {})
         if [*columns] == self.averaged(list(self.columns)):
-            return paper.get("average")
-        known = [paper[name] for name in columns if name in paper]
+            return self.figure(attn, "average")
+        known = [figure for name in columns if (figure := self.figure(attn, name)) is not None]
         return statistics.fmean(known) if known and len(known) == len(columns) else None
 
     def cells(

@@ -159,7 +159,7 @@ def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity
 
 def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     """Of a cell that could not begin no more than that, and why."""
-    paper = table.paper.get(cell.attn, {}).get(cell.column)
+    paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *cell.args])}
     if stage := found.stopped.get(cell):
         known |= {"status": "oom", "date": stage.date, "result": str(stage.path)}

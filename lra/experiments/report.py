@@ -21,7 +21,7 @@ from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, plan, speed
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean, values
-from lra.experiments.reproduction import Table
+from lra.experiments.reproduction import Table, number, spread
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.training.run import RUNS, write
 
@@ -64,26 +64,28 @@ def run(name: str, args: Sequence[str]) -> Report:
     measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
     columns = options.tasks or [key for key, column in table.columns.items() if not column.apart]
     cells, notes = _cells(table, columns, options)
+    shown = table.under(cells)
     found = ledger.match(cells, options.results)
-    rows = [ledger.row(table, cell, found) for cell in cells]
+    rows = [ledger.row(shown, cell, found) for cell in cells]
     attns = options.attns or table.attns
-    tables = [made for made in _tables(table, rows, columns, attns) if made[2]]
+    tables = [made for made in _tables(shown, rows, columns, attns) if made[2]]
     notes = [f"recipe: {recipe}", *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
+    if shown.others:
+        notes.insert(1, shown.cited)
     alone = {}
     if measured is not None:
-        tables += speed.tables(table, measured, columns, attns)
-        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
         try:
+            tables += speed.tables(table.under(speed.cells(table, measured)), measured, columns, attns)
             paces = plan.Alone(speed.paces(table, measured))
         except UsageError as error:
-            notes.append(f"{options.speed} is not drawn against accuracy: {error}")
-        else:
-            place = speed.hardware_of(measured)
-            firsts = [cell for cell in cells if cell.seed == 0]
-            alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
+            raise UsageError(f"{options.speed} can't be compared ({error}): remove it, or name another file") from None
+        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
+        place = speed.hardware_of(measured)
+        firsts = [cell for cell in cells if cell.seed == 0]
+        alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
     report = Report(tables, notes, rows, found.entries, alone)
     if options.out is not None:
-        notes.append(f"written: {', '.join(map(str, _write(table, report, Path(options.out))))}")
+        notes.append(f"written: {', '.join(map(str, _write(shown, report, Path(options.out))))}")
     return report
 
 
@@ -105,9 +107,9 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     header = ["attention", *columns, *(["average"] if averaged else [])]
     lines, against = [], []
     for attn in attns:
-        paper, average = table.paper.get(attn, {}), _average(rows, attn, averaged)
-        pairs = [(mean(rows, "accuracy", attention=attn, column=c), paper.get(c)) for c in columns]
-        lines.append([attn, *(_accuracy(rows, attn, c, "accuracy") for c in columns), _number(average)])
+        average = _average(rows, attn, averaged)
+        pairs = [(mean(rows, "accuracy", attention=attn, column=c), table.figure(attn, c)) for c in columns]
+        lines.append([attn, *(_accuracy(rows, attn, c, "accuracy") for c in columns), number(average)])
         against.append([attn, *(_against(*pair) for pair in (*pairs, (average, table.average(attn, averaged))))])
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
     for title, made in (
@@ -121,7 +123,7 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
         [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
         + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
     )  # fmt: skip
-    stated = ["paper"] if any("speedup" in table.paper.get(a, {}) for a in attns) else []
+    stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = [c for c in columns if not table.columns[c].apart]
     for place in hardware(rows):
         here = [row for row in rows if row.hardware == place]
@@ -133,7 +135,7 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
                 [
                     [
                         a, *(_speed(here, a, c) for c in columns),
-                        _speedup(here, a, compared), *(_number(table.paper.get(a, {}).get("speedup")) for _ in stated),
+                        _speedup(here, a, compared), *(number(table.figure(a, "speedup")) for _ in stated),
                     ]
                     for a in attns
                 ],
@@ -148,10 +150,7 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
 def _accuracy(rows: list[Row], attn: str, column: str, field: str) -> str:
     """Mean, deviation and number of the seeds found, and what else became of seeds."""
     found = values(rows, field, attention=attn, column=column)
-    parts = []
-    if found:
-        deviation = f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else ""
-        parts.append(f"{statistics.fmean(found):.1f}{deviation} ({len(found)})")
+    parts = [f"{spread(found, 1)} ({len(found)})"] if found else []
     states = [row.status for row in rows if (row.attention, row.column) == (attn, column)]
     shown = {"stuck": "stuck", "failed": "failed", "oom": "OOM"} if field == "accuracy" else {}
     parts += [f"{states.count(state)} {label}" for state, label in shown.items() if state in states]
@@ -184,7 +183,7 @@ def ratio(rows: Sequence[Row], attn: str, column: str) -> float | None:
 
 def _speed(rows: list[Row], attn: str, column: str) -> str:
     speed, times = mean(rows, "steps_per_second", attention=attn, column=column), ratio(rows, attn, column)
-    return _number(speed) + ("" if times is None else f" ({times:.2f}×)")
+    return number(speed) + ("" if times is None else f" ({times:.2f}×)")
 
 
 def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
@@ -195,10 +194,6 @@ def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
 def _peak(rows: list[Row], attn: str, column: str) -> str:
     found = values(rows, "memory_gb", attention=attn, column=column)
     return f"{max(found):.2f}" if found else ""
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def _summary(rows: list[Row]) -> Iterator[str]:

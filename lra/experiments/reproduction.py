@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Records = list[dict[str, Any]]
@@ -17,3 +19,15 @@ class Reproduction(NamedTuple):
     tables: list[Table]
     lines: list[str]
     records: Records
+
+
+def number(value: float | None) -> str:
+    """To a tenth; empty if it is not known."""
+    return "" if value is None else f"{value:.1f}"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Their mean, and the standard deviation where there are several; empty without any."""
+    parts = [statistics.mean(values)] if values else []
+    parts += [statistics.stdev(values)] if len(values) > 1 else []
+    return " ± ".join(f"{part:.{digits}f}" for part in parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
 from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
-from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
+from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
 from lra.training.fit import build, quiet, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.run import RUNS
@@ -125,13 +125,13 @@ def run(
         if mend := REFUSED.get(arg.partition("=")[0]):
             raise UsageError(f"{arg} can't be beside speed=true: {mend}")
     options, fields = take(Options, args)
-    cells = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
-    wanted = [_measurement(cell, way, options) for cell in cells for way in WAYS]
+    asked = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+    wanted = [_measurement(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
-        stages = [cell for cell in with_stages(cells, begun=lambda cell: False) if cell not in cells]
+        stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
         wanted += [_measurement(stage, PRODUCT, options) for stage in stages]
     device = _device(wanted[0].composed)
-    chosen = {getattr(cell, kind) for cell in cells for kind in ("column", "attn")}
+    chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
     stated = {
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(fields),
@@ -147,8 +147,8 @@ def run(
             _same_environment(path, result, made)
             _measure(path, result, _lacking(wanted, result), device, progress)
     records: Records = result["cells"]
-    lacking = _lacking(wanted, result)
-    lines = [f"paper: {table.source}", *notes(records)]
+    lacking, table = _lacking(wanted, result), table.under(asked)
+    lines = [table.cited, *notes(records)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
         try:
@@ -178,15 +178,21 @@ def named(table: Grid, file: Path, recipe: str) -> dict[str, Any]:
     return result
 
 
+def cells(table: Grid, result: dict[str, Any]) -> list[Cell]:
+    """What was measured, stages aside, to be composed anew of its recipe and fields."""
+    found, options = {(record["column"], record["attention"]) for record in result["cells"]}, result["options"]
+    columns = [name for name in table.columns if any(name == column for column, _ in found)]
+    made = table.cells(columns, None, 1, options["recipe"], options["fields"])
+    return [cell for cell in made if (cell.column, cell.attn) in found]
+
+
 def paces(table: Grid, result: dict[str, Any]) -> list[tuple[dict[str, Any], float | None]]:
     """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
     Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
     """
     found = {(r["column"], r["attention"]): r["steps_per_second"] for r in result["cells"] if r["way"] == PRODUCT}
-    columns, options = {column.partition(" stage ")[0] for column, _ in found}, result["options"]
-    made = table.cells(sorted(columns & table.columns.keys()), None, 1, options["recipe"], options["fields"])
-    runs = [run for cell in made for run in (*cell.stages, cell)]
+    runs = [run for cell in cells(table, result) for run in (*cell.stages, cell)]
     return [(run.directory.config, found[key]) for run in runs if (key := (run.column, run.attn)) in found]
 
 
@@ -201,24 +207,19 @@ def read(path: Path) -> dict[str, Any]:
             return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise UsageError(f"{path} is no measurement of lra reproduce table3 speed=true: remove it, or name another file")
+    raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
 
 
 def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
-    """The speedups in both ways beside the paper's, then each way's steps per second.
-
-    Where the measurement's fields make the tasks others than the paper's, they stand beside none of its figures.
-    """
-    speeds, place, options = Speeds(result["cells"]), hardware_of(result), result["options"]
-    known = [(r["column"], r["attention"]) for r in result["cells"] if r["column"] in table.columns]
-    column, attn = known[0] if known else (columns[0], attns[0])
-    table = table.under(table.cells([column], [attn], 1, options["recipe"], options["fields"])[0], options["fields"])
+    """The speedups in both ways beside the paper's, then each way's steps per second."""
+    speeds, place = Speeds(result["cells"]), hardware_of(result)
     averaged = [name for name in columns if not table.columns[name].apart]
+    title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
     yield (
-        ", ".join((f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)", *table.given)),
+        ", ".join((title, *table.others.values())),
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
-            [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), _figure(table.paper.get(a, {}))]
+            [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), number(table.figure(a, "speedup"))]
             for a in attns
         ],
     )  # fmt: skip
@@ -370,7 +371,3 @@ def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
 def mean_ratio(ratios: Sequence[float]) -> str:
     """Their geometric mean, and how many they are."""
     return f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else ""
-
-
-def _figure(paper: Mapping[str, float]) -> str:
-    return f"{paper['speedup']:.1f}" if "speedup" in paper else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import States
+from lra.experiments.reproduction import spread
 from lra.training.callbacks import duration
 from lra.training.run import RUNS, write
 
@@ -157,10 +157,7 @@ class Watch:
 
 def scores(states: Iterable[State]) -> str:
     """Mean test accuracy of what is done in %, and the standard deviation where there are several; empty if nothing."""
-    found = [100 * state.accuracy for state in states if state.accuracy is not None]
-    if not found:
-        return ""
-    return f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+    return spread([100 * state.accuracy for state in states if state.accuracy is not None], 2)
 
 
 def others(states: States, named: Sequence[str]) -> str:

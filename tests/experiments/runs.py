@@ -21,7 +21,7 @@ TINY = (
 )  # fmt: skip
 GRID = Grid("small", "a small grid", "no paper", "demo", 2, ("flash", "standard"), {
     "listops": Column(("task=listops",)), "text": Column(("task=text",)),
-    "cut": Column(("task=text", "max_length=9"), True),
+    "cut": Column(("task=text", "task.max_length=9"), True),
 }, {"flash": {"listops": 37.6, "average": 59.8}})  # fmt: skip
 
 # python <this> <plan> <fields of lra fit>: appends to runs.txt, then does what the plan says of that start of the cell

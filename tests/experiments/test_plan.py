@@ -84,6 +84,12 @@ def test_cells_and_equal_stages_take_as_long_as_measured_alone(file):
     assert planned(*small)[1][1:] == [f"time for 1 of them: {UNKNOWN}"], "it was out of memory"
 
 
+def test_fields_of_one_attention_are_no_matter_to_the_others():
+    write(FILE, {("path64", "local"): 100.0}, fields=["attn.window=64"])
+    args = ("recipe=dao2022", "tasks=path64", "attns=local", "attn.window=64", "speed=speed.json")
+    assert planned(*args)[0] == {"path64 local": "21 min"}
+
+
 def finished(speed: float, runs_per_device: int | None) -> None:
     first = grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]
     made(first, "finished", steps_per_second=speed, runs_per_device=runs_per_device)
