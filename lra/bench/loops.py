@@ -1,7 +1,7 @@
 """Training loops that take the same steps: Lightning's as `lra fit` runs it, and three without Lightning.
 
-`captured` does what `lra.training.step.Step` does with the captured engine, and `eager` with the eager one. `bare` is
-what one would write by hand for sequences of one length: see `Dense` and `full`.
+`captured` and `eager` are `lra.training.step.Step` with either engine. `bare` is what one would write by hand for
+sequences of one length: see `Dense` and `full`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule
 from lra.tasks.batches import TrainBatches
 from lra.training.callbacks import Narrator
-from lra.training.faults import Tally
 from lra.training.fit import build, make_trainer
 from lra.training.run import RunDirectory
 from lra.training.step import Step
@@ -157,13 +156,14 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         run = replace(run, attn=SdpaAttention.Config(), batch=replace(run.batch, layout="padded"))
     data, module = build(run)
     step = cast(Step, module.step)
-    captures = step.captures(module, device)
     if name == "bare":
         encoder = module.model.encoder
         encoder.fused = encoder.embedding.fused = False
         for block in encoder.blocks:
             block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()
+    optimizer = step.optimizer(module)
+    step.start(module, optimizer)
     strategy = SimpleNamespace(root_device=device)  # all that the data asks of a trainer
     trainer = SimpleNamespace(lightning_module=module, global_step=0, global_rank=0, world_size=1, strategy=strategy)
     data.trainer = cast(pl.Trainer, trainer)
@@ -176,7 +176,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         del data, batches  # with what they hold on the GPU
     else:
         steps, work = itertools.chain.from_iterable(batches), _work(batches, watch.measured)
-    loop = (_captured if captures else _eager)(module, step, steps)
+    loop = _taken(module, optimizer, steps)
     watch.start()
     for _ in loop:
         if watch.tick():
@@ -185,33 +185,13 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     return Loop(module, *work, float(step.tally.total) / watch.done, loop)
 
 
-def _captured(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
-    optimizer = step.optimizer(module)
-    step.engine = engine = step.capture(module, optimizer)
+def _taken(module: TaskModule, optimizer: torch.optim.Optimizer, steps: Iterable[list[Batch]]) -> Iterator[None]:
+    """Takes a step at each `next`."""
+    step = cast(Step, module.step)
     for number, batches in enumerate(steps):
-        engine.begin(*step.begin(number))
-        for batch in batches:
-            engine.add(batch)
-        optimizer.step()
-        yield
-
-
-def _eager(module: TaskModule, step: Step, steps: Iterable[list[Batch]]) -> Iterator[None]:
-    run, optimizer = step.run, step.optimizer(module)
-    step.tally = Tally(module.device)
-    for number, batches in enumerate(steps):
-        seed, rate = step.begin(number)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        with torch.autocast(module.device.type, torch.bfloat16, run.trainer.precision == "bf16"):
-            for batch in batches:
-                loss = module.loss(batch.with_seed(torch.tensor(seed, device=module.device))) / run.batch.size
-                loss.backward()
-                step.tally.total += loss.detach()
-            if run.optim.clip is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        # around all of a step, as Lightning has it
+        with torch.autocast(module.device.type, torch.bfloat16, step.run.trainer.precision == "bf16"):
+            step.take(module, optimizer, batches, number)
         yield
 
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, cast
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import RichProgressBar
-from pytorch_lightning.trainer.states import TrainerFn
 from rich.console import Console
 
 from lra import environment
@@ -34,25 +33,30 @@ RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 class Clock(pl.Callback):
     """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
 
-    `seconds` are of `steps` training steps; validation, checkpoints and the first steps are apart. `sharing` is how
-    many processes have the GPU that the time was measured on, at most, at a beginning or an end.
+    `seconds` are of `steps` training steps on what computes now; `elsewhere` are those of sessions before it, on
+    another device, say, which tell nothing of its speed. Validation, checkpoints and the first steps are apart.
+    `sharing` is how many processes have the GPU that the time was measured on, at most, at a beginning or an end.
     """
 
     def __init__(self) -> None:
-        self.seconds, self.steps = 0.0, 0
+        self.seconds, self.steps, self.elsewhere = 0.0, 0, 0.0
+        self._computes = ""
         self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
         self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
         self._on_gpu = False
-        self._trained = False
         self.sharing = _planned()
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
-        self.validation = 0.0  # seconds, of this session
+        self.validation = 0.0  # seconds
         self._entered = 0.0  # training, or validation
         self._started: tuple[float, int] | None = None  # when, and after which step
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Now, as all is there that a run needs; what this process had on the GPU before is not the run's."""
-        self._began = time.perf_counter()
+    def begin(self, trainer: pl.Trainer, computes: str) -> None:
+        """Now, as all is there that a run needs; what this process had on the GPU before is not the run's.
+
+        Args:
+            computes: what the speed of steps depends on: device, engine, portions.
+        """
+        self._began, self._computes = time.perf_counter(), computes
         self._on_gpu = trainer.strategy.root_device.type == "cuda"
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -108,17 +112,19 @@ class Clock(pl.Callback):
             self._look_around(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        spent = {"wall": self.wall(), "peak": self.peak() or 0}
-        return {"seconds": self.seconds, "steps": self.steps, "sharing": self.sharing} | spent
-
-    def on_fit_end(self, *_: Any) -> None:
-        self._trained = True
+        steps = {"seconds": self.seconds, "steps": self.steps, "elsewhere": self.elsewhere, "computes": self._computes}
+        spent = {"validation": self.validation, "wall": self.wall(), "peak": self.peak() or 0}
+        return {"sharing": self.sharing} | steps | spent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._trained:  # testing takes callbacks back to the best checkpoint
-            return
-        self.seconds, self.steps = state["seconds"], state["steps"]
-        self.sharing = max(self.sharing, state.get("sharing", 1))  # older checkpoints have none, nor the next two
+        """Older checkpoints have no more than `seconds` and `steps`."""
+        self.elsewhere = state.get("elsewhere", 0.0)
+        if state.get("computes") == self._computes:
+            self.seconds, self.steps = state["seconds"], state["steps"]
+        else:
+            self.elsewhere += state["seconds"]
+        self.sharing = max(self.sharing, state.get("sharing", 1))
+        self.validation = state.get("validation", 0.0)
         self._wall, self._peak = state.get("wall"), state.get("peak", 0)
 
     def _look_around(self, trainer: pl.Trainer) -> None:
@@ -289,8 +295,7 @@ class Faults(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING  # testing goes back to the best checkpoint, not in the counts
-        if fitting and (counts := checkpoint.get("counts")):
+        if counts := checkpoint.get("counts"):
             _step(pl_module).counts = faults.Counts(**counts)
             self.told = counts["skipped"]
 

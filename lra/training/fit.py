@@ -97,11 +97,10 @@ def fit(*args: str) -> dict[str, Any]:
         return (directory.result() or {}) if first else {}
     quiet()
     atexit.register(_leave_process_group)
-    data, module, trainer, clock, attention, engine = _assembled(run, directory)
     if composed.start and directory.checkpoint() is None:
-        data.prepare_data()  # what is refused of this run is refused before another one trains for hours
+        _assembled(run, directory)[0].prepare_data()  # what is refused is refused before another run trains for hours
         _before(composed.start)
-        data, module, trainer, clock, attention, engine = _assembled(run, directory)
+    data, module, trainer, clock, attention, engine = _assembled(run, directory)
     checkpoint, carried, origin = directory.checkpoint(), None, transfer.Origin()
     trainer.callbacks.append(origin)  # type: ignore[attr-defined]
     if checkpoint is not None:
@@ -130,7 +129,11 @@ def fit(*args: str) -> dict[str, Any]:
         _say(moved.describe(run.init))
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     data.check_ranks(trainer.world_size)
-    clock.begin(trainer)
+    what = ", ".join((
+        f"attention {attention}", f"{result.count(module):,} parameters", f"batch {_batch(run, trainer)}",
+        run.trainer.precision, f"engine {engine}", _device(trainer),
+    ))  # fmt: skip
+    clock.begin(trainer, what)
 
     def facts() -> dict[str, Any]:
         known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
@@ -145,25 +148,18 @@ def fit(*args: str) -> dict[str, Any]:
         if carried and trainer.is_global_zero:
             with replacing(directory.best) as file:
                 file.write(carried.read_bytes())
-        what = (
-            f"attention {attention}",
-            f"{result.count(module):,} parameters",
-            f"batch {_batch(run, trainer)}",
-            run.trainer.precision,
-            f"engine {engine}",
-        )
-        _say(f"{directory.path}: {', '.join(what)}, {_device(trainer)}")
+        _say(f"{directory.path}: {what}")
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-        # now, as testing takes the callbacks back to the best checkpoint
-        trained = facts() | {"val": {"accuracy": float(best)}}
         _say(f"scoring {_sets(data)}")
-        trainer.test(module, datamodule=data, ckpt_path=str(directory.best), weights_only=True, verbose=False)
+        # not by Lightning, which would take what the callbacks have counted back to that step, too
+        checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
+        trainer.test(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
         checkpoints.save_weights(module, directory.weights)
-        scores = result.scores(module, data, trainer)
-        return directory.finish("finished", trained | scores | result.spent(clock))
+        best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
+        scores = {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
+        return directory.finish("finished", facts() | scores)
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:

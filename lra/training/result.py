@@ -26,7 +26,8 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "seed": run.seed,
         "parameters": count(module),
         "steps": trainer.global_step,
-        "train_seconds": round(clock.seconds, 1),
+        "train_seconds": round(clock.elsewhere + clock.seconds, 1),
+        # of what computes now: a run may have begun on another device
         "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
         "first_step_seconds": None if clock.first is None else round(clock.first, 1),
         "validation_seconds": round(clock.validation, 1),
@@ -53,8 +54,8 @@ def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str,
     for split in data.test_sets:
         n, reached = module.reference(data, split)
         p, loss = (float(trainer.callback_metrics[f"{split}/{name}"]) for name in ("accuracy", "loss"))
-        bound = round(1.96 * math.sqrt(p * (1 - p) / n), 4)
         baselines = {name: round(value, 4) for name, value in reached.items()}
+        bound = sampling_bound(p, n)
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
     manifest = data.store.manifest
     return scored | {
@@ -62,6 +63,16 @@ def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str,
         # of a path the name: where it lay means nothing elsewhere, and the manifest has it
         "data": {"source": _name(manifest["source"]), "store": data.store.path.name},
     }
+
+
+def sampling_bound(accuracy: float, n: int) -> float:
+    """What the accuracy on `n` sequences may be off by, at 95%, to four places.
+
+    The normal approximation, which is 0 for an accuracy of 0 or 1, but no less than the score interval reaches there
+    (Wilson 1927, doi:10.1080/01621459.1927.10502953).
+    """
+    z = 1.96
+    return round(max(z * math.sqrt(accuracy * (1 - accuracy) / n), z**2 / (n + z**2)), 4)
 
 
 def _name(source: str) -> str:

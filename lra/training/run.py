@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
 CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
+PATIENCE_S = 0.5  # who only looks whether somebody works in a directory is in a claim's way for an instant
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
@@ -167,10 +169,13 @@ def claim(path: Path) -> int | None:
         file = os.open(path / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
-    if _lock(file, fcntl.LOCK_EX, path):
-        return file
-    os.close(file)
-    return None
+    until = time.monotonic() + PATIENCE_S
+    while not _lock(file, fcntl.LOCK_EX, path):
+        if time.monotonic() > until:
+            os.close(file)
+            return None
+        time.sleep(0.02)
+    return file
 
 
 def claimed(path: Path) -> bool:

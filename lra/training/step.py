@@ -102,61 +102,71 @@ class Step:
         return not hinders
 
     def __call__(self, module: TaskModule, batches: list[Batch]) -> None:
-        run, trainer = self.run, module.trainer
-        step, optimizer = trainer.global_step, module.optimizers()
-        seed, rate = self.begin(step, trainer.global_rank)
+        trainer, optimizer = module.trainer, cast(LightningOptimizer, module.optimizers())
+        step = trainer.global_step
         if self.tally is None:
-            self._start(module, cast(LightningOptimizer, optimizer).optimizer, step)
-        if self.engine is not None:
-            self.engine.begin(seed, rate)
-            for batch in batches:
-                self.engine.add(batch)
-            optimizer.step()  # type: ignore[union-attr]
-        else:
-            self._run(module, batches, torch.full((), seed, device=module.device), rate)  # a copy would wait
-        if (step + 1) % run.trainer.log_every == 0:
+            self.start(module, optimizer.optimizer, step)
+
+        def backward(loss: Tensor) -> None:
+            module.manual_backward(loss * trainer.world_size)  # DDP averages the ranks' gradients
+
+        rate = self.take(module, optimizer, batches, step, trainer.global_rank, backward)
+        if (step + 1) % self.run.trainer.log_every == 0:
             self._log(module, rate, step + 1)
 
-    def begin(self, step: int, rank: int = 0) -> tuple[int, float]:
-        """Seeds PyTorch's generator for a step; returns the seed that batches carry, and the learning rate."""
-        generator, seed = self.seeds(step, rank)
-        seed_generators(generator)
-        return seed, learning_rate(self.run.optim, step, self.run.trainer.steps)
-
-    def seeds(self, step: int, rank: int) -> tuple[int, int]:
-        """Of a step: the seed of PyTorch's generator, and the one that batches carry."""
-        return derive(self.run.seed, "dropout", step, rank), derive(self.run.seed, "attention", step)
-
-    def _start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+        """Before the first step here, whose number, from 0, is `step`; UsageError if it must be captured and can't."""
         assert isinstance(optimizer, AdamW)
         self.tally = Tally(module.device, step, self.run.trainer.on_nan == "skip", self.counts)
         optimizer.left_out = self.tally.left_out
         if self.captures(module, module.device):
-            self.engine = self.capture(module, optimizer)
+            self.engine = self._capture(module, optimizer)
 
-    def _run(self, module: TaskModule, batches: list[Batch], seed: Tensor, rate: float) -> None:
-        run, optimizer = self.run, module.optimizers()
+    def take(
+        self,
+        module: TaskModule,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        batches: list[Batch],
+        step: int,
+        rank: int = 0,
+        backward: Callable[[Tensor], None] = Tensor.backward,
+    ) -> float:
+        """Does a step, in Lightning or without it, with this rank's micro-batches; returns the learning rate."""
         assert self.tally is not None
+        generator, seed = self.seeds(step, rank)
+        seed_generators(generator)
+        rate = learning_rate(self.run.optim, step, self.run.trainer.steps)
+        if self.engine is not None:
+            self.engine.begin(seed, rate)
+            for batch in batches:
+                self.engine.add(batch)
+            optimizer.step()
+            return rate
+        given = torch.full((), seed, device=module.device)  # a copy would wait
         total = torch.zeros((), device=module.device)
-        for group in optimizer.param_groups:  # type: ignore[union-attr]
+        for group in optimizer.param_groups:
             group["lr"] = rate
         for batch in batches:
-            # DDP averages the ranks' gradients; the loss is the mean over the global batch
-            loss = module.loss(batch.with_seed(seed)) / run.batch.size
-            module.manual_backward(loss * module.trainer.world_size)
+            loss = module.loss(batch.with_seed(given)) / self.run.batch.size  # a share of the global batch's mean
+            backward(loss)
             total += loss.detach()
         if dist.is_initialized():
             dist.all_reduce(total)
         gradients = [p.grad.flatten() for p in trained(module) if p.grad is not None]
         self.tally.judge(torch.cat([*gradients, total.view(1)]))
         self._clip(module)
-        optimizer.step()  # type: ignore[union-attr]
-        optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return rate
 
-    def capture(self, module: TaskModule, optimizer: torch.optim.Optimizer) -> CapturedStep:
+    def seeds(self, step: int, rank: int) -> tuple[int, int]:
+        """Of a step: the seed of PyTorch's generator, and the one that batches carry."""
+        return derive(self.run.seed, "dropout", step, rank), derive(self.run.seed, "attention", step)
+
+    def _capture(self, module: TaskModule, optimizer: AdamW) -> CapturedStep:
         """The step of a module and its `optimizer`, whose own step becomes that of the captured one."""
-        assert isinstance(optimizer, AdamW)
-        run, compiled = self.run, self.compile(module.loss)
+        assert self.tally is not None
+        run, tally, compiled = self.run, self.tally, self.compile(module.loss)
 
         def loss(batch: Batch) -> Tensor:
             # what autocast keeps of the weights would be this step's in every later one
@@ -167,10 +177,9 @@ class Step:
             self._clip(module)
             optimizer.update()
 
-        tally = self.tally = self.tally or Tally(module.device)
         tally.judge = torch.compile(tally.judge)  # type: ignore[method-assign]  # a dozen numbers in one kernel
         engine = CapturedStep(loss, trained(module), optimizer, update, module.device, tally)
-        optimizer.captured, optimizer.left_out = engine.finish, tally.left_out
+        optimizer.captured = engine.finish
         return engine
 
     def compile_evaluation(self, module: TaskModule) -> None:

@@ -9,13 +9,14 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import lra
-from lra.bench import step
+from lra.bench import loops, step
 from lra.bench.breakdown import GAPS, GROUPS, LONGEST, OTHER, Kernel, breakdown, group
 from lra.bench.loops import ALONE, BLOCKS, Dense, Stopwatch, full
 from lra.bench.step import RECORDED, bench, notes, split, tables
@@ -106,6 +107,14 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
     assert all(len(row) == len(header) for row in rows) and groups == ["group", "captured", "bare"]
     assert [row[0] for row in shares] == [*GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
     assert len(notes(result)) == 1
+
+
+@pytest.mark.parametrize("loop", ["captured", "eager"])
+def test_a_loop_by_hand_does_all_that_a_step_does(without_graphs, loop):
+    """Without what judges its gradients an eager step would cost less, and Lightning seem to cost more."""
+    run, watch = split(tiny())[1].config, Stopwatch(2, 8, torch.device("cpu"))
+    module = loops.by_hand(loop, run, watch).module
+    assert cast(Step, module.step).tally.read().taken == watch.done == 2 + 8 + ALONE  # type: ignore[union-attr]
 
 
 def test_two_sequences_with_one_label(without_graphs, tmp_path):

@@ -1,6 +1,7 @@
 """What a run took: the time of its steps and nothing else, over all its sessions."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from lra.training import callbacks
 from lra.training.callbacks import RUNS_PER_DEVICE, Clock, Narrator
 from lra.training.checkpoints import WholeFiles
 from lra.training.run import spent
+from tests.training.test_fit import interrupt_at
 
 ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
 PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
@@ -20,7 +22,7 @@ PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
 @pytest.mark.parametrize(
     ("owner", "method"), [(WholeFiles, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
 )
-def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, owner, method):
+def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, one_thread, owner, method):
     slow = getattr(owner, method)
 
     def pausing(*args: Any, **kwargs: Any) -> Any:
@@ -40,16 +42,31 @@ def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
     now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
     first = Clock()
-    first.begin(ON_CPU)
+    first.begin(ON_CPU, "a CPU")
     saved = first.state_dict() | {"peak": 7}
     assert saved["wall"] == 15
     later = Clock()
     later.load_state_dict(saved)
-    later.begin(ON_CPU)
+    later.begin(ON_CPU, "a CPU")
     assert (later.wall(), later.peak()) == (15, 7)
-    later.on_fit_end()
-    later.load_state_dict(saved | {"wall": 99.0, "peak": 99})  # testing loads the best checkpoint
-    assert later.peak() == 7
+
+
+@pytest.mark.parametrize(("options", "steps"), [((), 8), (("batch.micro=4",), 6)])
+def test_a_runs_speed_is_of_what_it_was_computed_with_last(small, monkeypatch, options, steps):
+    """Each session's first stride, of two steps, is apart; the first session's last checkpoint is that of step 4."""
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        interrupt_at(7, patch)
+        small()
+    (last,) = Path("checkpoints").rglob("last.ckpt")
+    before = torch.load(last, weights_only=True)["callbacks"]["Clock"]
+    result = small("resume=auto", *options)
+    clock = torch.load(last, weights_only=True)["callbacks"]["Clock"]
+    assert (before["steps"], clock["steps"]) == (2, steps)
+    assert result["steps_per_second"] == round(steps / clock["seconds"], 2)
+    spent = before["seconds"] if options else 0.0
+    assert clock["elsewhere"] == spent and result["train_seconds"] == round(spent + clock["seconds"], 1)
+    assert clock["validation"] > before["validation"] > 0
+    assert result["validation_seconds"] == round(clock["validation"], 1)
 
 
 def test_what_a_run_took_before_it_was_counted_is_unknown():

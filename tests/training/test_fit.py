@@ -5,18 +5,22 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
 import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
-from lra.training.run import claim
+from lra.training.callbacks import Clock
+from lra.training.run import at_rest, claim, claimed
 from lra.training.step import Step
 from tests.sampling import sampled
 from tests.training.conftest import arguments
@@ -48,6 +52,27 @@ def test_checkpoints_are_plain_and_hold_their_identity(finished):
     weights, identity = checkpoints.read(finished)
     best, _ = checkpoints.read(finished / "best.ckpt")
     assert weights.keys() == best.keys() and all(torch.equal(weights[key], best[key]) for key in best)
+
+
+def test_only_weights_go_back_to_the_best_step(small, monkeypatch):
+    """What is said of a run is of all its steps, also where nothing is left of it but scoring."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelCheckpoint, "check_monitor_top_k", lambda self, trainer, _: trainer.global_step == 4)
+        patch.setattr(Clock, "load_state_dict", lambda *_: pytest.fail("the clock was set back"))
+        result = small()
+    path = Path(result["directory"])
+    (path / "result.json").unlink()
+    again = small("resume=auto")
+    best, last = (torch.load(path / name, weights_only=True) for name in ("best.ckpt", "last.ckpt"))
+    assert (best["global_step"], last["global_step"]) == (4, 12)
+    scored, _ = checkpoints.read(path)
+    assert all(torch.equal(value, best["state_dict"][f"model.{name}"]) for name, value in scored.items())
+    assert not all(torch.equal(value, last["state_dict"][f"model.{name}"]) for name, value in scored.items())
+    clock = last["callbacks"]["Clock"]
+    assert clock["steps"] == 10, "all but those of the first stride"
+    for each in (result, again):
+        assert each["steps"] == 12 and each["steps_per_second"] == round(10 / clock["seconds"], 2)
+    assert all(again[split] == result[split] for split in ("val", "test", "fresh"))
 
 
 def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
@@ -139,6 +164,15 @@ def test_one_process_works_on_a_run(small):
     assert [file.name for file in path.iterdir()] == ["claim"]
     os.close(held)
     assert small("name=mine")["status"] == "finished"
+
+
+def test_who_looks_whether_a_run_is_worked_on_keeps_nobody_from_it(tmp_path):
+    with ExitStack() as looking:
+        assert looking.enter_context(at_rest(tmp_path))
+        threading.Timer(0.1, looking.close).start()
+        held = claim(tmp_path)
+    assert held is not None and claimed(tmp_path)
+    os.close(held)
 
 
 def test_a_finished_run_goes_on_with_more_steps(small):
