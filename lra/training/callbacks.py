@@ -218,7 +218,7 @@ class Narrator(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
-        record(trainer, {"val/loss": loss, "val/accuracy": accuracy})
+        record(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
         if trainer.is_global_zero:
             done = f"step {trainer.global_step}/{self.run.trainer.steps}"
             say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
@@ -233,25 +233,39 @@ class Faults(pl.Callback):
 
     def __init__(self, directory: Path):
         self.file = directory / "fault.pt"
+        self.judged = 0  # steps
         self.told = 0  # skipped updates
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step % (every := cast(TaskModule, pl_module).run.trainer.log_every) == 0:
-            self._check(trainer, cast(TaskModule, pl_module), every)
+        self._judge(trainer, cast(TaskModule, pl_module))
 
-    def _check(self, trainer: pl.Trainer, module: TaskModule, every: int) -> None:
-        """Judges the counts that were read last, of `every` steps."""
-        counts = _step(module).counts
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer, pl_module)
+
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Logs and judges what no further step does."""
+        _step(module).log(trainer)
+        self._judge(trainer, cast(TaskModule, module))
+
+    def _judge(self, trainer: pl.Trainer, module: TaskModule) -> None:
+        """Judges the counts that were read last, unless that is done."""
+        step = _step(module)
+        if step.counted == self.judged:
+            return
+        self.judged, counts = step.counted, step.counts
         assert counts is not None
         if module.run.trainer.on_nan == "stop":
             if counts.first >= 0:
                 self._stop(trainer, module, counts.first)
         elif not counts.taken:
-            self._stop(trainer, module, trainer.global_step - every)
+            self._stop(trainer, module, step.counted - module.run.trainer.log_every)
         elif counts.skipped > self.told:
             new, self.told = counts.skipped - self.told, counts.skipped
             what = f"{new} update{'s' * (new > 1)} skipped, as the loss or a gradient was not finite"
-            say(trainer, f"step {trainer.global_step}: {what}; {counts.skipped} of this run, the first at step "
+            say(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
                 f"{counts.first + 1}")  # fmt: skip
 
     def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:
@@ -288,6 +302,7 @@ class Faults(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         step = _step(pl_module)
+        step.log(trainer)
         counts = step.counts if step.tally is None else step.tally.read()
         if counts is not None:
             checkpoint["counts"] = counts._asdict()

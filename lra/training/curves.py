@@ -57,11 +57,11 @@ class Curves(Logger):
         return ""
 
 
-def record(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+def record(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """Writes one row to every logger, under the number of updates done."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, trainer.global_step)
+            logger.log_metrics(metrics, step)
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
 
 class Tally:
-    """Counts the steps that are finite and those that are not, on the device; only `read` waits for it.
+    """Counts the steps that are finite and those that are not, on the device.
 
     Args:
         step: number of the next step, from 0.
@@ -55,14 +55,37 @@ class Tally:
         self.step += 1
 
     def read(self) -> Counts:
-        """The counts now; waits for the device, once."""
-        total, *rest = torch.stack([t.double() for t in (self.total, self.taken, self.first, self.skipped)]).tolist()
-        return Counts(total, *map(int, rest))
+        """The counts now; waits for the device."""
+        return Reading(self).counts()
 
     def clear(self) -> None:
         """The next steps' losses are summed anew."""
         self.total.zero_()
         self.taken.zero_()
+
+
+class Reading:
+    """The counts of a tally as they are now, on their way to the host: to wait for them is not to leave a GPU idle."""
+
+    def __init__(self, tally: Tally):
+        counts = (tally.total, tally.taken, tally.first, tally.skipped)
+        self._values = torch.stack([count.double() for count in counts])
+        self._copied: torch.cuda.Event | None = None
+        if self._values.is_cuda:
+            pinned = torch.empty_like(self._values, device="cpu", pin_memory=True)
+            self._values = pinned.copy_(self._values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def arrived(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def counts(self) -> Counts:
+        """Waits for what the device had to do when they were asked for, and for nothing after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        total, *rest = self._values.tolist()
+        return Counts(total, *map(int, rest))
 
 
 def plain(batch: Batch) -> dict[str, Any]:

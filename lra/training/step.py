@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.core.optimizer import LightningOptimizer
@@ -20,7 +21,7 @@ from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
 from lra.training.engine import CapturedStep
-from lra.training.faults import Counts, Tally
+from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
 
 
@@ -82,7 +83,9 @@ class Step:
         self.run = run
         self.tally: Tally | None = None
         self.counts: Counts | None = None  # as they were read last, or restored
+        self.counted = 0  # after how many steps they were; 0: not here
         self.logged: float | None = None  # mean loss of a step, as it was logged last
+        self._unread: tuple[int, float, Reading] | None = None  # after how many steps, and the learning rate
         self.engine: CapturedStep | None = None
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
@@ -111,8 +114,14 @@ class Step:
             module.manual_backward(loss * trainer.world_size)  # DDP averages the ranks' gradients
 
         rate = self.take(module, optimizer, batches, step, trainer.global_rank, backward)
-        if (step + 1) % self.run.trainer.log_every == 0:
-            self._log(module, rate, step + 1)
+        counted = (step + 1) % self.run.trainer.log_every == 0
+        # several ranks at the same step, as they may end there together
+        if self._unread is not None and (counted or trainer.world_size > 1 or self._unread[-1].arrived()):
+            self.log(trainer)
+        if counted:
+            assert self.tally is not None
+            self._unread = step + 1, rate, Reading(self.tally)
+            self.tally.clear()
 
     def start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Before the first step here, whose number, from 0, is `step`; UsageError if it must be captured and can't."""
@@ -210,13 +219,16 @@ class Step:
         if self.run.optim.clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), self.run.optim.clip)
 
-    def _log(self, module: TaskModule, rate: float, step: int) -> None:
-        assert self.tally is not None
-        self.counts = counts = self.tally.read()
-        self.tally.clear()
-        mean = counts.total / counts.taken if counts.taken else math.nan
-        self.logged = mean  # not by module.log: Lightning would fetch it from the device in every step
-        record(module.trainer, {"train/loss": mean, "lr": rate})
+    def log(self, trainer: pl.Trainer) -> None:
+        """Logs what was counted last, unless it is logged already; waits for it."""
+        if self._unread is None:
+            return
+        self.counted, rate, reading = self._unread
+        self._unread = None
+        self.counts = counts = reading.counts()
+        self.logged = counts.total / counts.taken if counts.taken else math.nan
+        # not by module.log: Lightning would fetch it from the device in every step
+        record(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

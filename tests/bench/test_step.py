@@ -36,17 +36,11 @@ TINY = ("trainer.steps=40", "trainer.eval_every=20", "trainer.log_every=20", "wa
 
 BY_TASK = re.compile(r"task=|task\.(train|val|test|fresh)=")  # what the small run says of ListOps
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def tiny(*args: str) -> list[str]:
     return arguments(*TINY, *PLAIN, *args)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ from lra.config.schema import OptimConfig
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
+from lra.training import step as step_module
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
-from lra.training.step import AdamW, learning_rate
+from lra.training.step import AdamW, Step, learning_rate
 
 ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
@@ -55,7 +56,24 @@ def test_accumulation_does_not_change_the_run(small):
     shared = "model.attn_dropout=0"  # which SDPA draws from PyTorch's generator
     whole, parts = small(shared, "name=whole"), small(shared, "batch.micro=3", "name=parts")
     a, b = (read(result["directory"])[0] for result in (whole, parts))
-    assert all(torch.allclose(a[key], b[key], atol=1e-5) for key in a)
+    # a key's bias has no gradient but what rounding leaves, of which AdamW makes steps
+    assert all(torch.allclose(a[key], b[key], atol=1e-4 if key.endswith("qkv.bias") else 1e-6) for key in a)
+
+
+def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
+    """To wait for the last one that was launched would leave a GPU idle. What nothing follows is logged at once."""
+    done = []
+
+    def noted(self, module, optimizer, batches, step, *rest):
+        done.append(f"step {step + 1}")
+        return take(self, module, optimizer, batches, step, *rest)
+
+    take = Step.take
+    monkeypatch.setattr(Step, "take", noted)
+    monkeypatch.setattr(step_module, "record", lambda trainer, metrics, step: done.append(f"log {step}"))
+    small("trainer.steps=8")
+    assert done[:8] == ["step 1", "step 2", "step 3", "log 2", "step 4", "log 4", "step 5", "step 6"]
+    assert done[8:] == ["step 7", "log 6", "step 8", "log 8"]
 
 
 def test_clipping_bounds_the_update(small):
