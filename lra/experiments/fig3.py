@@ -99,8 +99,7 @@ class Part:
         """Measures what is lacking; the file is rewritten after every cell."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         made_with = self.result["environment"]
-        commits = [made_with["commit"], environment.commit()]
-        made_with["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
+        made_with["commit"] = environment.commits(made_with["commit"])
         for records in attention.run(self.options, device, self._done()):
             places = {(record["attention"], record["N"]) for record in records}
             self.records[:] = [r for r in self.records if (r["attention"], r["N"]) not in places]  # that failed

@@ -278,8 +278,7 @@ def _measure(
         data, module = build(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
-    commits = [result["environment"]["commit"], environment.commit()]
-    result["environment"]["commit"] = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or None
+    result["environment"]["commit"] = environment.commits(result["environment"]["commit"])
     write(path, result)  # what can't be written is refused before it is measured
     for one in lacking:
         step.clear(device)

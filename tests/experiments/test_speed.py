@@ -261,11 +261,13 @@ def test_every_commit_that_measured_is_stated(fake):
     accuracy.run("table3", ONE)
     found = read()
     found["environment"] |= {"commit": "0", "date": "yesterday", "command": "lra", "gpus": 9}
-    found["cells"].pop()
-    FILE.write_text(json.dumps(found))
-    accuracy.run("table3", ONE)
+    for _ in range(2):
+        found["cells"].pop()
+        FILE.write_text(json.dumps(found))
+        accuracy.run("table3", ONE)
+        found = read()
     commits = [commit for commit in ("0", environment.commit()) if commit]
-    assert len(fake) == 5 and len(read()["cells"]) == 4 and read()["environment"]["commit"] == ", ".join(commits)
+    assert len(fake) == 6 and len(found["cells"]) == 4 and found["environment"]["commit"] == ", ".join(commits)
 
 
 @pytest.mark.parametrize(
