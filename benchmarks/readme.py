@@ -25,6 +25,7 @@ from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments import grid
 from lra.experiments import speed as step_speed
+from lra.experiments.reproduction import number
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
@@ -71,8 +72,8 @@ def headline(_: Path) -> str:
         shown = stated.averaged(_cells(header))
         row = [what]
         for attn in ("flash", "butterfly"):
-            paper = stated.average(attn, shown) if column == "average" else stated.paper[attn].get(column)
-            row += [ours[attn], "" if paper is None else f"{paper:.1f}"]
+            paper = stated.average(attn, shown) if column == "average" else stated.figure(attn, column)
+            row += [ours[attn], number(paper)]
         rows.append(row)
     return table(("test accuracy, % (seeds)", "`flash`", "paper", "`butterfly`", "paper"), rows)
 
@@ -108,17 +109,17 @@ def _accuracies(name: str) -> str:
 
 def speedup(results: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
-    path, paper = results / "table3-curriculum-speed.json", grid.read("table3").paper
+    path, stated = results / "table3-curriculum-speed.json", grid.read("table3")
     measured = step_speed.read(path)
     speeds, columns = step_speed.Speeds(measured["cells"]), measured["options"]["tasks"]
 
     def row(attn: str, way: str) -> Row:
         ratios = (speeds.ratio(column, attn, way) for column in columns)
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        stated = paper[attn].get("speedup", "") if way == "attention" else ""
+        paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
             f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
-            step_speed.mean_ratio(speeds.ratios(columns, attn, way)), str(stated),
+            step_speed.mean_ratio(speeds.ratios(columns, attn, way)), paper,
         )  # fmt: skip
 
     attns = [name for name in measured["options"]["attns"] if name != step_speed.STANDARD]

@@ -54,7 +54,7 @@ def commit() -> str | None:
 
 
 def commits(before: str | None) -> str | None:
-    """Those of measurements made `before`, as this gave them, and this checkout's; each once."""
+    """Commits that are stated already, with commas between, and this checkout's; each once."""
     return ", ".join(dict.fromkeys(filter(None, [*(before or "").split(", "), commit()]))) or None
 
 

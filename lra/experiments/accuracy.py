@@ -170,4 +170,4 @@ def accuracies(table: Grid, states: States) -> Table:
         rows.append([*row, *([average, number(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
-    return ", ".join((f"{table.name}: test accuracy, %", *table.others.values())), header, rows
+    return table.titled(f"{table.name}: test accuracy, %"), header, rows

@@ -85,7 +85,7 @@ class Grid:
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
-    others: Mapping[str, str] = field(default_factory=dict)  # columns of another task than the paper's, in words
+    others: Mapping[str, str] = field(default_factory=dict)  # columns of another task than the paper's, and how so
 
     def under(self, cells: Iterable[Cell]) -> Grid:
         """This grid as a recipe and the user's fields make it, whose cells are given.
@@ -100,17 +100,26 @@ class Grid:
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
             changed = differences(paper, here, (*SAME, *(text.partition("=")[0] for text in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
-        others = {column: f"{column} ({'; '.join(changed)})" for column, changed in found.items() if changed}
-        return replace(self, about=", ".join((self.about, *others.values())), others=others)
+        others = {column: "; ".join(changed) for column, changed in found.items() if changed}
+        changed = replace(self, others=others)
+        return replace(changed, about=changed.titled(self.about))
+
+    def titled(self, title: str) -> str:
+        """The title of a table, with the columns that are of another task than the paper's."""
+        return f"{title}; of other tasks: {', '.join(self.others)}" if self.others else title
 
     @property
     def cited(self) -> str:
         """Whose figures stand beside, and where they do not."""
-        out = f"; its figures, averages too, are left out where the task is another: {', '.join(self.others.values())}"
-        return f"paper: {self.source}{out if self.others else ''}"
+        out = ", ".join(f"{column} ({changed})" for column, changed in self.others.items())
+        out = f"; its figures, averages too, are left out where the task is another: {out}" if out else ""
+        return f"paper: {self.source}{out}"
 
     def figure(self, attn: str, name: str) -> float | None:
-        """The paper's in a column, or its `average` or `speedup`; None if it has none, or has it of another task."""
+        """The paper's in a column, or its `average` or `speedup`, which are of all columns that are not apart.
+
+        None if it has none, or if a column that it is of has another task here.
+        """
         of = [name] if name in self.columns else [key for key, column in self.columns.items() if not column.apart]
         return None if self.others.keys() & of else self.paper.get(attn, {}).get(name)
 

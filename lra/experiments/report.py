@@ -75,7 +75,8 @@ def run(name: str, args: Sequence[str]) -> Report:
     alone = {}
     if measured is not None:
         try:
-            tables += speed.tables(table.under(speed.cells(table, measured)), measured, columns, attns)
+            compared = table.under(cell for cell in speed.cells(table, measured) if cell.column in columns)
+            tables += speed.tables(compared, measured, columns, attns)
             paces = plan.Alone(speed.paces(table, measured))
         except UsageError as error:
             raise UsageError(f"{options.speed} can't be compared ({error}): remove it, or name another file") from None

@@ -147,7 +147,8 @@ def run(
             _same_environment(path, result, made)
             _measure(path, result, _lacking(wanted, result), device, progress)
     records: Records = result["cells"]
-    lacking, table = _lacking(wanted, result), table.under(asked)
+    lacking = _lacking(wanted, result)
+    table = table.under(asked)
     lines = [table.cited, *notes(records)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
@@ -181,7 +182,7 @@ def named(table: Grid, file: Path, recipe: str) -> dict[str, Any]:
 def cells(table: Grid, result: dict[str, Any]) -> list[Cell]:
     """What was measured, stages aside, to be composed anew of its recipe and fields."""
     found, options = {(record["column"], record["attention"]) for record in result["cells"]}, result["options"]
-    columns = [name for name in table.columns if any(name == column for column, _ in found)]
+    columns = [name for name in table.columns if name in {column for column, _ in found}]
     made = table.cells(columns, None, 1, options["recipe"], options["fields"])
     return [cell for cell in made if (cell.column, cell.attn) in found]
 
@@ -216,7 +217,7 @@ def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: S
     averaged = [name for name in columns if not table.columns[name].apart]
     title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
     yield (
-        ", ".join((title, *table.others.values())),
+        table.titled(title),
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
             [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), number(table.figure(a, "speedup"))]

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -33,14 +34,14 @@ RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 class Clock(pl.Callback):
     """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
 
-    `seconds` are of `steps` training steps on what computes now; `elsewhere` are those of sessions before it, on
+    `seconds` are of `steps` training steps on what computed the last ones; `elsewhere` are those of sessions before, on
     another device, say, which tell nothing of its speed. Validation, checkpoints and the first steps are apart.
-    `sharing` is how many processes have the GPU that the time was measured on, at most, at a beginning or an end.
+    `sharing` is how many processes have the GPU that `seconds` are of, at most, at a beginning or an end.
     """
 
     def __init__(self) -> None:
         self.seconds, self.steps, self.elsewhere = 0.0, 0, 0.0
-        self._computes = ""
+        self._here = self._computed = ""  # what computes in this session, and what `seconds` are of
         self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
         self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
         self._on_gpu = False
@@ -56,7 +57,7 @@ class Clock(pl.Callback):
         Args:
             computes: what the speed of steps depends on: device, engine, portions.
         """
-        self._began, self._computes = time.perf_counter(), computes
+        self._began, self._here = time.perf_counter(), computes
         self._on_gpu = trainer.strategy.root_device.type == "cuda"
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -82,6 +83,11 @@ class Clock(pl.Callback):
         return self.seconds + (0.0 if self._started is None else time.perf_counter() - self._started[0])
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        """Not where nothing but scoring is left."""
+        if self._computed != self._here:
+            self.elsewhere += self.seconds
+            self.seconds, self.steps, self.sharing, self._computed = 0.0, 0, 1, self._here
+        self.sharing = max(self.sharing, _planned())
         self._look_around(trainer)
         self._entered = time.perf_counter()
 
@@ -112,18 +118,14 @@ class Clock(pl.Callback):
             self._look_around(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        steps = {"seconds": self.seconds, "steps": self.steps, "elsewhere": self.elsewhere, "computes": self._computes}
+        steps = {"seconds": self.seconds, "steps": self.steps, "elsewhere": self.elsewhere, "computes": self._computed}
         spent = {"validation": self.validation, "wall": self.wall(), "peak": self.peak() or 0}
         return {"sharing": self.sharing} | steps | spent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Older checkpoints have no more than `seconds` and `steps`."""
-        self.elsewhere = state.get("elsewhere", 0.0)
-        if state.get("computes") == self._computes:
-            self.seconds, self.steps = state["seconds"], state["steps"]
-        else:
-            self.elsewhere += state["seconds"]
-        self.sharing = max(self.sharing, state.get("sharing", 1))
+        """Older checkpoints lack some of these."""
+        self.seconds, self.steps, self.elsewhere = state["seconds"], state["steps"], state.get("elsewhere", 0.0)
+        self.sharing, self._computed = state.get("sharing", 1), state.get("computes", "")
         self.validation = state.get("validation", 0.0)
         self._wall, self._peak = state.get("wall"), state.get("peak", 0)
 
@@ -244,6 +246,10 @@ class Faults(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        with suppress(Exception):  # of a device that is gone there is nothing to read
+            _step(pl_module).log(trainer)
 
     def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Logs and judges what no further step does."""

@@ -65,7 +65,7 @@ class Tally:
 
 
 class Reading:
-    """The counts of a tally as they are now, on their way to the host: to wait for them is not to leave a GPU idle."""
+    """The counts of a tally as they are now, on their way to the host, while the device goes on with what follows."""
 
     def __init__(self, tally: Tally):
         counts = (tally.total, tally.taken, tally.first, tally.skipped)

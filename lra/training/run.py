@@ -28,7 +28,7 @@ RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
 CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
-PATIENCE_S = 0.5  # who only looks whether somebody works in a directory is in a claim's way for an instant
+PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores

@@ -122,6 +122,8 @@ class Step:
             assert self.tally is not None
             self._unread = step + 1, rate, Reading(self.tally)
             self.tally.clear()
+            if self.run.trainer.on_nan == "skip":  # the run may end here, with the weights that there are
+                self.log(trainer)
 
     def start(self, module: TaskModule, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
         """Before the first step here, whose number, from 0, is `step`; UsageError if it must be captured and can't."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -42,11 +41,10 @@ def test_what_changes_a_task_is_named_and_the_papers_figures_are_left_out(here, 
     (cell,) = accuracy.choose(grid.read("table3"), parse(accuracy.Options, args[:-1]), [field])
     made(cell, "finished", 0.7689)
     report = accuracy.run("table3", args)
-    named = f"pathfinder ({change})"
-    assert report.tables[0][0] == f"table3: test accuracy, %, {named}"
-    assert f"five tasks, {named}" in Path("checkpoints/table3.txt").read_text()
+    assert report.tables[0][0] == "table3: test accuracy, %; of other tasks: pathfinder"
+    assert "five tasks; of other tasks: pathfinder" in Path("checkpoints/table3.txt").read_text()
     assert report.tables[0][2] == [["flash", "76.89", ""]]
-    out = f"its figures, averages too, are left out where the task is another: {named}"
+    out = f"its figures, averages too, are left out where the task is another: pathfinder ({change})"
     assert report.lines[0] == f"paper: FlashAttention, arXiv 2205.14135, Table 3; {out}"
 
 
@@ -74,7 +72,7 @@ def test_what_a_recipe_makes_of_a_task_is_found_column_by_column():
 def test_one_attention_of_another_task_is_enough():
     one, other = GRID.cells(["text"], None, 1, "xiong2021")
     short = Cell("text", "standard", 0, (*other.args, "max_length=9"))
-    assert GRID.under([one, short]).others == {"text": "text (task.max_length: 4096 -> 9)"}
+    assert GRID.under([one, short]).others == {"text": "task.max_length: 4096 -> 9"}
     assert GRID.under([one, other]) == GRID
 
 
@@ -98,7 +96,7 @@ def test_a_recipe_of_other_tasks_stands_beside_no_figure_of_the_papers(tmp_path)
     assert made.notes[1].startswith("paper: FlashAttention") and made.notes[1].endswith(f"is another: {named}")
     rows = csv.DictReader((tmp_path / "out" / "table3.csv").read_text().splitlines())
     assert [row["paper"] for row in rows if row["attention"] == "flash"] == ["", "43.5"]
-    assert named in unescape((tmp_path / "out" / "table3.html").read_text().partition("</title>")[0])
+    assert "; of other tasks: listops" in (tmp_path / "out" / "table3.html").read_text().partition("</title>")[0]
     image = report.run("table3", [*args, "tasks=image"])
     assert table(image, "steps per second")["flash"]["paper"] == "2.4" and "paper" not in image.notes[1]
 
@@ -107,12 +105,13 @@ def test_tasks_that_are_not_the_papers_stand_beside_none_of_its_figures():
     arguments = ["speed=true", "tasks=pathfinder", "attns=flash"]
     for more, figure, named in (
         (["recipe=curriculum"], "2.4", ""),
-        (["recipe=curriculum", "tokens=lit"], "", ", pathfinder (task.tokens: all -> lit)"),
-        (["recipe=demo"], "", ", pathfinder (task.level: hard -> easy; task.tokens: all -> lit)"),
+        (["recipe=curriculum", "tokens=lit"], "", "pathfinder (task.tokens: all -> lit)"),
+        (["recipe=demo"], "", "pathfinder (task.level: hard -> easy; task.tokens: all -> lit)"),
     ):
         made = accuracy.run("table3", arguments + more, dry_run=True)
         title, _, rows = made.tables[0]
-        assert rows[0][-1] == figure and title.endswith(f"(columns){named}") and named[2:] in made.lines[0]
+        assert rows[0][-1] == figure and named in made.lines[0]
+        assert title.endswith("(columns); of other tasks: pathfinder" if named else "(columns)")
 
 
 @pytest.mark.parametrize(("fields", "figure"), [([], "2.4"), (["data_seed=1"], "2.4"), (["max_length=1000"], "")])
@@ -123,4 +122,9 @@ def test_the_report_leaves_the_papers_speedup_out_of_other_tasks_that_were_measu
     FILE.write_text(json.dumps(found))
     beside = report.run("table3", ["results=runs", "tasks=text", "attns=flash", "seeds=1", f"speed={FILE}"])
     assert shown(beside, "speedup over standard")["flash"][-1] == figure
+    found["cells"].append(measurement("listops", "flash", "product", 4.0))
+    found["options"]["fields"] = ["max_length=1000"]
+    FILE.write_text(json.dumps(found))
+    image = report.run("table3", ["results=runs", "tasks=image", "attns=flash", "seeds=1", f"speed={FILE}"])
+    assert shown(image, "speedup over standard")["flash"][-1] == "2.4", "of what is shown nothing is another task"
     assert shown(beside, "difference")["flash"] == ["(63.9)"], "of runs without these fields"

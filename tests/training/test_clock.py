@@ -46,8 +46,8 @@ def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
     saved = first.state_dict() | {"peak": 7}
     assert saved["wall"] == 15
     later = Clock()
-    later.load_state_dict(saved)
     later.begin(ON_CPU, "a CPU")
+    later.load_state_dict(saved)
     assert (later.wall(), later.peak()) == (15, 7)
 
 
@@ -55,6 +55,7 @@ def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
 def test_a_runs_speed_is_of_what_it_was_computed_with_last(small, monkeypatch, options, steps):
     """Each session's first stride, of two steps, is apart; the first session's last checkpoint is that of step 4."""
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setenv(RUNS_PER_DEVICE, "3")
         interrupt_at(7, patch)
         small()
     (last,) = Path("checkpoints").rglob("last.ckpt")
@@ -65,6 +66,7 @@ def test_a_runs_speed_is_of_what_it_was_computed_with_last(small, monkeypatch, o
     assert result["steps_per_second"] == round(steps / clock["seconds"], 2)
     spent = before["seconds"] if options else 0.0
     assert clock["elsewhere"] == spent and result["train_seconds"] == round(spent + clock["seconds"], 1)
+    assert result["runs_per_device"] == (1 if options else 3), "of those seconds, too"
     assert clock["validation"] > before["validation"] > 0
     assert result["validation_seconds"] == round(clock["validation"], 1)
 

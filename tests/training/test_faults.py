@@ -15,12 +15,14 @@ import torch
 import lra
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
+from lra.training import curves
 from lra.training.callbacks import Clock
-from lra.training.faults import Counts, Tally, culprit
+from lra.training.faults import Counts, Reading, Tally, culprit
 from lra.training.fit import configure
 from lra.training.step import AdamW, Step
 from tests.training.conftest import arguments
 from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
+from tests.training.test_fit import interrupt_at
 
 RUN = Path("checkpoints/runs/listops/flash")
 CPU = torch.device("cpu")
@@ -166,6 +168,24 @@ def test_nothing_but_faults_ends_a_run_that_skips(small, monkeypatch):
     inject(monkeypatch, "loss", *range(5, 9))
     with pytest.raises(UsageError, match="the training loss is nan at step 5"):
         small("name=bad", "trainer.on_nan=skip", "trainer.log_every=4")
+
+
+def test_a_run_that_skips_ends_with_the_weights_before_the_faults(small, monkeypatch):
+    """Later steps would change them."""
+    before = kept_before(5, monkeypatch)
+    inject(monkeypatch, "loss", 5, 6)
+    with pytest.raises(UsageError, match="the training loss is nan at step 5"):
+        small("name=bad", "trainer.on_nan=skip", "trainer.log_every=2", "trainer.eval_every=12")
+    assert same(torch.load(RUN / "bad-s0/fault.pt", weights_only=True)["state_dict"], before)
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_run_that_dies_has_logged_what_was_counted(small, monkeypatch, step):
+    monkeypatch.setattr(Reading, "arrived", lambda self: False)  # as on a GPU that has more to do
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        interrupt_at(step, patch)
+        small("name=bad", "trainer.log_every=3", "trainer.eval_every=12")
+    assert [row["step"] for row in curves.read(RUN / "bad-s0/metrics.csv")] == ["3"]
 
 
 def test_a_tally_counts_on_from_where_it_was():
