@@ -81,7 +81,7 @@ class Reading:
         return self._copied is None or self._copied.query()
 
     def counts(self) -> Counts:
-        """Waits for what the device had to do when they were asked for, and for nothing after it."""
+        """Waits for what the device had to do when this was made, and for nothing after it."""
         if self._copied is not None:
             self._copied.synchronize()
         total, *rest = self._values.tolist()

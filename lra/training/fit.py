@@ -151,7 +151,7 @@ def fit(*args: str) -> dict[str, Any]:
         _say(f"{directory.path}: {what}")
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         _say(f"scoring {_sets(data)}")
-        checkpoints.verify(directory.best)
+        checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
         # not by Lightning, which would take what the callbacks have counted back to that step, too
         checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
         trainer.test(module, datamodule=data, verbose=False)

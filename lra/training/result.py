@@ -27,7 +27,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "parameters": count(module),
         "steps": trainer.global_step,
         "train_seconds": round(clock.elsewhere + clock.seconds, 1),
-        # of what computes now: a run may have begun on another device
+        # of what computed the last steps: a run may have begun on another device
         "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
         "first_step_seconds": None if clock.first is None else round(clock.first, 1),
         "validation_seconds": round(clock.validation, 1),

@@ -32,15 +32,11 @@ TINY = {"lengths": "16,32", "head_dims": "16", "dtypes": "fp32", "tokens": "64",
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, request):
+def quick(monkeypatch, request, one_thread):
     """Short, and on the CPU but for the tests that need a GPU."""
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_time_counts_once_launching_fits_in_the_pause(monkeypatch):
