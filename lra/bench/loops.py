@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.config.compose import Composed
 from lra.config.schema import RunConfig
+from lra.data.collated import Collated
 from lra.data.split import IGNORED
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
@@ -125,7 +127,7 @@ class _Watched(Step):
         super().__init__(run)
         self.watch, self.ended = watch, False
 
-    def __call__(self, module: TaskModule, batches: list[Batch]) -> None:
+    def __call__(self, module: TaskModule, batches: list[Collated]) -> None:
         if module.trainer.global_step == 0:
             self.watch.start()
         super().__call__(module, batches)
@@ -170,8 +172,8 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     data.setup()
     batches = data.train_dataloader()
     if name == "bare":
-        padded = [full(batch, len(data.vocabulary)) for batch in batches.step(0)]
-        steps, rows = itertools.repeat(padded), len(watch.measured) * sum(batch.tokens.numel() for batch in padded)
+        padded = [full(batch, len(data.vocabulary), device) for batch in batches.step(0)]
+        steps, rows = itertools.repeat(padded), len(watch.measured) * sum(batch.rows for batch in padded)
         work = rows, rows
         del data, batches  # with what they hold on the GPU
     else:
@@ -185,7 +187,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     return Loop(module, *work, float(step.tally.total) / watch.done, loop)
 
 
-def _taken(module: TaskModule, optimizer: torch.optim.Optimizer, steps: Iterable[list[Batch]]) -> Iterator[None]:
+def _taken(module: TaskModule, optimizer: torch.optim.Optimizer, steps: Iterable[list[Collated]]) -> Iterator[None]:
     """Takes a step at each `next`."""
     step = cast(Step, module.step)
     for number, batches in enumerate(steps):
@@ -217,10 +219,11 @@ class Dense(nn.Module):
     attend = forward  # as an Attention has it: batches are padded
 
 
-def full(padded: Batch, vocabulary: int) -> Batch:
-    """A padded batch of drawn tokens in which each sequence has `max_length` of them."""
-    tokens = torch.randint_like(padded.tokens, vocabulary)
-    return replace(padded, tokens=tokens, length=torch.full_like(padded.length, padded.max_length), positions=None)
+def full(padded: Collated, vocabulary: int, device: torch.device) -> Collated:
+    """A padded batch of drawn tokens, on `device` already, in which each sequence has `max_length` of them."""
+    tokens = torch.randint(vocabulary, (padded.rows,), dtype=torch.int32, device=device)
+    length = np.full_like(padded.length, padded.max_length)
+    return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens, None))
 
 
 def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:
@@ -228,6 +231,6 @@ def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:
     tokens = rows = 0
     for batch in itertools.chain.from_iterable(map(batches.step, steps)):
         real = batch.label != IGNORED
-        tokens += int(batch.length.view(len(real), -1)[real].sum())  # of Retrieval two sequences have one label
-        rows += batch.tokens.numel()
+        tokens += int(batch.length.reshape(len(real), -1)[real].sum())  # of Retrieval two sequences have one label
+        rows += batch.rows
     return tokens, rows

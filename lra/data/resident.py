@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.split import TORCH, Examples, Pairs, Split
+from lra.data.collated import TORCH
+from lra.data.split import Examples, Pairs, Split
 
 SHARE = 1 / 4  # of a GPU's memory, at most: the rest is the model's
 CHUNK = 1 << 24  # elements uploaded at a time, through a buffer of as many
@@ -36,10 +37,10 @@ class Resident(Split):
 
     def lay(self, begins: np.ndarray, total: int) -> list[np.ndarray]:
         """Where gaps and sequences end, in turn, and how far from a row its token is: in a gap, past the last one."""
-        ends = np.stack([begins, begins + self.lengths], 1).ravel()
-        shifts = np.full(len(ends) + 1, len(self.tokens))
-        shifts[1::2] = self.starts - begins
-        return [ends.astype(np.int32), shifts.astype(np.int64)]  # a store may have more than 2^31 tokens
+        ends, shifts = np.empty(2 * len(begins), np.int32), np.empty(2 * len(begins) + 1, np.int64)
+        ends[::2], ends[1::2] = begins, begins + self.lengths
+        shifts[::2], shifts[1::2] = self.tokens.numel(), self.starts - begins  # a store may have more than 2^31 tokens
+        return [ends, shifts]
 
     def read(self, laid: list[Tensor], total: int) -> tuple[Tensor, Tensor | None]:
         ends, shifts = laid

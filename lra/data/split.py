@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
+from lra.data.collated import Collated
 
 Rows = np.ndarray | Sequence[int]
 IGNORED = -100  # label of what fills a batch up: cross-entropy leaves it out
-TORCH = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,13 @@ class Split:
         """Only these rows, in this order, of the same mapped tokens."""
         return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
 
-    def gather(
+    def gather(self, rows: Rows, device: torch.device | str, **options: Any) -> Batch:
+        """The batch of these rows on `device`; options as of `collate`."""
+        return self.collate(rows, **options).to(device)
+
+    def collate(
         self,
         rows: Rows,
-        device: torch.device | str,
         *,
         max_length: int,
         layout: Literal["packed", "padded"] = "packed",
@@ -68,8 +71,8 @@ class Split:
         share: float = 0.0,
         index: Rows | None = None,
         multiple: int = 1,
-    ) -> Batch:
-        """The batch of these rows (int `[B]`, any order, repeats allowed) on `device`.
+    ) -> Collated:
+        """The batch of these rows (int `[B]`, any order, repeats allowed), not yet on a device.
 
         Of each sequence the first `max_length` tokens are kept, and with `threshold` only those of them whose id is at
         least that and those in a `share` of the places (`shared_places`); these keep their positions, which the batch
@@ -108,13 +111,9 @@ class Split:
             raise ValueError(f"layout is packed or padded, not {layout}")
 
         starts = np.minimum(begins, max(total - 1, 0))  # of nothing at the end, a row, too
-        fields = [np.ascontiguousarray(field, np.int32) for field in (starts, lengths, index)]
-        fields += [np.ascontiguousarray(labels, np.int64), *chosen.lay(begins[:count] + head, total)]
-        start, length, place, label, *sent = _send(fields, torch.device(device))
-        tokens, positions = chosen.read(sent, total)
-        if prefix is not None:
-            tokens.index_fill_(0, start[:count].long(), prefix)
-        return Batch(tokens, start, length, longest, label, place, positions)
+        start, length, place = (np.ascontiguousarray(field, np.int32) for field in (starts, lengths, index))
+        label, laid = np.ascontiguousarray(labels, np.int64), chosen.lay(begins[:count] + head, total)
+        return Collated(chosen.read, start, length, place, label, laid, total, longest, prefix, count)
 
     def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
         """Of each sequence the first `max_length` tokens, or with `threshold` those of them of at least that id.
@@ -171,8 +170,12 @@ class Pairs:
         """The length of the longer one of each of these pairs, int64."""
         return self.documents.lengths[self.pairs[rows]].max(1)
 
-    def gather(self, rows: Rows, device: torch.device | str, *, index: Rows | None = None, **options: Any) -> Batch:
-        """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.gather`.
+    def gather(self, rows: Rows, device: torch.device | str, **options: Any) -> Batch:
+        """The batch of these pairs on `device`; options as of `collate`."""
+        return self.collate(rows, **options).to(device)
+
+    def collate(self, rows: Rows, *, index: Rows | None = None, **options: Any) -> Collated:
+        """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.collate`.
 
         `index` is the place of each pair in the global batch; its label stands once.
         """
@@ -181,8 +184,8 @@ class Pairs:
         both = (2 * place[:, None] + (0, 1)).ravel()
         sequences = self.documents.subset(self.pairs[rows].ravel())
         labelled = dataclasses.replace(sequences, labels=self.labels[rows].repeat(2))
-        batch = labelled.gather(np.arange(len(both)), device, index=both, **options)
-        return dataclasses.replace(batch, label=batch.label[::2])
+        batch = labelled.collate(np.arange(len(both)), index=both, **options)
+        return dataclasses.replace(batch, label=np.ascontiguousarray(batch.label[::2]))
 
 
 Examples = Split | Pairs
@@ -199,20 +202,5 @@ def shared_places(length: int, share: float) -> np.ndarray:
 
 def _shares(total: int, count: int) -> np.ndarray:
     """`total` in `count` nearly equal parts, int64."""
-    return np.diff(np.arange(count + 1) * total // count)
-
-
-def _send(vectors: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The vectors on `device`, by one transfer that the host does not wait for.
-
-    Each begins at a multiple of 16 bytes, because Triton compiles a kernel anew for pointers that do not.
-    """
-    ends = np.cumsum([0, *(math.ceil(vector.nbytes / 16) * 16 for vector in vectors)]).tolist()
-    places = [slice(end, end + vector.nbytes) for end, vector in zip(ends, vectors, strict=False)]
-    pinned = device.type == "cuda"
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
-    target = buffer.numpy()
-    for place, vector in zip(places, vectors, strict=True):
-        target[place] = vector.view(np.uint8)
-    there = buffer.to(device, non_blocking=pinned)
-    return [there[place].view(TORCH[vector.dtype.str]) for place, vector in zip(places, vectors, strict=True)]
+    ends = np.arange(count + 1) * total // count
+    return ends[1:] - ends[:-1]

@@ -21,6 +21,7 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
+from lra.data.collated import Collated
 from lra.data.split import IGNORED, Examples, Split
 from lra.data.store import Content, Store, prepare, vocabulary_hash
 from lra.data.writer import Writer
@@ -178,7 +179,7 @@ class TaskData(pl.LightningDataModule):
         return {"layout": self.run.batch.layout, "max_length": self.config.max_length, "prefix": prefix}
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch  # gathered on the device already
+        return batch  # of training the step sends them, of evaluation they are there
 
 
 def only_generated(config: Any, *fields: str) -> None:
@@ -210,7 +211,7 @@ class OptimisationStep(Protocol):
 
     def compile_evaluation(self, module: TaskModule) -> None: ...
 
-    def __call__(self, module: TaskModule, batches: list[Batch]) -> None: ...
+    def __call__(self, module: TaskModule, batches: list[Collated]) -> None: ...
 
 
 class TaskModule(pl.LightningModule):
@@ -261,7 +262,7 @@ class TaskModule(pl.LightningModule):
         """Cross-entropy summed over the batch, without what fills it up."""
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
-    def training_step(self, steps: Iterator[list[Batch]], _: int) -> None:
+    def training_step(self, steps: Iterator[list[Collated]], _: int) -> None:
         for batches in steps:
             self.step(self, batches)
 

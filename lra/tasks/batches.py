@@ -13,6 +13,7 @@ import torch
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data import order
+from lra.data.collated import Collated
 from lra.data.split import IGNORED, Examples, Pairs
 
 
@@ -28,9 +29,9 @@ class Rank:
 class TrainBatches:
     """The rest of training as one endless pass, whose items are `stride` steps in a row.
 
-    A step is this rank's micro-batches of it, made when they are asked for. The pass starts at the step that `current`
-    names, so a resumed run goes on with the same sequences. With `few_shapes` packed batches are filled up, see
-    `_multiple`.
+    A step is this rank's micro-batches of it, collated when they are asked for and sent to no device yet. The pass
+    starts at the step that `current` names, so a resumed run goes on with the same sequences. With `few_shapes` packed
+    batches are filled up, see `_multiple`.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class TrainBatches:
         self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
         self.share, self.micro = run.batch.divide(rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(self.step(0)[0], split, gather)}
+            self.gather = {**gather, "multiple": _multiple(self.step(0)[0].rows, split, gather)}
 
-    def __iter__(self) -> Iterator[Iterator[list[Batch]]]:
+    def __iter__(self) -> Iterator[Iterator[list[Collated]]]:
         step, config = self.current(), self.run.trainer
         while step < config.steps:
             end = min(step - step % config.stride + config.stride, config.steps)
@@ -52,13 +53,13 @@ class TrainBatches:
     def __len__(self) -> int:
         return math.ceil(self.run.trainer.steps / self.run.trainer.stride)
 
-    def step(self, step: int) -> list[Batch]:
+    def step(self, step: int) -> list[Collated]:
         rows = order.rows(self.run.seed, step, self.run.batch.size, len(self.split))
         first = self.rank.rank * self.share
         places = np.arange(first, first + self.share)
         chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
         chunks = (chunk[_longest_first(self.split, rows[chunk], self.gather)] for chunk in chunks)
-        return [self.split.gather(rows[chunk], self.rank.device, index=chunk, **self.gather) for chunk in chunks]
+        return [self.split.collate(rows[chunk], index=chunk, **self.gather) for chunk in chunks]
 
     # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class EvalBatches:
         self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
         self.rows = np.arange(rank.rank, len(split), rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(next(iter(self)), split, gather)}
+            self.gather = {**gather, "multiple": _multiple(next(iter(self)).tokens.numel(), split, gather)}
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.size)
@@ -106,8 +107,8 @@ def _longest_first(split: Examples, rows: np.ndarray, gather: Mapping[str, Any])
     return np.argsort(-split.longest(rows), kind="stable")
 
 
-def _multiple(batch: Batch, split: Examples, gather: Mapping[str, Any]) -> int:
-    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of `batch`'s.
+def _multiple(rows: int, split: Examples, gather: Mapping[str, Any]) -> int:
+    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of some batch's `rows`.
 
     Where all sequences of the split, not just of this batch, have one length, there is one shape.
     """
@@ -116,4 +117,4 @@ def _multiple(batch: Batch, split: Examples, gather: Mapping[str, Any]) -> int:
     alike = gather.get("threshold") is None and lengths.min() == lengths.max()
     if gather.get("layout") == "padded" or alike:
         return 1
-    return 1 << max(batch.tokens.numel() // 12, 1).bit_length() - 1
+    return 1 << max(rows // 12, 1).bit_length() - 1

@@ -290,7 +290,7 @@ class Faults(pl.Callback):
             }
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
-                fault["batches"].append([faults.plain(batch.with_seed(seed)) for batch in loader.step(step)])
+                fault["batches"].append([faults.plain(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
             WholeFiles(self.file.parent).save_checkpoint(fault, self.file)
             try:
                 what = faults.culprit(module, fault)

@@ -1,13 +1,12 @@
 """The optimisation step as CUDA graphs: what the GPU does in a step is launched by a few calls, not by hundreds.
 
-A captured step works on tensors that stay where they are. So a batch is copied into buffers of its shape, and packed
-batches have few shapes: `Split.gather` rounds their rows up. What comes for the first time runs as it is, which
-compiles and allocates; what comes for the second time is captured.
+A captured step works on tensors that stay where they are. So a batch is copied into a buffer of its shape, where the
+graph unpacks it, and packed batches have few shapes: `Split.collate` rounds their rows up. What comes for the first
+time runs as it is, which compiles and allocates; what comes for the second time is captured.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lra.batch import Batch
+from lra.data.collated import Collated
 from lra.training.faults import Tally
 
 
@@ -73,7 +73,7 @@ class CapturedStep:
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         for group in optimizer.param_groups:
             group.update(lr=self.rate, capturable=device.type == "cuda")
-        self.micro_batches: dict[tuple[int, ...], tuple[Batch, Graph]] = {}
+        self.micro_batches: dict[tuple[int, ...], tuple[Tensor, Graph]] = {}  # of each shape, where a batch lies packed
         self.update = Graph(lambda: self._update(update), self.pool)
 
     def begin(self, seed: int, rate: float) -> None:
@@ -81,18 +81,13 @@ class CapturedStep:
         self.seed.fill_(seed)
         self.rate.fill_(rate)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Collated) -> None:
         """Adds the gradients of a micro-batch."""
-        shape = batch.tokens.numel(), batch.size, batch.max_length
-        if shape not in self.micro_batches:
-            static = dataclasses.replace(batch, seed=self.seed)
-            self.micro_batches[shape] = static, Graph(lambda: self._add(static), self.pool)
-        static, graph = self.micro_batches[shape]
-        if static.tokens is not batch.tokens:
-            static.label.copy_(batch.label)
-            rest = ("tokens", "start", "length", "index", *(() if batch.positions is None else ("positions",)))
-            there, here = ([getattr(each, name) for name in rest] for each in (static, batch))
-            torch._foreach_copy_(there, here)  # pyright: ignore[reportPrivateImportUsage]  # all int32: one launch
+        if batch.shape not in self.micro_batches:
+            there = torch.empty_like(batch.pack(False), device=self.flat.device)
+            self.micro_batches[batch.shape] = there, Graph(lambda: self._add(batch.unpack(there)), self.pool)
+        there, graph = self.micro_batches[batch.shape]
+        there.copy_(batch.pack(there.is_cuda), non_blocking=True)
         graph()
 
     def finish(self) -> None:
@@ -102,7 +97,7 @@ class CapturedStep:
         self.update()
 
     def _add(self, batch: Batch) -> None:
-        loss = self.loss(dataclasses.replace(batch))  # a new one, without what it has computed before
+        loss = self.loss(batch.with_seed(self.seed))
         found = torch.autograd.grad(loss, self.parameters)
         self.flat += torch.cat([*map(torch.flatten, found), loss.detach().view(1)])
 

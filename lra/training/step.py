@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lra import environment
 from lra.batch import Batch
 from lra.config.schema import OptimConfig, RunConfig
+from lra.data.collated import Collated
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
@@ -104,7 +105,7 @@ class Step:
             raise UsageError(f"engine=captured, but {hinders}: use engine=auto")
         return not hinders
 
-    def __call__(self, module: TaskModule, batches: list[Batch]) -> None:
+    def __call__(self, module: TaskModule, batches: list[Collated]) -> None:
         trainer, optimizer = module.trainer, cast(LightningOptimizer, module.optimizers())
         step = trainer.global_step
         if self.tally is None:
@@ -137,7 +138,7 @@ class Step:
         self,
         module: TaskModule,
         optimizer: torch.optim.Optimizer | LightningOptimizer,
-        batches: list[Batch],
+        batches: list[Collated],
         step: int,
         rank: int = 0,
         backward: Callable[[Tensor], None] = Tensor.backward,
@@ -158,7 +159,8 @@ class Step:
         for group in optimizer.param_groups:
             group["lr"] = rate
         for batch in batches:
-            loss = module.loss(batch.with_seed(given)) / self.run.batch.size  # a share of the global batch's mean
+            there = batch.to(module.device).with_seed(given)
+            loss = module.loss(there) / self.run.batch.size  # a share of the global batch's mean
             backward(loss)
             total += loss.detach()
         if dist.is_initialized():

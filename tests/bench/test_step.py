@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from lra.bench.breakdown import GAPS, GROUPS, LONGEST, OTHER, Kernel, breakdown,
 from lra.bench.loops import ALONE, BLOCKS, Dense, Stopwatch, full
 from lra.bench.step import RECORDED, bench, notes, split, tables
 from lra.cli import app
+from lra.data.split import Split
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
 from lra.models import transformer
@@ -299,12 +301,10 @@ def test_a_breakdown_sums_kernels_and_leaves_gaps():
 
 def test_bare_attention_is_attention():
     q, k, v = torch.randn(3, 2 * 5, 2, 8)
-    batch = lra.batch.Batch(
-        torch.zeros(10, dtype=torch.int32), torch.tensor([0, 5]).int(), torch.tensor([3, 5]).int(), 5,
-        torch.tensor([0, 1]), torch.arange(2).int(), positions=torch.zeros(10, dtype=torch.int32),
-    )  # fmt: skip
-    filled = full(batch, 7)
-    assert filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
+    split = Split.from_offsets(np.arange(8, dtype=np.uint8), np.array([0, 3, 8]))
+    batch = split.collate([0, 1], max_length=5, layout="padded", threshold=0)
+    filled = full(batch, 7, torch.device("cpu")).to("cpu")
+    assert len(batch.laid) == 2 and filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
     assert int(filled.tokens.max()) < 7 and filled.tokens.dtype == torch.int32
     expected = reference_attention(q, k, v, start=filled.start, length=filled.length)
     torch.testing.assert_close(Dense(0.5).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)

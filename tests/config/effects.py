@@ -234,7 +234,8 @@ def served(task: str, fields: dict[str, Any]) -> Any:
     except UsageError as error:
         return Refused(str(error))
     data.setup()
-    batches = itertools.chain(data.train_dataloader().step(0), data.val_dataloader(), *data.test_dataloader())
+    train = (batch.to("cpu") for batch in data.train_dataloader().step(0))
+    batches = itertools.chain(train, data.val_dataloader(), *data.test_dataloader())
     rows = [digest({k: v for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}) for batch in batches]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     torch.manual_seed(0)

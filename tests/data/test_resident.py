@@ -85,6 +85,19 @@ def test_a_resident_split_gathers_what_the_host_does(device):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
+def test_what_unpacks_a_batch_unpacks_all_of_its_shape(device):
+    """A graph that begins with it is replayed for other batches."""
+    for number in range(100):
+        split, rows, options = cases(number)
+        fixed = {name: options[name] for name in ("max_length", "prefix", "threshold", "share")}
+        expected = split.gather(rows[::-1], "cpu", **options)
+        for part in (split, on(device, split, **fixed)):
+            one, other = part.collate(rows, **options), part.collate(rows[::-1], **options)
+            assert one.shape == other.shape
+            assert same(one.unpack(other.pack(False).to(device)), expected), (number, options)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("threshold", [None, 100])
 def test_resident_pairs_gather_what_the_host_does(threshold, device):
     rng = np.random.default_rng(0)
@@ -187,8 +200,8 @@ def data_of(*args: str, stage: str = "fit") -> Any:
 
 
 def batches(data: Any) -> list[Batch]:
-    loaders = data.train_dataloader().step(0), data.val_dataloader(), *data.test_dataloader()
-    return [batch for loader in loaders for batch in loader]
+    train = (batch.to(CPU) for batch in data.train_dataloader().step(0))
+    return [batch for loader in (train, data.val_dataloader(), *data.test_dataloader()) for batch in loader]
 
 
 @pytest.mark.parametrize("fields", [LISTOPS, LIT, (*LIT, "model.pooling=cls", "batch.layout=padded")])

@@ -242,6 +242,11 @@ def trainer_of(run: Any, step: int = 0) -> Any:
     )
 
 
+def trained_on(data: Any) -> list[Batch]:
+    """The first step's batches."""
+    return [batch.to(CPU) for batch in data.train_dataloader().step(0)]
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_cls_pooling_puts_its_token_before_every_sequence(layout):
     fields = ("task=listops", *SHORT, f"batch.layout={layout}", "batch.size=8", "batch.micro=3")
@@ -249,7 +254,7 @@ def test_cls_pooling_puts_its_token_before_every_sequence(layout):
     plain.trainer, cls.trainer = trainer_of(plain.run), trainer_of(cls.run)
     token = len(listops.VOCABULARY)  # the id after the last
     pairs = [
-        *zip(plain.train_dataloader().step(0), cls.train_dataloader().step(0), strict=True),
+        *zip(trained_on(plain), trained_on(cls), strict=True),
         *zip(plain.val_dataloader(), cls.val_dataloader(), strict=True),
         *zip(plain.test_dataloader()[1], cls.test_dataloader()[1], strict=True),
     ]
@@ -278,6 +283,7 @@ def test_training_begins_at_the_trainers_step():
     data = data_of("task=listops", *SHORT)
     data.trainer = trainer_of(data.run, step=7)
     ((batch,), *_) = next(iter(data.train_dataloader()))
+    batch = batch.to(CPU)
     labels = data.parts["train"].labels[order.rows(0, 7, 64, 300)]
     places, found = rows_and_labels(batch)
     assert sorted(places) == list(range(64)) and found == labels[places].tolist()
@@ -300,7 +306,7 @@ def digest(*args: str) -> str:
     data = data_of(*args)
     data.trainer = trainer_of(data.run)
     parts = hashlib.sha256(data.store.manifest["vocabulary_hash"].encode())
-    for batch in data.train_dataloader().step(0):
+    for batch in trained_on(data):
         for field in (batch.tokens, batch.start, batch.length, batch.label):
             parts.update(field.numpy().tobytes())
     return parts.hexdigest()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lra
 from lra.batch import Batch
 from lra.config.schema import RunConfig
+from lra.data.collated import Collated
+from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.training import fit as fit_module
@@ -101,7 +104,7 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
     for deterministic in ("false", "true"):
         run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
         step: Step = build(run)[1].step  # type: ignore[assignment]
-        marked += step.compile(len)(filled_batch(0, torch.device("cpu")))  # type: ignore[arg-type]
+        marked += step.compile(len)(filled_batch(0).to("cpu"))  # type: ignore[arg-type]
     assert asked == [{}, {"dynamic": False, "options": {"deterministic": True}}]
     assert marked == [{0}, None] and "deterministic" in torch._inductor.list_options()
 
@@ -127,16 +130,12 @@ def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
         step.captures(module, CUDA)
 
 
-def filled_batch(seed: int, device: torch.device) -> Batch:
+def filled_batch(seed: int) -> Collated:
     """Packed, of always the same shape."""
-    generator = torch.Generator().manual_seed(seed)
-    length = torch.tensor([1, 0, 77, 60, 64, 20, 38, 60])[torch.randperm(8, generator=generator)]
-    start = length.cumsum(0) - length
-    return Batch(
-        torch.randint(0, 15, (320,), generator=generator).int().to(device), start.clamp(max=319).int().to(device),
-        length.int().to(device), 400, torch.randint(0, 10, (8,), generator=generator).to(device),
-        torch.arange(8, dtype=torch.int32, device=device),
-    )  # fmt: skip
+    generator = np.random.default_rng(seed)
+    offsets = np.cumsum([0, 1, 0, 77, 60, 64, 20, 38, 60])
+    split = Split.from_offsets(generator.integers(0, 15, 320, np.uint8), offsets, generator.integers(0, 10, 8))
+    return split.collate(generator.permutation(8), max_length=400, multiple=64)
 
 
 @pytest.mark.gpu
@@ -161,8 +160,8 @@ def test_every_attention_can_be_captured(name):
     engine = CapturedStep(loss, trained(module), step.optimizer(module), lambda: None, CUDA, Tally(CUDA))
     engine.begin(1, 0.0)
     for seed in range(4):  # as it is, captured, replayed twice
-        batch = filled_batch(seed, CUDA)
-        expected = torch.autograd.grad(loss(batch.with_seed(engine.seed)), trained(module), allow_unused=True)
+        batch = filled_batch(seed)
+        expected = torch.autograd.grad(loss(batch.to(CUDA).with_seed(engine.seed)), trained(module), allow_unused=True)
         engine.flat.zero_()
         engine.add(batch)
         for got, want in zip(engine.sums, expected, strict=True):

@@ -1,0 +1,73 @@
+"""A batch in the host's memory, in the form in which one transfer brings it to a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+
+TORCH = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class Collated:
+    """A batch that is not on a device yet: a few numbers per sequence, and what its tokens are read from.
+
+    `pack` has all of it in one vector, so that one transfer sends it; `unpack` is the batch, from that vector there.
+    Those of one `shape`, of one split, have vectors alike, and `unpack` does the same with them.
+    """
+
+    read: Callable[[list[Tensor], int], tuple[Tensor, Tensor | None]]  # as `Split.read` does
+    start: np.ndarray  # int32 [B]
+    length: np.ndarray  # int32 [B]
+    index: np.ndarray  # int32 [B]
+    label: np.ndarray  # int64 [examples]
+    laid: list[np.ndarray]  # for `read`
+    rows: int
+    max_length: int
+    prefix: int | None  # token id before each sequence
+    prefixed: int  # how many sequences that are: not those that fill up
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, sequences and `max_length`."""
+        return self.rows, len(self.start), self.max_length
+
+    def to(self, device: torch.device | str) -> Batch:
+        """On `device`, by one transfer that the host does not wait for."""
+        device = torch.device(device)
+        return self.unpack(self.pack(pinned := device.type == "cuda").to(device, non_blocking=pinned))
+
+    def pack(self, pinned: bool) -> Tensor:
+        """uint8, in the host's memory, `pinned` for a GPU."""
+        places = self._places
+        buffer = torch.empty(places[-1].stop, dtype=torch.uint8, pin_memory=pinned)
+        target = buffer.numpy()
+        for place, vector in zip(places, self._vectors, strict=True):
+            target[place] = vector.view(np.uint8)
+        return buffer
+
+    def unpack(self, packed: Tensor) -> Batch:
+        """The batch, where `packed` lies."""
+        vectors = zip(self._places, self._vectors, strict=True)
+        start, length, index, label, *laid = (packed[place].view(TORCH[v.dtype.str]) for place, v in vectors)
+        tokens, positions = self.read(laid, self.rows)
+        if self.prefix is not None:
+            tokens.index_fill_(0, start[: self.prefixed].long(), self.prefix)
+        return Batch(tokens, start, length, self.max_length, label, index, positions)
+
+    @property
+    def _vectors(self) -> list[np.ndarray]:
+        return [self.start, self.length, self.index, self.label, *self.laid]
+
+    @property
+    def _places(self) -> list[slice]:
+        """Of each vector: from a multiple of 16 bytes on, as Triton compiles a kernel anew for other pointers."""
+        ends = itertools.accumulate((-(-vector.nbytes // 16) * 16 for vector in self._vectors), initial=0)
+        return [slice(end, end + vector.nbytes) for end, vector in zip(ends, self._vectors, strict=False)]
