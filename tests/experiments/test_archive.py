@@ -85,6 +85,7 @@ def test_nobody_begins_with_a_run_while_it_is_packed(runs, monkeypatch):
     begun, add = [], tarfile.TarFile.addfile
     started = lambda: [claim(runs / name) for name in (FAILED, GOING)]  # noqa: E731
     monkeypatch.setattr(tarfile.TarFile, "addfile", lambda *args: begun.append(started()) or add(*args))
+    monkeypatch.setattr("lra.training.run.PATIENCE_S", 0)
     packed(runs, "checkpoints=last")
     assert len(begun) > 10 and all(found == [None, None] for found in begun)
     for file in started():

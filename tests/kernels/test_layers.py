@@ -69,7 +69,7 @@ def test_projection_within_budget(rows, d, pairs, dtype):
 
 
 @pytest.fixture
-def emulated(monkeypatch):
+def emulated(monkeypatch, rows):
     """The kernels themselves on the CPU, in the place of the operators' definition."""
     from lra.kernels.layers import feed_forward, launch, projection
 
@@ -80,6 +80,9 @@ def emulated(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    if rows > 1:  # fewer programs, each of which takes long here: a GPU's numbers are those of one row
+        for name, value in dict(PARTS=3, FOLDED=32, UNFOLDED=32).items():
+            monkeypatch.setattr(launch, name, value)
     return launch
 
 
