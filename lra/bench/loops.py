@@ -172,7 +172,9 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     data.setup()
     batches = data.train_dataloader()
     if name == "bare":
-        padded = [full(batch, len(data.vocabulary), device) for batch in batches.step(0)]
+        step_0 = batches.step(0)
+        tokens = torch.randint(len(data.vocabulary), (step_0[0].rows,), dtype=torch.int32, device=device)
+        padded = [full(batch, tokens) for batch in step_0]
         steps, rows = itertools.repeat(padded), len(watch.measured) * sum(batch.rows for batch in padded)
         work = rows, rows
         del data, batches  # with what they hold on the GPU
@@ -219,11 +221,10 @@ class Dense(nn.Module):
     attend = forward  # as an Attention has it: batches are padded
 
 
-def full(padded: Collated, vocabulary: int, device: torch.device) -> Collated:
-    """A padded batch of drawn tokens, on `device` already, in which each sequence has `max_length` of them."""
-    tokens = torch.randint(vocabulary, (padded.rows,), dtype=torch.int32, device=device)
+def full(padded: Collated, tokens: Tensor) -> Collated:
+    """A padded batch of these tokens, which stay where they are, in which each sequence has `max_length` of them."""
     length = np.full_like(padded.length, padded.max_length)
-    return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens, None))
+    return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens[:rows], None))
 
 
 def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Collated:
     """A batch that is not on a device yet: a few numbers per sequence, and what its tokens are read from.
 
     `pack` has all of it in one vector, so that one transfer sends it; `unpack` is the batch, from that vector there.
-    Those of one `shape`, of one split, have vectors alike, and `unpack` does the same with them.
+    Those of one `shape`, of one split and with the same options, have vectors alike: each unpacks those of all.
     """
 
     read: Callable[[list[Tensor], int], tuple[Tensor, Tensor | None]]  # as `Split.read` does
@@ -41,15 +42,19 @@ class Collated:
 
     def to(self, device: torch.device | str) -> Batch:
         """On `device`, by one transfer that the host does not wait for."""
-        device = torch.device(device)
-        return self.unpack(self.pack(pinned := device.type == "cuda").to(device, non_blocking=pinned))
+        on_gpu = torch.device(device).type == "cuda"
+        return self.unpack(self.pack(pinned=on_gpu).to(device, non_blocking=on_gpu))
 
-    def pack(self, pinned: bool) -> Tensor:
-        """uint8, in the host's memory, `pinned` for a GPU."""
-        places = self._places
-        buffer = torch.empty(places[-1].stop, dtype=torch.uint8, pin_memory=pinned)
+    @property
+    def nbytes(self) -> int:
+        """Of the packed vector."""
+        return self._places[-1].stop
+
+    def pack(self, *, pinned: bool = False) -> Tensor:
+        """uint8 `[nbytes]` in the host's memory, `pinned` for a GPU, which the host need not wait for then."""
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
         target = buffer.numpy()
-        for place, vector in zip(places, self._vectors, strict=True):
+        for place, vector in zip(self._places, self._vectors, strict=True):
             target[place] = vector.view(np.uint8)
         return buffer
 
@@ -62,11 +67,11 @@ class Collated:
             tokens.index_fill_(0, start[: self.prefixed].long(), self.prefix)
         return Batch(tokens, start, length, self.max_length, label, index, positions)
 
-    @property
+    @functools.cached_property
     def _vectors(self) -> list[np.ndarray]:
         return [self.start, self.length, self.index, self.label, *self.laid]
 
-    @property
+    @functools.cached_property
     def _places(self) -> list[slice]:
         """Of each vector: from a multiple of 16 bytes on, as Triton compiles a kernel anew for other pointers."""
         ends = itertools.accumulate((-(-vector.nbytes // 16) * 16 for vector in self._vectors), initial=0)

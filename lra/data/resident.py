@@ -71,7 +71,7 @@ def upload(
     """The splits on `device`, or none of them if together they need more than `limit` bytes there.
 
     What they share is uploaded once. `threshold` and `share` are applied now, and only tokens that pass are uploaded:
-    they, and then `max_length` and whether there is a `prefix`, are those of every later `gather`.
+    they, and then `max_length` and whether there is a `prefix`, are those of every later `collate`.
     """
     filtered = None if threshold is None else (max_length, int(prefix is not None), threshold, share)
     hosts = {name: split.documents if isinstance(split, Pairs) else split for name, split in splits.items()}

@@ -270,10 +270,14 @@ class TaskModule(pl.LightningModule):
         return self.step.optimizer(self)
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        self.scored["val"].append((self.evaluate(batch), batch.label))
+        self._keep("val", batch)
 
     def test_step(self, batch: Batch, _: int, dataloader_idx: int = 0) -> None:
-        self.scored[self.Data.test_sets[dataloader_idx]].append((self.evaluate(batch), batch.label))
+        self._keep(self.Data.test_sets[dataloader_idx], batch)
+
+    def _keep(self, split: str, batch: Batch) -> None:
+        """Scores and labels for `_score`; the label is copied, as it is a part of all that was sent of the batch."""
+        self.scored[split].append((self.evaluate(batch), batch.label.clone()))
 
     def on_validation_epoch_end(self) -> None:
         self._score("val")

@@ -80,21 +80,25 @@ class EvalBatches:
         self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
         self.rows = np.arange(rank.rank, len(split), rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(next(iter(self)).tokens.numel(), split, gather)}
+            self.gather = {**gather, "multiple": _multiple(self._collate(0).rows, split, gather)}
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.size)
 
     def __iter__(self) -> Iterator[Batch]:
-        for i in range(0, len(self.rows), self.size):
-            rows = self.rows[i : i + self.size]
-            rows = rows[_longest_first(self.split, rows, self.gather)]
-            count = len(rows)
-            rows = np.resize(rows, self.size) if self.few_shapes else rows
-            # their own places: what a pretraining hides depends on nothing else
-            batch = self.split.gather(rows, self.rank.device, index=rows, **self.gather)
-            batch.label[count : len(rows)] = IGNORED
-            yield batch
+        for first in range(0, len(self.rows), self.size):
+            yield self._collate(first).to(self.rank.device)
+
+    def _collate(self, first: int) -> Collated:
+        """The batch that begins with this one of the share's sequences."""
+        rows = self.rows[first : first + self.size]
+        rows = rows[_longest_first(self.split, rows, self.gather)]
+        count = len(rows)
+        rows = np.resize(rows, self.size) if self.few_shapes else rows
+        # their own places: what a pretraining hides depends on nothing else
+        batch = self.split.collate(rows, index=rows, **self.gather)
+        batch.label[count : len(rows)] = IGNORED
+        return batch
 
 
 def _longest_first(split: Examples, rows: np.ndarray, gather: Mapping[str, Any]) -> np.ndarray:

@@ -84,7 +84,7 @@ class PathfinderConfig:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Which pixels are tokens: arguments of `Split.gather`."""
+        """Which pixels are tokens: arguments of `Split.collate`."""
         return {"threshold": LIT, "share": self.background} if self.tokens == "lit" else {}
 
     @property

@@ -82,12 +82,12 @@ class CapturedStep:
         self.rate.fill_(rate)
 
     def add(self, batch: Collated) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Adds the gradients of a micro-batch: of one split, and collated with the same options as all others."""
         if batch.shape not in self.micro_batches:
-            there = torch.empty_like(batch.pack(False), device=self.flat.device)
+            there = torch.empty(batch.nbytes, dtype=torch.uint8, device=self.flat.device)
             self.micro_batches[batch.shape] = there, Graph(lambda: self._add(batch.unpack(there)), self.pool)
         there, graph = self.micro_batches[batch.shape]
-        there.copy_(batch.pack(there.is_cuda), non_blocking=True)
+        there.copy_(batch.pack(pinned=there.is_cuda), non_blocking=True)
         graph()
 
     def finish(self) -> None:

@@ -303,7 +303,7 @@ def test_bare_attention_is_attention():
     q, k, v = torch.randn(3, 2 * 5, 2, 8)
     split = Split.from_offsets(np.arange(8, dtype=np.uint8), np.array([0, 3, 8]))
     batch = split.collate([0, 1], max_length=5, layout="padded", threshold=0)
-    filled = full(batch, 7, torch.device("cpu")).to("cpu")
+    filled = full(batch, torch.randint(7, (12,), dtype=torch.int32)).to("cpu")
     assert len(batch.laid) == 2 and filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
     assert int(filled.tokens.max()) < 7 and filled.tokens.dtype == torch.int32
     expected = reference_attention(q, k, v, start=filled.start, length=filled.length)

@@ -12,6 +12,7 @@ import torch
 import lra
 from lra.batch import Batch
 from lra.config.schema import RunConfig
+from lra.data import resident
 from lra.data.collated import Collated
 from lra.data.split import Split
 from lra.errors import UsageError
@@ -130,12 +131,42 @@ def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
         step.captures(module, CUDA)
 
 
+DRAWN = np.random.default_rng(0)
+SPLIT = Split.from_offsets(
+    DRAWN.integers(0, 15, 320, np.uint8), np.cumsum([0, 1, 0, 77, 60, 64, 20, 38, 60]), DRAWN.integers(0, 10, 8)
+)
+
+
 def filled_batch(seed: int) -> Collated:
-    """Packed, of always the same shape."""
-    generator = np.random.default_rng(seed)
-    offsets = np.cumsum([0, 1, 0, 77, 60, 64, 20, 38, 60])
-    split = Split.from_offsets(generator.integers(0, 15, 320, np.uint8), offsets, generator.integers(0, 10, 8))
-    return split.collate(generator.permutation(8), max_length=400, multiple=64)
+    """Packed, of always the same shape, and 64 rows fill it up."""
+    return SPLIT.collate(np.random.default_rng(seed).permutation(8), max_length=400, multiple=128)
+
+
+def test_a_graph_is_of_one_length_by_which_kernels_are_launched():
+    """Lit tokens have several, of as many rows."""
+    split = Split.from_offsets(np.full(16, 9, np.uint8), np.array([0, 4, 8, 9, 16]))
+    batches = [split.collate(rows, max_length=64, threshold=8, multiple=4) for rows in ([0, 1], [2, 3], [0, 1])]
+    assert len({(batch.rows, len(batch.start)) for batch in batches}) == 1
+    seen, weight = [], torch.nn.Parameter(torch.ones(()))
+
+    def loss(batch: Batch) -> torch.Tensor:
+        seen.append((batch.max_length, batch.length.tolist()))
+        return weight * batch.tokens.sum()
+
+    engine = CapturedStep(
+        loss, [weight], torch.optim.SGD([weight], 0.1), lambda: None, torch.device("cpu"), Tally(torch.device("cpu"))
+    )
+    for batch in batches:
+        engine.add(batch)
+    assert seen == [(4, [4, 4, 0, 0]), (8, [1, 7, 0, 0]), (4, [4, 4, 0, 0])]
+
+
+def test_data_that_is_uploaded_goes_through_static_buffers(small, without_graphs, monkeypatch):
+    host = small("name=host")
+    monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
+    there = small("name=there")
+    a, b = (read(result["directory"])[0] for result in (host, there))
+    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.gpu
