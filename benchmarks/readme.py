@@ -100,10 +100,11 @@ def _cells(line: str) -> list[str]:
 
 
 def _accuracies(name: str) -> str:
-    """The first table of its page, and how long its runs took."""
+    """The first table of its page, how long its runs took, and how long they take alone."""
     section = _section(name)
-    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)", r"- ([\d.]+(?: to [\d.]+)? GPU-hours [^\n]*)")
-    rows, hardware, hours = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
+    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)")
+    rows, hardware = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
+    hours = "; ".join(re.findall(r"^- ([\d.]+(?: to [\d.]+)? GPU-hours [^\n]*)", section, re.MULTILINE))
     return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
 
 

@@ -72,16 +72,22 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
         "compilation and stages included; of runs that shared a GPU, their part by the most that were seen there to "
         "all of their time"
     )
-    alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), file)] if "speed" in fields else []
+    alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), matched, file)] if "speed" in fields else []
     yield "\n".join(f"- {note}" for note in (time, *alone, *made.notes) if not note.startswith(OTHERS))
 
 
-def _alone(table: Grid, cells: Sequence[Cell], file: Path) -> str:
-    """What the training of one seed takes at the steps per second that were measured of each run alone."""
+def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
+    """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
     measured = plan.Alone(speed.paces(table, speed.read(file)))
-    runs = with_stages(cells, begun=lambda cell: False)
-    hours = [run.composed.config.trainer.steps / pace / 3600 for run in runs if (pace := measured.pace(run))]
-    return f"{sum(hours):.1f} GPU-hours of training for {len(hours)} of one seed's {len(runs)} runs, if each is alone"
+    runs = {run: run.composed.config.trainer.steps for run in with_stages(cells, begun=lambda cell: False)}
+    hours = {run: steps / pace / 3600 for run, steps in runs.items() if (pace := measured.pace(run))}
+    others = {run: matched[run].result for run in runs if run not in hours and run in matched}
+    most = {run: runs[run] / result["steps_per_second"] / 3600 for run, result in others.items()}
+    more = f"; at most {sum(most.values()):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
+    return (
+        f"{sum(hours.values()):.1f} GPU-hours of training for {len(hours)} of one seed's {len(runs)} runs, if each is "
+        f"alone{more}"
+    )
 
 
 def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
