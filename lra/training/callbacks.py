@@ -36,8 +36,11 @@ class Clock(pl.Callback):
 
     `seconds` are of `steps` training steps on what computed the last ones; `elsewhere` are those of sessions before, on
     another device, say, which tell nothing of its speed. Validation, checkpoints and the first steps are apart.
-    `sharing` is how many processes have the GPU that `seconds` are of, at most, at a beginning or an end.
+    `sharing` is how many processes have the GPU that `seconds` are of, at most, at a beginning, at an end, or when one
+    looked between: before a validation, LOOK seconds apart.
     """
+
+    LOOK = 60.0  # a look takes tenths of a second
 
     def __init__(self) -> None:
         self.seconds, self.steps, self.elsewhere = 0.0, 0, 0.0
@@ -45,7 +48,7 @@ class Clock(pl.Callback):
         self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
         self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
         self._on_gpu = False
-        self.sharing = _planned()
+        self.sharing, self._looked = _planned(), 0.0
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
         self.validation = 0.0  # seconds
         self._entered = 0.0  # training, or validation
@@ -103,6 +106,8 @@ class Clock(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.stop(trainer)
+        if time.perf_counter() - self._looked >= self.LOOK:
+            self._look_around(trainer)
         self._entered = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
@@ -130,6 +135,7 @@ class Clock(pl.Callback):
         self._wall, self._peak = state.get("wall"), state.get("peak", 0)
 
     def _look_around(self, trainer: pl.Trainer) -> None:
+        self._looked = time.perf_counter()
         if (device := trainer.strategy.root_device).type == "cuda":
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self.sharing = max(self.sharing, environment.gpu_processes(uuid))

@@ -92,3 +92,19 @@ def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):
     assert later.sharing == 3
     later.on_exception(ON_CPU, ON_CPU, MemoryError())
     assert later.sharing == 1  # alone it was out of memory
+
+
+def test_a_run_sees_who_came_and_went_between(monkeypatch):
+    device = torch.device("cuda", 0)
+    there: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device))
+    now, others = [0.0], iter((1, 4, 1))  # beginning, a later validation, end
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(callbacks.environment, "gpu_processes", lambda uuid: next(others))
+    clock = Clock()
+    clock.on_train_start(there, there)
+    for seconds in (Clock.LOOK / 2, Clock.LOOK, 1.5 * Clock.LOOK):
+        now[0] = seconds
+        clock.on_validation_start(there, there)
+    clock.on_train_end(there, there)
+    assert (clock.sharing, next(others, None)) == (4, None)
