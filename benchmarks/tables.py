@@ -78,16 +78,17 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
 
 def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
     """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
-    measured = plan.Alone(speed.paces(table, speed.read(file)))
-    runs = {run: run.composed.config.trainer.steps for run in with_stages(cells, begun=lambda cell: False)}
-    hours = {run: steps / pace / 3600 for run, steps in runs.items() if (pace := measured.pace(run))}
-    others = {run: matched[run].result for run in runs if run not in hours and run in matched}
-    most = {run: runs[run] / result["steps_per_second"] / 3600 for run, result in others.items()}
-    more = f"; at most {sum(most.values()):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
-    return (
-        f"{sum(hours.values()):.1f} GPU-hours of training for {len(hours)} of one seed's {len(runs)} runs, if each is "
-        f"alone{more}"
-    )
+    measured, runs = plan.Alone(speed.paces(table, speed.read(file))), with_stages(cells, begun=lambda cell: False)
+    hours, most = [], []
+    for run in runs:
+        steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
+        if pace := measured.pace(run):
+            hours.append(steps / pace / 3600)
+        elif pace := own.get("steps_per_second"):
+            most.append(steps / pace / 3600 * (own.get("world_size") or 1))
+    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
+    part = f"{len(hours)} of one seed's {len(runs)} runs"
+    return f"{sum(hours):.1f} GPU-hours of training for {part}, if each is alone{more}"
 
 
 def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
