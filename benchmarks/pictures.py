@@ -137,10 +137,10 @@ def gather(module: TaskModule, pixels: np.ndarray) -> Any:
     """The batch of images uint8 `[n, pixels]`, as the model saw such in training."""
     task, (count, length) = module.run.task, pixels.shape
     split = Split.from_offsets(pixels.ravel(), np.arange(count + 1) * length)
-    return split.gather(
-        range(count), "cpu", max_length=length, layout=module.run.batch.layout, prefix=module.model.encoder.prefix,
+    return split.collate(
+        range(count), max_length=length, layout=module.run.batch.layout, prefix=module.model.encoder.prefix,
         **task.kept,
-    )  # fmt: skip
+    ).to("cpu")  # fmt: skip
 
 
 @torch.inference_mode()

@@ -30,7 +30,7 @@ _LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
 def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
-    """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `gather`.
+    """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `Split.collate`.
 
     `lra`: `new_aan_pairs.{train,eval,test}.tsv` of the columns label, two ids, two texts, without a header; `source` is
     their folder or LRA's release around it, unpacked or not (`lra.data.release.files`). `scisumm`: a folder of

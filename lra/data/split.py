@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.batch import Batch
 from lra.data.collated import Collated
 
 Rows = np.ndarray | Sequence[int]
@@ -55,10 +54,6 @@ class Split:
     def subset(self, rows: Rows) -> Split:
         """Only these rows, in this order, of the same mapped tokens."""
         return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
-
-    def gather(self, rows: Rows, device: torch.device | str, **options: Any) -> Batch:
-        """The batch of these rows on `device`; options as of `collate`."""
-        return self.collate(rows, **options).to(device)
 
     def collate(
         self,
@@ -169,10 +164,6 @@ class Pairs:
     def longest(self, rows: Rows) -> np.ndarray:
         """The length of the longer one of each of these pairs, int64."""
         return self.documents.lengths[self.pairs[rows]].max(1)
-
-    def gather(self, rows: Rows, device: torch.device | str, **options: Any) -> Batch:
-        """The batch of these pairs on `device`; options as of `collate`."""
-        return self.collate(rows, **options).to(device)
 
     def collate(self, rows: Rows, *, index: Rows | None = None, **options: Any) -> Collated:
         """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.collate`.

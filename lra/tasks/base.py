@@ -138,7 +138,7 @@ class TaskData(pl.LightningDataModule):
 
     def _upload(self, names: Sequence[str]) -> dict[str, Examples]:
         """These parts on the GPU, if there is one and all of them fit the share of its memory that is theirs."""
-        device, options = self._rank().device, self._gather()
+        device, options = self._rank().device, self._collation()
         options.pop("layout")  # makes no difference
         limit = resident.SHARE * resident.memory(device)
         return resident.upload({name: self.parts[name] for name in names}, device, limit, **options) if limit else {}
@@ -153,7 +153,7 @@ class TaskData(pl.LightningDataModule):
 
     def train_dataloader(self) -> TrainBatches:
         return TrainBatches(
-            self._part("train"), self.run, self._rank(), self._gather(), lambda: self.trainer.global_step,
+            self._part("train"), self.run, self._rank(), self._collation(), lambda: self.trainer.global_step,
             few_shapes=self._captures(),
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ class TaskData(pl.LightningDataModule):
         return [self._eval(name) for name in self.test_sets]
 
     def _eval(self, name: str) -> EvalBatches:
-        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._gather(), self._captures())
+        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._collation(), self._captures())
 
     def _captures(self) -> bool:
         module = cast(TaskModule, self.trainer.lightning_module)
@@ -173,7 +173,7 @@ class TaskData(pl.LightningDataModule):
     def _rank(self) -> Rank:
         return Rank(self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device)
 
-    def _gather(self) -> dict[str, Any]:
+    def _collation(self) -> dict[str, Any]:
         module = cast(TaskModule, self.trainer.lightning_module)
         prefix = module.model.encoder.prefix
         return {"layout": self.run.batch.layout, "max_length": self.config.max_length, "prefix": prefix}

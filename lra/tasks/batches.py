@@ -35,13 +35,13 @@ class TrainBatches:
     """
 
     def __init__(
-        self, split: Examples, run: RunConfig, rank: Rank, gather: Mapping[str, Any], current: Callable[[], int],
+        self, split: Examples, run: RunConfig, rank: Rank, options: Mapping[str, Any], current: Callable[[], int],
         few_shapes: bool = False,
     ):  # fmt: skip
-        self.split, self.run, self.rank, self.gather, self.current = split, run, rank, gather, current
+        self.split, self.run, self.rank, self.options, self.current = split, run, rank, options, current
         self.share, self.micro = run.batch.divide(rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(self.step(0)[0].rows, split, gather)}
+            self.options = {**options, "multiple": _multiple(self.step(0)[0].rows, split, options)}
 
     def __iter__(self) -> Iterator[Iterator[list[Collated]]]:
         step, config = self.current(), self.run.trainer
@@ -58,8 +58,8 @@ class TrainBatches:
         first = self.rank.rank * self.share
         places = np.arange(first, first + self.share)
         chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
-        chunks = (chunk[_longest_first(self.split, rows[chunk], self.gather)] for chunk in chunks)
-        return [self.split.collate(rows[chunk], index=chunk, **self.gather) for chunk in chunks]
+        chunks = (chunk[_longest_first(self.split, rows[chunk], self.options)] for chunk in chunks)
+        return [self.split.collate(rows[chunk], index=chunk, **self.options) for chunk in chunks]
 
     # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
     def state_dict(self) -> dict[str, Any]:
@@ -76,11 +76,11 @@ class EvalBatches:
     their labels.
     """
 
-    def __init__(self, split: Examples, size: int, rank: Rank, gather: Mapping[str, Any], few_shapes: bool = False):
-        self.split, self.size, self.rank, self.gather, self.few_shapes = split, size, rank, gather, few_shapes
+    def __init__(self, split: Examples, size: int, rank: Rank, options: Mapping[str, Any], few_shapes: bool = False):
+        self.split, self.size, self.rank, self.options, self.few_shapes = split, size, rank, options, few_shapes
         self.rows = np.arange(rank.rank, len(split), rank.world)
         if few_shapes:
-            self.gather = {**gather, "multiple": _multiple(self._collate(0).rows, split, gather)}
+            self.options = {**options, "multiple": _multiple(self._collate(0).rows, split, options)}
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.size)
@@ -92,33 +92,33 @@ class EvalBatches:
     def _collate(self, first: int) -> Collated:
         """The batch that begins with this one of the share's sequences."""
         rows = self.rows[first : first + self.size]
-        rows = rows[_longest_first(self.split, rows, self.gather)]
+        rows = rows[_longest_first(self.split, rows, self.options)]
         count = len(rows)
         rows = np.resize(rows, self.size) if self.few_shapes else rows
         # their own places: what a pretraining hides depends on nothing else
-        batch = self.split.collate(rows, index=rows, **self.gather)
+        batch = self.split.collate(rows, index=rows, **self.options)
         batch.label[count : len(rows)] = IGNORED
         return batch
 
 
-def _longest_first(split: Examples, rows: np.ndarray, gather: Mapping[str, Any]) -> np.ndarray:
+def _longest_first(split: Examples, rows: np.ndarray, options: Mapping[str, Any]) -> np.ndarray:
     """The order of `rows` in which a GPU is done soonest: no long sequence begins when the others are at their end.
 
     Where tokens are left out, rows stay as they are: attention is a small part then, and lengths are known later.
     """
-    if gather.get("threshold") is not None:
+    if options.get("threshold") is not None:
         return np.arange(len(rows))
     return np.argsort(-split.longest(rows), kind="stable")
 
 
-def _multiple(rows: int, split: Examples, gather: Mapping[str, Any]) -> int:
+def _multiple(rows: int, split: Examples, options: Mapping[str, Any]) -> int:
     """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of some batch's `rows`.
 
     Where all sequences of the split, not just of this batch, have one length, there is one shape.
     """
     documents = split.documents if isinstance(split, Pairs) else split
-    lengths = np.minimum(documents.lengths, gather["max_length"])
-    alike = gather.get("threshold") is None and lengths.min() == lengths.max()
-    if gather.get("layout") == "padded" or alike:
+    lengths = np.minimum(documents.lengths, options["max_length"])
+    alike = options.get("threshold") is None and lengths.min() == lengths.max()
+    if options.get("layout") == "padded" or alike:
         return 1
     return 1 << max(rows // 12, 1).bit_length() - 1

@@ -109,7 +109,7 @@ class Masked(TaskModule):
     def reference(self, data: TaskData, split: str) -> tuple[int, dict[str, float]]:
         """How many tokens were hidden, and the share among them of the commonest one of train."""
         if self.commonest is None:
-            options = {name: value for name, value in data._gather().items() if name not in ("layout", "prefix")}
+            options = {name: value for name, value in data._collation().items() if name not in ("layout", "prefix")}
             self.commonest = commonest(data.parts["train"], options)
         counts = self.found[split]
         return int(sum(counts)), {"majority": counts[self.commonest] / sum(counts)}
@@ -125,6 +125,6 @@ def commonest(train: Examples, options: Mapping[str, Any], at_once: int = 1024) 
     counts = np.zeros(1, np.int64)
     for first in range(0, len(train), at_once):
         rows = np.arange(first, min(first + at_once, len(train)))
-        found = np.bincount(train.gather(rows, "cpu", **options).tokens.numpy(), minlength=len(counts))
+        found = np.bincount(train.collate(rows, **options).to("cpu").tokens.numpy(), minlength=len(counts))
         counts = np.pad(counts, (0, len(found) - len(counts))) + found
     return int(counts.argmax())

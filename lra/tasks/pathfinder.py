@@ -52,8 +52,8 @@ class PathfinderData(TaskData):
             example = np.where((example >= LIT) | shared_places(len(example), c.background), example, 0)
         return example.reshape(c.resolution, c.resolution)
 
-    def _gather(self) -> dict[str, Any]:
-        return super()._gather() | self.config.kept
+    def _collation(self) -> dict[str, Any]:
+        return super()._collation() | self.config.kept
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_gather_is_the_obvious_loop(layout, dtype, max_length, prefix):
     split = make(dtype, high=256 if dtype == np.uint8 else 65_536)
     rows = np.array([3, 3, 0, 39, 12, 7, 30])
     expected = naive(split, rows, max_length, prefix)
-    batch = split.gather(rows, "cpu", max_length=max_length, layout=layout, prefix=prefix)
+    batch = split.collate(rows, max_length=max_length, layout=layout, prefix=prefix).to("cpu")
 
     assert batch.tokens.dtype == torch.int32 and batch.label.dtype == torch.int64
     assert batch.start.dtype == batch.length.dtype == batch.index.dtype == torch.int32
@@ -51,8 +51,8 @@ def test_gather_is_the_obvious_loop(layout, dtype, max_length, prefix):
 
 def test_packed_and_padded_are_the_same_sequences():
     split, rows = make(), [1, 5, 9, 2]
-    packed = split.gather(rows, "cpu", max_length=30)
-    padded = split.gather(rows, "cpu", max_length=packed.max_length, layout="padded")
+    packed = split.collate(rows, max_length=30).to("cpu")
+    padded = split.collate(rows, max_length=packed.max_length, layout="padded").to("cpu")
     assert torch.equal(packed.pad(packed.tokens).flatten(), padded.tokens)
 
 
@@ -60,8 +60,8 @@ def test_packed_and_padded_are_the_same_sequences():
 @pytest.mark.parametrize("multiple", [1, 2, 64, 100, 1000])
 def test_filling_up_adds_sequences_that_no_loss_counts(multiple, prefix):
     split, rows = make(), np.array([5, 0, 31, 12, 12])
-    plain = split.gather(rows, "cpu", max_length=20, prefix=prefix)
-    filled = split.gather(rows, "cpu", max_length=20, prefix=prefix, multiple=multiple)
+    plain = split.collate(rows, max_length=20, prefix=prefix).to("cpu")
+    filled = split.collate(rows, max_length=20, prefix=prefix, multiple=multiple).to("cpu")
     total, size = plain.tokens.numel(), plain.size
     assert filled.tokens.numel() % multiple == 0 and filled.tokens.numel() - total < multiple
     assert torch.equal(filled.tokens[:total], plain.tokens) and not filled.tokens[total:].any()
@@ -71,7 +71,7 @@ def test_filling_up_adds_sequences_that_no_loss_counts(multiple, prefix):
     assert (filled.size - size) % 2 == 0 and (filled.label[size:] == -100).all()
     assert int(filled.start.max()) < filled.tokens.numel()
     if multiple > 1:
-        other = split.gather(rows[::-1], "cpu", max_length=20, prefix=prefix, multiple=multiple)
+        other = split.collate(rows[::-1], max_length=20, prefix=prefix, multiple=multiple).to("cpu")
         assert filled.size > size and other.size == filled.size
         assert filled.max_length == other.max_length == 20 + (prefix is not None)
 
@@ -81,7 +81,7 @@ def test_filled_up_sequences_above_a_threshold_are_not_as_long_as_all_may_be(pre
     split, rows, seen = make(), np.array([5, 0, 31, 12, 7]), set()
     for threshold in (1, 100, 150, 200, 230, 250):
         options: dict[str, Any] = {"max_length": 20, "prefix": prefix, "threshold": threshold}
-        plain, filled = (split.gather(rows, "cpu", **options, multiple=multiple) for multiple in (1, 64))
+        plain, filled = (split.collate(rows, **options, multiple=multiple).to("cpu") for multiple in (1, 64))
         most = next(size for size in (1, 2, 4, 8, 16, 20 + (prefix is not None)) if size >= plain.max_length)
         assert filled.max_length == most and int(filled.length.max()) <= most
         assert torch.equal(filled.tokens[: plain.tokens.numel()], plain.tokens)
@@ -90,40 +90,40 @@ def test_filled_up_sequences_above_a_threshold_are_not_as_long_as_all_may_be(pre
 
 
 def test_index_is_the_place_in_the_global_batch():
-    batch = make().gather(np.array([4, 2]), "cpu", max_length=5, index=[9, 11])
+    batch = make().collate(np.array([4, 2]), max_length=5, index=[9, 11]).to("cpu")
     assert batch.index.tolist() == [9, 11]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_empty_batches_and_empty_sequences(layout):
     blank = Split.from_offsets(np.empty(0, np.uint8), np.zeros(4, np.int64), np.arange(3))
-    batch = blank.gather([2, 0], "cpu", max_length=4, layout=layout)
+    batch = blank.collate([2, 0], max_length=4, layout=layout).to("cpu")
     assert batch.length.tolist() == [0, 0] and batch.label.tolist() == [2, 0]
-    assert blank.gather([2], "cpu", max_length=4, layout=layout, prefix=3).tokens[0] == 3
-    assert blank.gather([], "cpu", max_length=4, layout=layout).size == 0
+    assert blank.collate([2], max_length=4, layout=layout, prefix=3).to("cpu").tokens[0] == 3
+    assert blank.collate([], max_length=4, layout=layout).to("cpu").size == 0
 
 
 def test_subset_gathers_its_own_rows():
     split = make()
     part = split.subset([8, 3, 5])
-    got, expected = part.gather([2, 0], "cpu", max_length=9), split.gather([5, 8], "cpu", max_length=9)
+    got, expected = part.collate([2, 0], max_length=9).to("cpu"), split.collate([5, 8], max_length=9).to("cpu")
     assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.label, expected.label)
 
 
 def test_rows_outside_unknown_layouts_and_missing_places_are_errors():
     with pytest.raises(IndexError):
-        make().gather([40], "cpu", max_length=4)
+        make().collate([40], max_length=4).to("cpu")
     with pytest.raises(ValueError, match="packed or padded"):
-        make().gather([0], "cpu", max_length=4, layout="ragged")  # type: ignore[arg-type]
+        make().collate([0], max_length=4, layout="ragged").to("cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="1 places in the global batch for 2 sequences"):
-        make().gather([0, 1], "cpu", max_length=4, index=[7])
+        make().collate([0, 1], max_length=4, index=[7]).to("cpu")
 
 
 @pytest.mark.parametrize("prefix", [None, 300])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_threshold_keeps_the_bright_tokens_with_their_positions(layout, prefix):
     split, rows, head = make(), [3, 0, 39, 3], int(prefix is not None)
-    batch = split.gather(rows, "cpu", max_length=20, layout=layout, prefix=prefix, threshold=100)
+    batch = split.collate(rows, max_length=20, layout=layout, prefix=prefix, threshold=100).to("cpu")
     assert batch.positions is not None and batch.positions.dtype == torch.int32
     lengths = []
     for b, row in enumerate(rows):
@@ -141,7 +141,7 @@ def test_a_share_of_the_places_is_kept_whatever_stands_there():
     split = make()
     places = [set(np.flatnonzero(shared_places(20, share))) for share in (0.0, 0.2, 0.5, 1.0)]
     assert [len(kept) for kept in places] == [0, 5, 8, 20] and places[1] < places[2]  # nested
-    batch = split.gather([3, 0], "cpu", max_length=20, threshold=100, share=0.2, prefix=300)
+    batch = split.collate([3, 0], max_length=20, threshold=100, share=0.2, prefix=300).to("cpu")
     for b, row in enumerate([3, 0]):
         own = slice(int(batch.start[b]) + 1, int(batch.start[b] + batch.length[b]))
         kept = [p for p, token in enumerate(split[row][:20].tolist()) if token >= 100 or p in places[1]]
@@ -153,7 +153,7 @@ def test_of_a_subset_positions_go_with_their_tokens():
     split = make().cut(20, 1, 100)
     assert split.positions is not None and split.positions.dtype == np.int32 and split.tokens.dtype == np.uint8
     rows, tokens, positions = [8, 3, 5], [], []
-    batch = split.subset(rows).gather([2, 0], "cpu", max_length=20)
+    batch = split.subset(rows).collate([2, 0], max_length=20).to("cpu")
     for row in (5, 8):
         own = slice(split.starts[row], split.starts[row] + split.lengths[row])
         tokens += split.tokens[own].tolist()
@@ -162,7 +162,7 @@ def test_of_a_subset_positions_go_with_their_tokens():
 
 
 def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():
-    batch = make().gather([1, 2], "cpu", max_length=20, threshold=256)
+    batch = make().collate([1, 2], max_length=20, threshold=256).to("cpu")
     assert batch.length.tolist() == [0, 0] and batch.tokens.numel() == 0 and batch.max_length == 1
 
 
@@ -170,13 +170,13 @@ def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():
 def test_pairs_are_two_sequences_side_by_side(layout):
     documents = make()
     pairs = Pairs(documents, np.array([[3, 9], [9, 9], [0, 3]]), np.array([1, 0, 1]))
-    batch = pairs.gather([2, 0], "cpu", max_length=9, layout=layout, prefix=300, index=[7, 4])
-    expected = documents.gather([0, 3, 3, 9], "cpu", max_length=9, layout=layout, prefix=300, index=[14, 15, 8, 9])
+    batch = pairs.collate([2, 0], max_length=9, layout=layout, prefix=300, index=[7, 4]).to("cpu")
+    expected = documents.collate([0, 3, 3, 9], max_length=9, layout=layout, prefix=300, index=[14, 15, 8, 9]).to("cpu")
     for name in ("tokens", "start", "length", "index"):
         assert torch.equal(getattr(batch, name), getattr(expected, name))
     assert batch.label.tolist() == [1, 1] and batch.label.dtype == torch.int64 and len(pairs) == 3
     assert [part.tolist() for part in pairs[2]] == [documents[0].tolist(), documents[3].tolist()]
-    assert pairs.gather([0, 1], "cpu", max_length=9).index.tolist() == [0, 1, 2, 3]
+    assert pairs.collate([0, 1], max_length=9).to("cpu").index.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu
@@ -184,7 +184,7 @@ def test_pairs_are_two_sequences_side_by_side(layout):
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_gather_on_the_gpu_is_gather_on_the_cpu(layout, dtype):
     split, rows = make(dtype), np.array([3, 0, 39])
-    there, here = (split.gather(rows, d, max_length=7, layout=layout, prefix=500) for d in ("cuda", "cpu"))
+    there, here = (split.collate(rows, max_length=7, layout=layout, prefix=500).to(d) for d in ("cuda", "cpu"))
     for name in ("tokens", "start", "length", "label", "index"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
         assert getattr(there, name).dtype == getattr(here, name).dtype and getattr(there, name).data_ptr() % 16 == 0

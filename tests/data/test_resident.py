@@ -75,14 +75,14 @@ def test_a_resident_split_gathers_what_the_host_does(device):
         split, rows, options = cases(number)
         fixed = {name: options[name] for name in ("max_length", "prefix", "threshold", "share")}
         there = on(device, split, **fixed)
-        batch = there.gather(rows, device, **options)
-        assert same(batch, split.gather(rows, "cpu", **options)), (number, options)
+        batch = there.collate(rows, **options).to(device)
+        assert same(batch, split.collate(rows, **options).to("cpu")), (number, options)
         fields = (batch.tokens, batch.start, batch.length, batch.label, batch.index)
         assert all(field.device.type == device and (field.data_ptr() % 16 == 0) for field in fields)
         part = rows[::2]
         options["index"] = None
-        again = there.subset(part).gather(np.arange(len(part)), device, **options)  # type: ignore[union-attr]
-        assert same(again, split.gather(part, "cpu", **options)), (number, options)
+        again = there.subset(part).collate(np.arange(len(part)), **options).to(device)  # type: ignore[union-attr]
+        assert same(again, split.collate(part, **options).to("cpu")), (number, options)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -92,7 +92,7 @@ def test_what_unpacks_a_batch_unpacks_all_of_its_shape(device):
     for number in range(100 if device == "cpu" else 24):
         split, rows, options = cases(number)
         fixed = {name: options[name] for name in ("max_length", "prefix", "threshold", "share")}
-        expected = split.gather(rows[::-1], "cpu", **options)
+        expected = split.collate(rows[::-1], **options).to("cpu")
         for part in (split, on(device, split, **fixed)):
             one, other = part.collate(rows, **options), part.collate(rows[::-1], **options)
             assert one.shape == other.shape and one.nbytes == other.nbytes
@@ -115,8 +115,8 @@ def test_resident_pairs_gather_what_the_host_does(threshold, device):
     assert len(there) == 30
     more: list[dict[str, Any]] = [{}, {"layout": "padded"}, {"multiple": 64}, {"index": [7, 4, 9]}]
     for options in more:
-        expected = pairs.gather([2, 0, 29], "cpu", **fixed, **options)
-        assert same(there.gather([2, 0, 29], device, **fixed, **options), expected)
+        expected = pairs.collate([2, 0, 29], **fixed, **options).to("cpu")
+        assert same(there.collate([2, 0, 29], **fixed, **options).to(device), expected)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -126,21 +126,21 @@ def test_the_ends_of_the_store_and_of_a_long_sequence(layout, prefix):
     there = on("cpu", split)
     for rows in ([4], [3, 4], [4, 3], [0], [0, 4, 0], [2], [3], [1, 2, 3, 4, 0]):
         options: dict[str, Any] = {"max_length": 4, "layout": layout, "prefix": prefix}
-        assert same(there.gather(rows, "cpu", **options), split.gather(rows, "cpu", **options))
+        assert same(there.collate(rows, **options).to("cpu"), split.collate(rows, **options).to("cpu"))
 
 
 def test_what_follows_a_gather_in_inference_mode_is_an_ordinary_tensor():
     there = on("cpu", make())
     with torch.inference_mode():
-        there.gather([1, 2], "cpu", max_length=1000)
-    assert not there.gather([1, 2], "cpu", max_length=1000).tokens.is_inference()
+        there.collate([1, 2], max_length=1000).to("cpu")
+    assert not there.collate([1, 2], max_length=1000).to("cpu").tokens.is_inference()
 
 
 def test_more_than_one_chunk_is_uploaded_whole(monkeypatch):
     monkeypatch.setattr(resident, "CHUNK", 7)
     split = make()
     there = on("cpu", split)
-    assert same(there.gather(range(40), "cpu", max_length=30), split.gather(range(40), "cpu", max_length=30))
+    assert same(there.collate(range(40), max_length=30).to("cpu"), split.collate(range(40), max_length=30).to("cpu"))
 
 
 def tokens_of(split: Examples) -> torch.Tensor:
@@ -179,16 +179,16 @@ def test_all_splits_fit_or_none_is_uploaded():
 
 def test_other_options_than_those_of_the_upload_are_errors():
     plain, lit = on("cpu", make()), on("cpu", make(), max_length=20, threshold=100)
-    assert lit.gather([1], "cpu", max_length=20, threshold=100).positions is not None
+    assert lit.collate([1], max_length=20, threshold=100).to("cpu").positions is not None
     for wrong in ({"threshold": None}, {"threshold": 101}, {"share": 0.1}, {"max_length": 19}, {"prefix": 3}):
         with pytest.raises(ValueError, match="uploaded with"):
-            lit.gather([1], "cpu", **{"max_length": 20, "threshold": 100, **wrong})
+            lit.collate([1], **{"max_length": 20, "threshold": 100, **wrong}).to("cpu")
     with pytest.raises(ValueError, match="uploaded with"):
-        plain.gather([1], "cpu", max_length=20, threshold=100)
+        plain.collate([1], max_length=20, threshold=100).to("cpu")
     with pytest.raises(ValueError, match="on cpu, the batch is asked for on meta"):
-        plain.gather([1], "meta", max_length=20)
+        plain.collate([1], max_length=20).to("meta")
     with pytest.raises(IndexError):
-        plain.gather([40], "cpu", max_length=4)
+        plain.collate([40], max_length=4).to("cpu")
 
 
 # --- where a task's data are
@@ -255,13 +255,13 @@ def test_a_run_from_uploaded_data_is_the_run_from_the_host(tmp_path, monkeypatch
 def test_no_gather_waits_for_the_gpu(shape, prefix, threshold):
     split, fixed = make(), {"max_length": 20, "prefix": prefix, "threshold": threshold}
     there = on("cuda", split, **fixed)
-    there.gather([1, 2, 3], "cuda", **fixed, **shape)  # makes what is kept
+    there.collate([1, 2, 3], **fixed, **shape).to("cuda")  # makes what is kept
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = there.gather([3, 7, 3], "cuda", **fixed, **shape)
+        batch = there.collate([3, 7, 3], **fixed, **shape).to("cuda")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert same(batch, split.gather([3, 7, 3], "cpu", **fixed, **shape))
+    assert same(batch, split.collate([3, 7, 3], **fixed, **shape).to("cpu"))
 
 
 @pytest.mark.gpu

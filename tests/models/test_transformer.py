@@ -46,7 +46,7 @@ def sequences(
         torch.tensor([t for s in tokens for t in s], dtype=torch.uint8).numpy(), offsets, offsets[:-1] * 0
     )
     rows = range(len(lengths))
-    return split.gather(rows, "cpu", layout=layout, max_length=max_length, prefix=model.prefix)
+    return split.collate(rows, layout=layout, max_length=max_length, prefix=model.prefix).to("cpu")
 
 
 @pytest.mark.parametrize(("positions", "pooling"), list(itertools.product(POSITIONS, POOLING)))

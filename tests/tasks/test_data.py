@@ -229,7 +229,7 @@ def test_lit_pixels_are_those_of_8_and_more():
     run = run_of("task=pathfinder", "tokens=lit")
     image = np.resize(np.arange(256, dtype=np.uint8), 1024)
     shown = TASKS.get("pathfinder").Data(run).depict(image)
-    batch = Split.from_offsets(image, np.array([0, 1024])).gather([0], CPU, max_length=1024, **run.task.kept)
+    batch = Split.from_offsets(image, np.array([0, 1024])).collate([0], max_length=1024, **run.task.kept).to(CPU)
     assert batch.tokens.tolist() == [*range(8, 256)] * 4
     assert [pixel for pixel in shown.ravel().tolist() if pixel] == batch.tokens.tolist()
 

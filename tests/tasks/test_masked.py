@@ -40,7 +40,7 @@ def pairs(count: int = 6) -> Pairs:
 
 def gathered(examples: Any, rows: Any = None, **options: Any) -> Batch:
     rows = np.arange(len(examples)) if rows is None else np.asarray(rows)
-    return examples.gather(rows, "cpu", index=rows, **{"max_length": 32, **options}).with_seed(SEED)
+    return examples.collate(rows, index=rows, **{"max_length": 32, **options}).to("cpu").with_seed(SEED)
 
 
 def places(batch: Batch, share: float, prefix: int | None = None) -> set[tuple[int, int, int]]:
@@ -79,7 +79,7 @@ def test_cls_padding_and_filling_are_never_hidden(examples, layout):
 def test_the_share_is_that_asked_for_and_every_step_draws_anew():
     offsets = np.arange(51) * 2000
     long = Split.from_offsets(np.zeros(offsets[-1], np.uint8), offsets)
-    batch = long.gather(np.arange(50), "cpu", max_length=2000)
+    batch = long.collate(np.arange(50), max_length=2000).to("cpu")
     n = batch.tokens.numel()
     for share in (0.1, 0.15, 0.5):
         one, other = (hidden(batch.with_seed(torch.tensor(seed)), share, None) for seed in (1, 2))

@@ -109,7 +109,7 @@ def test_load_gives_a_module_that_predicts(finished):
     module = lra.load(finished)
     tokens = listops.tokenize("[MAX 2 9 [MIN 4 7 ] 0 ]")
     split = Split.from_offsets(tokens, torch.tensor([0, len(tokens)]).numpy(), torch.tensor([9]).numpy())
-    assert module(split.gather([0], "cpu", max_length=32)).shape == (1, 10)
+    assert module(split.collate([0], max_length=32).to("cpu")).shape == (1, 10)
 
 
 def interrupt_at(step: int, monkeypatch) -> None:
