@@ -16,7 +16,7 @@ from lra.bench.cell import make_batch
 from lra.config.compose import compose
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.attention import ATTENTIONS, reformer
+from lra.models.attention import ATTENTIONS, lsh, reformer
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
 from tests.sampling import sampled
@@ -265,6 +265,12 @@ def test_rows_are_hashed_in_parts(monkeypatch):
     whole = attention(q, k, v, batch)
     monkeypatch.setattr(reformer, "HASHED_ROWS", 7)
     assert torch.equal(attention(q, k, v, batch), whole)
+
+
+def test_sorting_is_an_op_that_compilers_leave_alone():
+    x = torch.randint(5, (2, 3, 7, 4), generator=torch.Generator().manual_seed(0)).float().transpose(2, 3)
+    torch.library.opcheck(lsh.stable_order, (x,))
+    assert torch.equal(lsh.stable_order(x), x.argsort(stable=True))
 
 
 @pytest.mark.parametrize("padded", sampled([True, False]))  # test_attention.py compiles the packed form

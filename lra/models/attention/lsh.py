@@ -33,7 +33,19 @@ def real_rows(batch: Batch, rows: int) -> Tensor:
 def sort_rows(hashes_BHRM: Tensor, batch: Batch) -> Tensor:
     """The row at each place, int64 `[B, H, R, M]`: in the order of finite hashes, then of position; padding last."""
     padding_BM = ~real_rows(batch, hashes_BHRM.shape[-1])
-    return hashes_BHRM.masked_fill(padding_BM[:, None, None], torch.inf).argsort(stable=True)
+    return stable_order(hashes_BHRM.masked_fill(padding_BM[:, None, None], torch.inf))
+
+
+@torch.library.custom_op("lra::stable_order", mutates_args=())
+def stable_order(x: Tensor) -> Tensor:
+    """`argsort(stable=True)`, which torch.compile does not see: up to 512 numbers it would sort in a kernel of its own,
+    and those take long to compile."""
+    return x.contiguous().argsort(stable=True)
+
+
+@stable_order.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.int64)
 
 
 def sorted_chunks(x_BHMD: Tensor, order_BHRM: Tensor, size: int) -> Tensor:
