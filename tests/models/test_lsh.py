@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
 from lra.batch import Batch
@@ -269,7 +269,7 @@ def test_rows_are_hashed_in_parts(monkeypatch):
 
 def test_sorting_is_an_op_that_compilers_leave_alone():
     x = torch.randint(5, (2, 3, 7, 4), generator=torch.Generator().manual_seed(0)).float().transpose(2, 3)
-    torch.library.opcheck(lsh.stable_order, (x,))
+    library.opcheck(lsh.stable_order, (x,))
     assert torch.equal(lsh.stable_order(x), x.argsort(stable=True))
 
 
@@ -283,7 +283,7 @@ def test_it_compiles(name, padded):
     torch.testing.assert_close(compiled(q, k, v, batch), attention(q, k, v, batch))
 
 
-def library() -> Any:
+def package() -> Any:
     reason = "pip install reformer-pytorch to compare with it"
     return pytest.importorskip("reformer_pytorch.reformer_pytorch", reason=reason, exc_type=ImportError)
 
@@ -291,7 +291,7 @@ def library() -> Any:
 def hashed_alike(attention: Any, q: Tensor, rows: int) -> Any:
     """The package's attention to one sequence of so many rows with the hashes of ours, padding in the last bucket."""
     size, hashes = attention.config.bucket, attention.config.hashes
-    theirs, buckets = library().LSHAttention(bucket_size=size, n_hashes=hashes), rows // size
+    theirs, buckets = package().LSHAttention(bucket_size=size, n_hashes=hashes), rows // size
     ours = attention._hash(q.detach().transpose(0, 1)[None], make_batch((len(q),), True, CPU))[0].long()
     padded = F.pad(ours, (0, rows - len(q)), value=buckets - 1) + buckets * torch.arange(hashes)[:, None]
     theirs.hash_vectors = lambda *_, **__: padded.flatten(1)
@@ -325,7 +325,7 @@ def test_reformer_hashes_as_the_package_does(monkeypatch):
     n, size, hashes = 64, 4, 3
     attention = build("reformer", size, hashes, n=2 * n)  # the longest sequence has more buckets
     rows = qkv(n)[0].detach().transpose(0, 1)
-    theirs = library().LSHAttention(bucket_size=size, n_hashes=hashes)
+    theirs = package().LSHAttention(bucket_size=size, n_hashes=hashes)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "randn", lambda shape, **_: attention.rotations[None, ..., : shape[-1]])
         expected = theirs.hash_vectors(n // size, rows, set_cache=False).unflatten(1, (hashes, n))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
+from lra.kernels.flash.ops import define
 
 
 def pad_rows(x: Tensor, batch: Batch, size: int) -> Tensor:
@@ -36,16 +37,11 @@ def sort_rows(hashes_BHRM: Tensor, batch: Batch) -> Tensor:
     return stable_order(hashes_BHRM.masked_fill(padding_BM[:, None, None], torch.inf))
 
 
-@torch.library.custom_op("lra::stable_order", mutates_args=())
-def stable_order(x: Tensor) -> Tensor:
-    """`argsort(stable=True)`, which torch.compile does not see: up to 512 numbers it would sort in a kernel of its own,
-    and those take long to compile."""
-    return x.contiguous().argsort(stable=True)
-
-
-@stable_order.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.int64)
+# `argsort`, which torch.compile does not see: up to 512 numbers it would sort in a kernel that takes long to compile
+stable_order = define(
+    "stable_order", "(Tensor x) -> Tensor",
+    lambda x: x.contiguous().argsort(stable=True), lambda x: x.new_empty(x.shape, dtype=torch.int64),
+)  # fmt: skip
 
 
 def sorted_chunks(x_BHMD: Tensor, order_BHRM: Tensor, size: int) -> Tensor:
