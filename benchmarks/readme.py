@@ -113,6 +113,7 @@ def speedup(results: Path) -> str:
     path, stated = results / "table3-curriculum-speed.json", grid.read("table3")
     measured = step_speed.read(path)
     speeds, columns = step_speed.Speeds(measured["cells"]), measured["options"]["tasks"]
+    averaged = stated.together(columns)
 
     def row(attn: str, way: str) -> Row:
         ratios = (speeds.ratio(column, attn, way) for column in columns)
@@ -120,7 +121,7 @@ def speedup(results: Path) -> str:
         paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
             f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
-            step_speed.mean_ratio(speeds.ratios(columns, attn, way)), paper,
+            step_speed.mean_ratio(speeds.ratios(averaged, attn, way)), paper,
         )  # fmt: skip
 
     attns = [name for name in measured["options"]["attns"] if name != step_speed.STANDARD]

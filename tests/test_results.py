@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import typer.main
 
 from benchmarks import runs
 from lra.config.compose import differences
+from lra.experiments import grid
 from lra.training.run import COMPUTING
 
 ROOT = Path(__file__).parent.parent
@@ -215,6 +217,16 @@ def test_preparing_is_timed_and_leaves_nothing(script, tmp_path, monkeypatch, ca
     assert row.startswith("| [listops@1](benchmarks/results/cpu-prepare.json) | `recipe=demo` `task.train=30`")
     assert script("prepare").main(["--task", "task=listop"]) == 2
     assert capsys.readouterr().err.startswith("prepare: unknown task 'listop'")
+
+
+def test_the_mean_speedup_is_of_the_columns_that_are_averaged(script):
+    header, _, *rows = script("readme").speedup(ROOT / "benchmarks" / "results").split("\n\n")[0].splitlines()
+    columns, averaged = header.strip("| ").split(" | ")[2:-2], grid.read("table3").together()
+    assert not set(columns) <= set(averaged) and rows
+    for row in rows:
+        *shown, mean, _ = row.removesuffix("|").split(" | ")[2:]
+        ratios = [float(ratio) for column, ratio in zip(columns, shown, strict=True) if column in averaged]
+        assert float(mean.removesuffix(f" ({len(ratios)})")) == pytest.approx(geometric_mean(ratios), rel=0.01)
 
 
 def test_learnability_reports_its_curve(script, tmp_path, monkeypatch, capsys):

@@ -120,13 +120,17 @@ class Grid:
 
         None if it has none, or if a column that it is of has another task here.
         """
-        of = [name] if name in self.columns else [key for key, column in self.columns.items() if not column.apart]
+        of = [name] if name in self.columns else self.together()
         return None if self.others.keys() & of else self.paper.get(attn, {}).get(name)
+
+    def together(self, columns: Iterable[str] | None = None) -> list[str]:
+        """Those of these columns, or of all, that are not apart: what is averaged, of accuracies and of speeds."""
+        return [name for name in (self.columns if columns is None else columns) if not self.columns[name].apart]
 
     def averaged(self, columns: Sequence[str]) -> list[str]:
         """Those of these columns that an average is of: two at least, and none where the paper has no average."""
         has = any("average" in row for row in self.paper.values())
-        names = [name for name, column in self.columns.items() if has and name in columns and not column.apart]
+        names = [name for name in self.together() if has and name in columns]
         return names if len(names) > 1 else []
 
     def average(self, attn: str, columns: Sequence[str]) -> float | None:
@@ -153,7 +157,7 @@ class Grid:
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid
-        columns = columns or [name for name, column in self.columns.items() if not column.apart]
+        columns = columns or self.together()
         for kind, given, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
             for name in given:
                 if name not in known:

@@ -62,7 +62,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     table, options = grid.read(name), parse(Options, args)
     recipe = options.recipe or table.recipe
     measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
-    columns = options.tasks or [key for key, column in table.columns.items() if not column.apart]
+    columns = options.tasks or table.together()
     cells, notes = _cells(table, columns, options)
     shown = table.under(cells)
     found = ledger.match(cells, options.results)
@@ -125,7 +125,7 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
         + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
     )  # fmt: skip
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
-    compared = [c for c in columns if not table.columns[c].apart]
+    compared = table.together(columns)
     for place in hardware(rows):
         here = [row for row in rows if row.hardware == place]
         if values(here, "steps_per_second"):

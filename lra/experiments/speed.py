@@ -214,7 +214,7 @@ def read(path: Path) -> dict[str, Any]:
 def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
     """The speedups in both ways beside the paper's, then each way's steps per second."""
     speeds, place = Speeds(result["cells"]), hardware_of(result)
-    averaged = [name for name in columns if not table.columns[name].apart]
+    averaged = table.together(columns)
     title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
     yield (
         table.titled(title),
