@@ -3,10 +3,11 @@
     python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--per-device 1] [--out FILE]
         [field=value …]
 
-`exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches.
-`noise`: in bf16 with the recipe's dropout, test accuracy over several seeds. Runs share the GPUs that are visible, each
-in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`. The same
-command again runs what FILE does not have yet.
+`exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches. `eager,
+halves` differs from it by rounding alone: what those two part by says nothing of engines, layouts and devices.
+`noise`: in bf16 with the recipe's dropout, test accuracy. Both are of several seeds. Runs share the GPUs that are
+visible, each in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`.
+The same command again runs what FILE does not have yet.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ EAGER = ("engine=eager",)
 VARIANTS = {
     "exact": {
         "eager": EAGER,
+        "eager, halves": (*EAGER, "batch.micro={half}"),
         "captured": (),
         "eager, padded": (*EAGER, "batch.layout=padded"),
         "captured, padded": ("batch.layout=padded",),
@@ -54,6 +56,7 @@ FIELDS = {
               "trainer.steps=200", "trainer.eval_every=200"),
     "noise": (),
 }  # fmt: skip
+HALF = {"listops": 16, "image": 128}  # of a batch
 TASKS = {
     "listops": ("recipe=xiong2021",),
     "image": ("recipe=xiong2021", "trainer.steps=3000", "trainer.eval_every=500"),
@@ -101,12 +104,13 @@ def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequenc
 
     made = [
         Job(part, task, name, seed, args(
-            f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
+            f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part],
+            *(field.format(half=HALF[task]) for field in variant), *fields, f"seed={seed}",
         ))
         for part in parts
         for task in tasks
         for name, variant in VARIANTS[part].items()
-        for seed in range(seeds if part == "noise" else 1)
+        for seed in range(seeds)
     ]  # fmt: skip
     return sorted(made, key=lambda job: (job.part == "exact", "engine=eager" not in job.args, -job.devices))
 
@@ -138,10 +142,10 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
 
 
 def compare(records: list[dict[str, Any]]) -> None:
-    """How far the losses of a run are from those of the first variant of its part, if that has ended."""
-    reference = {r["task"]: r["losses"] for r in records if "losses" in r and r["variant"] == "eager"}
+    """How far the losses of a run are from those of the first variant of its part and seed, if that has ended."""
+    reference = {(r["task"], r["seed"]): r["losses"] for r in records if "losses" in r and r["variant"] == "eager"}
     for record in records:
-        losses, expected = record.get("losses"), reference.get(record["task"])
+        losses, expected = record.get("losses"), reference.get((record["task"], record["seed"]))
         if losses and expected:
             record["difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 

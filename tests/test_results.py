@@ -23,6 +23,7 @@ import typer.main
 from benchmarks import runs
 from lra.config.compose import differences
 from lra.experiments import grid
+from lra.training.fit import configure
 from lra.training.run import COMPUTING
 
 ROOT = Path(__file__).parent.parent
@@ -282,6 +283,17 @@ def test_exactness_needs_a_gpu(run_here):
 
 def test_losses_differ_by_the_largest_share_on_either_side(script):
     losses = {"eager": [2.0, 4.0], "captured": [1.0, 4.4], "captured, padded": [2.2, 4.0]}
-    records = [{"task": "listops", "variant": name, "losses": found} for name, found in losses.items()]
+    records = [
+        {"task": "listops", "variant": name, "seed": seed, "losses": [loss * (1 + seed) for loss in found]}
+        for seed in range(2)
+        for name, found in losses.items()
+    ]
     script("learning").compare(records)
-    assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1])
+    assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1] * 2)
+
+
+def test_halves_of_each_task_are_half_its_batch(script):
+    learning = script("learning")
+    for job in learning.jobs(["exact"], list(learning.TASKS), 1, []):
+        run = configure(job.args).config
+        assert run.batch.size == (2 if "halves" in job.variant else 1) * (run.batch.micro or run.batch.size)
