@@ -31,13 +31,15 @@ import torch
 
 from lra import environment
 from lra.bench.files import write
+from lra.training.fit import configure
 
 EAGER = ("engine=eager",)
+HALVES = "batch.micro={half}"  # of the batch
 # what differs from the first of each part
 VARIANTS = {
     "exact": {
         "eager": EAGER,
-        "eager, halves": (*EAGER, "batch.micro={half}"),
+        "eager, halves": (*EAGER, HALVES),
         "captured": (),
         "eager, padded": (*EAGER, "batch.layout=padded"),
         "captured, padded": ("batch.layout=padded",),
@@ -56,7 +58,6 @@ FIELDS = {
               "trainer.steps=200", "trainer.eval_every=200"),
     "noise": (),
 }  # fmt: skip
-HALF = {"listops": 16, "image": 128}  # of a batch
 TASKS = {
     "listops": ("recipe=xiong2021",),
     "image": ("recipe=xiong2021", "trainer.steps=3000", "trainer.eval_every=500"),
@@ -96,16 +97,21 @@ class Pool:
             self.change.notify_all()
 
 
+def combined(*given: str) -> tuple[str, ...]:
+    """Of `lra fit`: the last of a field counts, and HALVES are those of the batch that is given."""
+    fields = tuple({arg.partition("=")[0]: arg for arg in given}.values())
+    if HALVES not in fields:
+        return fields
+    half = configure([arg for arg in fields if arg != HALVES]).config.batch.size // 2
+    return tuple(arg.format(half=half) for arg in fields)
+
+
 def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
     """The longest first, so that no GPU waits for one of them in the end."""
 
-    def args(*given: str) -> tuple[str, ...]:
-        return tuple({arg.partition("=")[0]: arg for arg in given}.values())  # the last of a field counts
-
     made = [
-        Job(part, task, name, seed, args(
-            f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part],
-            *(field.format(half=HALF[task]) for field in variant), *fields, f"seed={seed}",
+        Job(part, task, name, seed, combined(
+            f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
         ))
         for part in parts
         for task in tasks
@@ -141,13 +147,18 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
         pool.give(gpus)
 
 
+def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest of any step, relative."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
 def compare(records: list[dict[str, Any]]) -> None:
     """How far the losses of a run are from those of the first variant of its part and seed, if that has ended."""
     reference = {(r["task"], r["seed"]): r["losses"] for r in records if "losses" in r and r["variant"] == "eager"}
     for record in records:
         losses, expected = record.get("losses"), reference.get((record["task"], record["seed"]))
         if losses and expected:
-            record["difference"] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            record["difference"] = difference(losses, expected)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
