@@ -1,13 +1,14 @@
 """Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
 
-    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--per-device 1] [--out FILE]
-        [field=value …]
+    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--repeats 1]
+        [--per-device 1] [--out FILE] [field=value …]
 
 `exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches. `eager,
 halves` differs from it by rounding alone: what those two part by says nothing of engines, layouts and devices.
-`noise`: in bf16 with the recipe's dropout, test accuracy. Both are of several seeds. Runs share the GPUs that are
-visible, each in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`.
-The same command again runs what FILE does not have yet.
+`noise`: in bf16 with the recipe's dropout, test accuracy. Both are of several seeds; repeats of a run show how much it
+differs from itself, as attention adds the gradients of queries in any order. Runs share the GPUs that are visible, each
+in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`. The same
+command again runs what FILE does not have yet.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of the same arguments")
     parser.add_argument("--per-device", type=int, default=1, help="runs that share a GPU")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("fields", nargs="*", metavar="field=value")
@@ -176,8 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planned = jobs(options.part, options.tasks, options.seeds, options.fields)
     found = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
     records: list[dict[str, Any]] = [record for record in found if record["status"] == "finished"]
-    done = [record["args"] for record in records]
-    planned = [job for job in planned if list(job.args) not in done]
+    done = Counter(tuple(record["args"]) for record in records)
+    planned = [job for job in planned for _ in range(options.repeats - done[job.args])]
     with ThreadPoolExecutor(max(1, pool.count * options.per_device)) as executor:
         for future in as_completed([executor.submit(run, job, pool) for job in planned]):
             records.append(future.result())

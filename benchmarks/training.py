@@ -3,13 +3,14 @@
     python -m benchmarks.training [--check]
 
 Of benchmarks/results: `<what>-step.json` of `lra bench step`, `equal-learning.json` of benchmarks/learning.py,
-`<what>-soak.json` of benchmarks/soak.py, and runs named `devices<n>`, whose speed is compared. With --check nothing is
-written, and the exit code is 1 if the page is not what would be.
+`<what>-kinks.json` of benchmarks/kinks.py, `<what>-soak.json` of benchmarks/soak.py, and runs named `devices<n>`, whose
+speed is compared. With --check nothing is written, and the exit code is 1 if the page is not what would be.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,17 @@ EXACT = (
     "step's loss to that of the eager engine on packed batches and one device. *eager, halves* differs from it in "
     "nothing but rounding, as it adds the gradients of two halves of a batch."
 )
-NOISE = "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation, and each seed's."
+KINKS = (
+    "Rounding decides where Image goes: a hidden value of the classifier that is 0 within rounding may have either "
+    "sign, and the derivative of its ReLU is 0 or 1. From one such value on the losses of two runs part. "
+    "benchmarks/kinks.py finds the first of each seed that parts halves from whole batches; with that one derivative "
+    "taken alike, they stay together. In which seeds a variant above is with its reference to the end is chance:"
+)
+NOISE = (
+    "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
+    "with a slash between runs of the same arguments. Whether one of ListOps' seed 2 has left the plateau of this "
+    "recipe when it ends is chance."
+)
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
     "growth per hour by a line, over the second half, after the most of the first. Memory on a CPU goes up and down by "
@@ -116,6 +127,7 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
         yield f"{EXACT} {made_with(exact)}."
         rows = [[*key, _differences(found)] for key, found in exact.items()]
         yield table(["task", "variant", "difference of each seed"], rows)
+        yield from _kinks(read(pages.RESULTS, "-kinks"))
     if noise:
         yield f"{NOISE} {made_with(noise)}."
         yield table(
@@ -130,10 +142,38 @@ def _differences(runs: list[dict[str, Any]]) -> str:
 
 
 def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
-    runs = sorted(runs, key=lambda run: run["seed"])
-    found = [100 * run["accuracy"] for run in runs if run.get("accuracy") is not None]
-    seeds = (f"{100 * run['accuracy']:.2f}" if run.get("accuracy") is not None else run["status"] for run in runs)
-    return [spread(found, 2), ", ".join(seeds)]
+    """Of the seeds' means; and of each seed those of all its runs."""
+    seeds: dict[int, list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: (run["seed"], run["environment"]["date"])):
+        seeds.setdefault(run["seed"], []).append(run)
+    known = {
+        seed: [100 * r["accuracy"] for r in found if r.get("accuracy") is not None] for seed, found in seeds.items()
+    }
+    shown = (
+        " / ".join(f"{100 * r['accuracy']:.2f}" if r.get("accuracy") is not None else r["status"] for r in found)
+        for found in seeds.values()
+    )
+    return [spread([statistics.mean(found) for found in known.values() if found], 2), ", ".join(shown)]
+
+
+def _kinks(results: Sequence[Measured]) -> Iterator[str]:
+    """Where runs part that differ by rounding alone."""
+    for path, result in results:
+        rows = []
+        for run in result["runs"]:
+            kink, taken = run["kink"], run["taken_alike"]
+            step, values = (
+                ("none", "") if kink is None else (kink["step"], f"{kink['whole']:+.1e}, {kink['halves']:+.1e}")
+            )
+            rows.append([
+                run["task"], str(run["seed"]), f"{run['difference']:.1e}", str(step), values,
+                f"{run['hidden_rms']:.2f}", "" if taken is None else f"{taken:.1e}",
+            ])  # fmt: skip
+        yield f"{KINKS} [{path.stem}](../benchmarks/results/{path.name}), {_made_with(result['environment'])}."
+        yield table(
+            ["task", "seed", "difference of halves", "kink in step", "value, whole and halves", "rms of all values",
+             "difference, the kink taken alike"], rows,
+        )  # fmt: skip
 
 
 def _scaling(results: Sequence[Measured]) -> Iterator[str]:

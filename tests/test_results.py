@@ -292,6 +292,22 @@ def test_losses_differ_by_the_largest_share_on_either_side(script):
     assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1] * 2)
 
 
+def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike(script):
+    kinks = script("kinks")
+    whole = torch.tensor([[[1.0, -2.0]], [[-1e-8, 3.0]]])  # two steps of one sample
+    halves = torch.tensor([[[1.0, -2.0]], [[2e-8, 3.0]]])
+    kink = kinks.first(whole, halves)
+    assert kink[:3] == (1, 0, 0) and kink.whole < 0 < kink.halves and kinks.first(whole, whole) is None
+    relu, hidden = torch.nn.ReLU(), []
+    with kinks.watched(hidden, kink):
+        for step, expected in enumerate([[1.0, 0.0], [1.0, 1.0]]):  # without the kink [0, 1]
+            x = whole[step].clone().requires_grad_()
+            relu(x).sum().backward()
+            assert x.grad.tolist() == [expected]
+        relu.eval()(whole[0])
+    assert torch.equal(torch.stack(hidden), whole) and "watched" not in torch.nn.ReLU.forward.__qualname__
+
+
 def test_halves_of_each_task_are_half_its_batch(script):
     learning = script("learning")
     for job in learning.jobs(["exact"], list(learning.TASKS), 1, []):
