@@ -303,7 +303,7 @@ def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike(script):
         for step, expected in enumerate([[1.0, 0.0], [1.0, 1.0]]):  # without the kink [0, 1]
             x = whole[step].clone().requires_grad_()
             relu(x).sum().backward()
-            assert x.grad.tolist() == [expected]
+            assert x.grad is not None and x.grad.tolist() == [expected]
         relu.eval()(whole[0])
     assert torch.equal(torch.stack(hidden), whole) and "watched" not in torch.nn.ReLU.forward.__qualname__
 
