@@ -87,7 +87,7 @@ def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Ent
         elif pace := own.get("steps_per_second"):
             most.append(steps / pace / 3600 * (own.get("world_size") or 1))
     more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
-    part = f"{len(hours)} of one seed's {len(runs)} runs"
+    part = f"{len(hours) if len(hours) < len(runs) else 'all'} of one seed's {len(runs)} runs"
     return f"{sum(hours):.1f} GPU-hours of training for {part}, if each is alone{more}"
 
 
