@@ -125,7 +125,8 @@ def report(
     fields: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[<table> [results=<folder>] [tasks=… attns=… seeds=… recipe=…] [speed=<file>] [out=<folder>]]"
+            metavar="[<table> [results=<folder>] [tasks=… attns=… seeds=… recipe=… field=value …] [speed=<file>] "
+            "[out=<folder>]]"
         ),
     ] = None,
 ) -> None:

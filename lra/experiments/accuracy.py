@@ -24,8 +24,6 @@ from lra.experiments.slurm import Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
 
-# of `lra fit`, but set by the grid or by the command
-SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
 
 
@@ -104,10 +102,6 @@ def run(
 
 def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
     """The cells, all composed; UsageError if one is not possible, or two would be one run."""
-    for field in fields:
-        name = field.partition("=")[0]
-        if name in SET:
-            raise UsageError(f"{field} can't be one for every cell: give {SET[name]}")
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
     for cell in chosen:

@@ -21,6 +21,8 @@ from lra.training.run import RunDirectory
 # fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is, and
 # how its classifier compares two texts
 SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh", "difference"))
+# of `lra fit`, but set by the grid or by the command
+SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
 
 
@@ -152,8 +154,11 @@ class Grid:
 
         By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
         for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
-        for an unknown name, a field that a column is made by, and too many seeds.
+        for an unknown name, a field that the grid sets or a column is made by, and too many seeds.
         """
+        for text in fields:
+            if mend := SET.get(text.partition("=")[0]):
+                raise UsageError(f"{text} can't be one for every cell: give {mend}")
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lra.config.options import parse, refuse_repeats
+from lra.config.options import refuse_repeats, take
 from lra.config.recipes import read_recipe
 from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, plan, speed
@@ -28,7 +28,7 @@ from lra.training.run import RUNS, write
 
 @dataclass(frozen=True)
 class Options:
-    """What is shown; by default the whole grid, under its own recipe."""
+    """What is shown; by default the whole grid, under its own recipe. What is not a field here is one of `lra fit`."""
 
     results: str = str(RUNS)  # folder
     recipe: str | None = None
@@ -55,21 +55,22 @@ class Report(NamedTuple):
 
 
 def run(name: str, args: Sequence[str]) -> Report:
-    """The report on a grid: `name` and `field=value` of Options. Writes four files if `out` is given.
+    """The report on a grid: `name`, `field=value` of Options, and of `lra fit` those that all cells were run with.
 
-    Raises UsageError for what is unknown or cannot be read or written.
+    Writes four files if `out` is given. Raises UsageError for what is unknown or cannot be read or written.
     """
-    table, options = grid.read(name), parse(Options, args)
+    table, (options, fields) = grid.read(name), take(Options, args)
     recipe = options.recipe or table.recipe
     measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
     columns = options.tasks or table.together()
-    cells, notes = _cells(table, columns, options)
+    cells, notes = _cells(table, columns, options, fields)
     shown = table.under(cells)
     found = ledger.match(cells, options.results)
     rows = [ledger.row(shown, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(shown, rows, columns, attns) if made[2]]
-    notes = [f"recipe: {recipe}", *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
+    under = " ".join((f"recipe: {recipe}", *fields))
+    notes = [under, *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
     if shown.others:
         notes.insert(1, shown.cited)
     alone = {}
@@ -90,17 +91,19 @@ def run(name: str, args: Sequence[str]) -> Report:
     return report
 
 
-def _cells(table: Grid, columns: Sequence[str], options: Options) -> tuple[list[Cell], list[str]]:
+def _cells(
+    table: Grid, columns: Sequence[str], options: Options, fields: Sequence[str]
+) -> tuple[list[Cell], list[str]]:
     """The cells; columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe
     covered = read_recipe(recipe)["tasks"]
-    table.cells(columns, options.attns, 1, recipe)  # unknown names are refused first
+    table.cells(columns, options.attns, 1, recipe, fields)  # unknown names are refused first
     lacking = [name for name in columns if table.columns[name].task not in covered]
     if options.tasks and lacking:
         raise UsageError(f"recipe '{recipe}' has no {', '.join(lacking)}: it covers {', '.join(sorted(covered))}")
     having = [name for name in columns if name not in lacking]
     notes = [f"recipe {recipe} has no {', '.join(lacking)}: left empty"] if lacking else []
-    return table.cells(having, options.attns, options.seeds, recipe), notes
+    return table.cells(having, options.attns, options.seeds, recipe, fields), notes
 
 
 def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:

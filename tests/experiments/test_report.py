@@ -304,6 +304,16 @@ def test_what_is_special_in_markdown_and_latex_is_escaped(tmp_path):
     assert "% commit: abc def" in latex
 
 
+def test_runs_with_fields_of_their_own_are_reported_under_them(tmp_path):
+    [shorter] = TABLE.cells(["listops"], ["flash"], 1, None, ["trainer.steps=2500"])
+    put(tmp_path / "a.json", dated(result(shorter, 0.31), 1))
+    asked = [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=1"]
+    assert table(report.run("table3", asked), "test accuracy")["flash"]["listops"] == ""
+    made = report.run("table3", [*asked, "trainer.steps=2500"])
+    assert table(made, "test accuracy")["flash"]["listops"] == "31.0 (1)"
+    assert made.notes[0] == "recipe: xiong2021 trainer.steps=2500"
+
+
 def test_a_resumed_runs_memory_is_not_known(tmp_path):
     [cell] = cells(["listops"], ["flash"])
     put(tmp_path / "a.json", dated(result(cell, resumed=True), 1))
@@ -323,6 +333,7 @@ def test_a_resumed_runs_memory_is_not_known(tmp_path):
         (["recipe=rotari"], "unknown recipe"),
         (["recipe=rotary", "tasks=text"], "recipe 'rotary' has no text: it covers image"),
         (["colour=red"], "unknown field"),
+        (["seed=3"], "seed=3 can't be one for every cell: give seeds="),
     ],
 )
 def test_bad_input_is_one_line(args, message):
