@@ -15,7 +15,6 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +106,11 @@ def _compose(
     start = None
     selected |= {"recipe": recipe}
     rules = _rules(label, recipe_yaml.get("start") or (), tree, selected)
-    if rules and locate and tree.origin["init"] == "default":
+    if rules and locate and tree.origin["init"] == DEFAULT:
         start = _start(rules[0], selected, given)
         own = {field: value for field, value in flatten(rules[0].get("with") or {}) if tree.origin.get(field) != GIVEN}
         own |= {"init": locate(start)}
-        tree.merge(*((f"{label} start", _nested(field, value)) for field, value in own.items()))
+        tree.merge((f"{label} start", own))
     return Composed(tree.build(), tree.origin, given, start)
 
 
@@ -161,7 +160,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collect
     return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
 
 
-GIVEN = "command line"
+DEFAULT, GIVEN = "default", "command line"
 # fields of it that are a run's own: where it starts from is given other ones
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
@@ -170,7 +169,6 @@ def _rules(
     label: str, rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """The rules whose `when` holds; UsageError if one for what is selected asks for a field that this has not."""
-    found = dict(flatten(typing.cast(dict[str, Any], OmegaConf.to_container(tree.node))))
     holding = []
     for rule in rules:
         when = dict(flatten(rule["when"]))
@@ -179,7 +177,7 @@ def _rules(
         if other := [field for field in when if field not in tree.origin]:
             here = " ".join(f"{name}={value}" for name, value in selected.items() if name != "recipe")
             raise UsageError(f"{label}: a rule of start for {here}: {tree.unknown(other[0])}")
-        if all(found.get(field) == value for field, value in when.items()):
+        if all(tree.values.get(field) == value for field, value in when.items()):
             holding.append(rule)
     return holding
 
@@ -208,12 +206,6 @@ def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str
     return selected, list(overrides.items())
 
 
-def _nested(field: str, value: Any) -> dict[str, Any]:
-    for part in reversed(field.split(".")):
-        value = {part: value}
-    return typing.cast(dict[str, Any], value)
-
-
 def _form(hint: Any) -> str:
     """How a field's value is written."""
     *most, last = _forms(hint)
@@ -236,44 +228,42 @@ def _forms(hint: Any) -> list[str]:
 def _defaults(schema: type, *nodes: tuple[str, type]) -> tuple[Any, Any]:
     """A `schema` of defaults, with these dataclasses as nodes, and OmegaConf's form of it."""
     example = schema(**{name: node() for name, node in nodes})
-    return example, OmegaConf.structured(example)
+    tree = OmegaConf.structured(example)
+    for section in (tree, *filter(OmegaConf.is_dict, tree.values())):
+        OmegaConf.set_readonly(section, False)  # frozen as the dataclasses are
+    return example, tree
 
 
 class _Tree:
-    """The typed tree under construction. OmegaConf checks types; this keeps names, origins and messages."""
+    """The fields of a configuration under construction: names, values and where from. OmegaConf checks types."""
 
     def __init__(self, schema: type, nodes: dict[str, type]):
-        self.example, node = _defaults(schema, *nodes.items())
-        self.node = copy.deepcopy(node)  # once; what is merged into it is made for that
-        self.nodes = nodes
+        self.example, self.defaults = _defaults(schema, *nodes.items())
+        names = {f"{node}.name" for node in nodes}
+        self.values = {field: value for field, value in flatten(to_dict(self.example)) if field not in names}
+        self.origin = dict.fromkeys(self.values, DEFAULT)
         self.given: dict[str, str] = {}  # the command line's fields, as they were written
-        self.origin = dict.fromkeys(
-            (key for key, _ in flatten(to_dict(self.example)) if not self._is_name(key)), "default"
-        )
 
     def merge(self, *layers: tuple[str, Mapping[str, Any]]) -> None:
-        """Sets the fields of layers: together, as each merge takes its time; one by one if one of them is wrong."""
-        flat = [(label, dict(flatten(values))) for label, values in layers]
-        with suppress(OmegaConfBaseException):
-            if all(fields.keys() <= self.origin.keys() for _, fields in flat):
-                values = (typing.cast(dict[str, Any], fields) for _, fields in layers)
-                self.node = OmegaConf.unsafe_merge(self.node, *values)
-                for label, fields in flat:
-                    self.origin |= dict.fromkeys(fields, label)
-                return
-        for label, fields in flat:
-            for field, value in fields.items():
-                self.set(label, field, value)
+        """Sets the fields of layers, one layer after the other."""
+        for label, values in layers:
+            for field, value in flatten(values):
+                if field not in self.origin:
+                    raise UsageError(f"{label}: {self.unknown(field)}")
+                self.values[field], self.origin[field] = value, label
 
-    def set(self, label: str, field: str, value: Any) -> None:
-        if field not in self.origin:
-            raise UsageError(f"{label}: {self.unknown(field)}")
-        try:
-            self.node = OmegaConf.unsafe_merge(self.node, _nested(field, value))
-        except OmegaConfBaseException:  # its messages are of its own types, and some are templates
-            given = self.given.get(field, value)
-            raise UsageError(f"{label}: {field}={given}: write {_form(self._hint(field))}") from None
-        self.origin[field] = label
+    def build(self) -> Any:
+        """The configuration; UsageError for a value that is none of its field's."""
+        tree = copy.deepcopy(self.defaults)
+        for field, label in self.origin.items():
+            if label == DEFAULT:
+                continue
+            try:
+                OmegaConf.update(tree, field, self.values[field])
+            except OmegaConfBaseException:  # its messages are of its own types, and some are templates
+                given = self.given.get(field, self.values[field])
+                raise UsageError(f"{label}: {field}={given}: write {_form(self._hint(field))}") from None
+        return OmegaConf.to_object(tree)
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         """Sets the command line's fields and returns them as `field=value` with complete names, sorted."""
@@ -285,11 +275,8 @@ class _Tree:
             if field not in self.origin:
                 raise UsageError(f"command line: {self.unknown(field)}")
             full[field] = self.given[field] = text
-        self.merge(*((GIVEN, _nested(field, self.parse(field, text))) for field, text in full.items()))
+        self.merge((GIVEN, {field: self.parse(field, text) for field, text in full.items()}))
         return tuple(sorted(f"{field}={text}" for field, text in full.items()))
-
-    def build(self) -> Any:
-        return OmegaConf.to_object(self.node)
 
     def resolve(self, field: str) -> str:
         """The complete name of a field; a task's fields may be written without `task.`."""
@@ -329,9 +316,6 @@ class _Tree:
             hint = typing.get_type_hints(type(owner))[part]
             owner = getattr(owner, part)
         return hint
-
-    def _is_name(self, key: str) -> bool:
-        return key in {f"{node}.name" for node in self.nodes}
 
     def unknown(self, field: str) -> str:
         leaf = field.lower().rpartition(".")[2]
