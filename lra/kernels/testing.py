@@ -188,7 +188,7 @@ def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tu
 
 def largest(x: Tensor) -> float:
     """Largest absolute value, NaN if there is one, 0 of nothing."""
-    return float(x.abs().max()) if x.numel() else 0.0
+    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 @contextmanager
