@@ -69,8 +69,8 @@ def _section(table: Grid, recipe: str, runs: Sequence[dict[str, Any]]) -> Iterat
     part = f", {_gpu_hours(first)} of them of seed 0" if len(first) < len(matched) else ""
     time = (
         f"{_gpu_hours([entry.result for entry in matched.values()])} GPU-hours of {len(matched)} runs{part}, "
-        "compilation and stages included; of runs that shared a GPU, their part by the most that were seen there to "
-        "all of their time"
+        "compilation and stages included, what a process takes to start and to end not; of runs that shared a GPU, "
+        "their part by the most that were seen there to all of their time"
     )
     alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), matched, file)] if "speed" in fields else []
     yield "\n".join(f"- {note}" for note in (time, *alone, *made.notes) if not note.startswith(OTHERS))
