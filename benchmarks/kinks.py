@@ -10,12 +10,10 @@ one of the two and 1 in the other. If the third has the losses of the halves, no
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lra
-from benchmarks.learning import EAGER, FIELDS, HALVES, TASKS, combined, difference
+from benchmarks.learning import EAGER, FIELDS, HALVES, TASKS, combined, difference, losses_of
 from lra import environment
 from lra.bench.files import write
 from lra.errors import UsageError
@@ -76,16 +74,11 @@ def watched(hidden: list[Tensor], kink: Kink | None) -> Iterator[None]:
 
 def train(fields: Sequence[str], kink: Kink | None = None) -> tuple[list[float], Tensor]:
     """The losses of a run's steps, and the hidden values `[steps, samples, units]` of its classifier."""
-    here, hidden = Path.cwd(), []
-    with tempfile.TemporaryDirectory(prefix="lra-kinks-") as folder, watched(hidden, kink):
-        os.chdir(folder)
-        try:
-            lra.fit(*fields, "name=run")
-            (curves,) = Path().rglob("metrics.csv")
-            with curves.open(newline="") as file:
-                losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
-        finally:
-            os.chdir(here)
+    hidden: list[Tensor] = []
+    with tempfile.TemporaryDirectory(prefix="lra-kinks-") as folder, chdir(folder), watched(hidden, kink):
+        lra.fit(*fields, "name=run")
+        (path,) = Path().rglob("metrics.csv")
+        losses = losses_of(path)
     return losses, torch.cat(hidden).unflatten(0, (len(losses), -1))
 
 

@@ -14,7 +14,6 @@ command again runs what FILE does not have yet.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -32,6 +31,7 @@ import torch
 
 from lra import environment
 from lra.bench.files import write
+from lra.training import curves
 from lra.training.fit import configure
 
 EAGER = ("engine=eager",)
@@ -109,7 +109,6 @@ def combined(*given: str) -> tuple[str, ...]:
 
 def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
     """The longest first, so that no GPU waits for one of them in the end."""
-
     made = [
         Job(part, task, name, seed, combined(
             f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
@@ -140,12 +139,14 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
                 return record
             if job.part == "noise":
                 return record | {"accuracy": result["test"]["accuracy"], "plus_minus": result["test"]["plus_minus"]}
-            with files[0].with_name("metrics.csv").open(newline="") as file:
-                return record | {
-                    "losses": [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
-                }
+            return record | {"losses": losses_of(files[0].with_name("metrics.csv"))}
     finally:
         pool.give(gpus)
+
+
+def losses_of(path: Path) -> list[float]:
+    """Of a run's curves."""
+    return [float(row["train/loss"]) for row in curves.read(path) if row["train/loss"]]
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for task, name in sorted({(r["task"], r["variant"]) for r in records}):
         found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
         accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]
-        mean = f"{100 * statistics.mean(accuracies):.2f}% over {len(accuracies)} seeds" if accuracies else ""
+        mean = f"{100 * statistics.mean(accuracies):.2f}% over {len(accuracies)} runs" if accuracies else ""
         differences = [f"{r['difference']:.1e}" for r in found if "difference" in r]
         failures = [r["status"] for r in found if r["status"] != "finished"]
         print(task, f"{name}:", *differences, mean, *failures)

@@ -9,6 +9,7 @@ speed is compared. With --check nothing is written, and the exit code is 1 if th
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -143,37 +144,33 @@ def _differences(runs: list[dict[str, Any]]) -> str:
 
 def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
     """Of the seeds' means; and of each seed those of all its runs."""
-    seeds: dict[int, list[dict[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: (run["seed"], run["environment"]["date"])):
-        seeds.setdefault(run["seed"], []).append(run)
-    known = {
-        seed: [100 * r["accuracy"] for r in found if r.get("accuracy") is not None] for seed, found in seeds.items()
-    }
-    shown = (
-        " / ".join(f"{100 * r['accuracy']:.2f}" if r.get("accuracy") is not None else r["status"] for r in found)
-        for found in seeds.values()
-    )
-    return [spread([statistics.mean(found) for found in known.values() if found], 2), ", ".join(shown)]
+    means, shown = [], []
+    runs = sorted(runs, key=lambda run: (run["seed"], run["environment"]["date"]))
+    for _, same in itertools.groupby(runs, key=lambda run: run["seed"]):
+        found = [run["status"] if run.get("accuracy") is None else 100 * run["accuracy"] for run in same]
+        if known := [accuracy for accuracy in found if not isinstance(accuracy, str)]:
+            means.append(statistics.mean(known))
+        shown.append(" / ".join(each if isinstance(each, str) else f"{each:.2f}" for each in found))
+    return [spread(means, 2), ", ".join(shown)]
 
 
 def _kinks(results: Sequence[Measured]) -> Iterator[str]:
     """Where runs part that differ by rounding alone."""
+    header = [
+        "task", "seed", "difference of halves", "kink in step", "value, whole and halves", "rms of all values",
+        "difference, the kink taken alike",
+    ]  # fmt: skip
     for path, result in results:
-        rows = []
-        for run in result["runs"]:
-            kink, taken = run["kink"], run["taken_alike"]
-            step, values = (
-                ("none", "") if kink is None else (kink["step"], f"{kink['whole']:+.1e}, {kink['halves']:+.1e}")
-            )
-            rows.append([
-                run["task"], str(run["seed"]), f"{run['difference']:.1e}", str(step), values,
-                f"{run['hidden_rms']:.2f}", "" if taken is None else f"{taken:.1e}",
-            ])  # fmt: skip
-        yield f"{KINKS} [{path.stem}](../benchmarks/results/{path.name}), {_made_with(result['environment'])}."
-        yield table(
-            ["task", "seed", "difference of halves", "kink in step", "value, whole and halves", "rms of all values",
-             "difference, the kink taken alike"], rows,
-        )  # fmt: skip
+        yield f"{KINKS} {_link(path)}, {_made_with(result['environment'])}."
+        yield table(header, [_kink(run) for run in result["runs"]])
+
+
+def _kink(run: dict[str, Any]) -> list[str]:
+    start, rms = [run["task"], str(run["seed"]), f"{run['difference']:.1e}"], f"{run['hidden_rms']:.2f}"
+    if (kink := run["kink"]) is None:
+        return [*start, "none", "", rms, ""]
+    values = f"{kink['whole']:+.1e}, {kink['halves']:+.1e}"
+    return [*start, str(kink["step"]), values, rms, f"{run['taken_alike']:.1e}"]
 
 
 def _scaling(results: Sequence[Measured]) -> Iterator[str]:

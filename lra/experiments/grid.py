@@ -40,7 +40,7 @@ class Column:
 
 @functools.cache
 def _composed(args: tuple[str, ...]) -> Composed:
-    """Cells share stages, and composing takes a tenth of a second."""
+    """Composed once, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
 
