@@ -31,7 +31,7 @@ INSTRUCTIONS = {
     "mma": r"mma\.sync\.aligned\.m16n8k16",
     "tcgen05": r"tcgen05\.mma",
     "atomics": r"\b(?:red|atom)(?:\.[\w:]+)*\.add|cp\.reduce\.async\.bulk",
-    "philox": r"mul\.(?:hi|wide|lo)\.[us](?:32|64)[^;]*(?:-845247145|-766435501|3449720151|3528531795)",
+    "draws": r"m(?:ul|ad)\.lo\.s32[^;]*-1028477387",  # one of reference.ROW_FACTORS
 }
 
 

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lra.kernels.flash import reference
 
 DTYPES = {
     getattr(gl, name): getattr(np, name) for name in ("float16", "float32", "uint32", "int32", "uint64", "int64")
@@ -25,7 +28,6 @@ class Tile(np.ndarray):
     """A tensor in registers or in shared memory; a number has no dimension."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
-        dtype = DTYPES.get(dtype, dtype)
         return self.view(dtype) if bitcast else self.astype(dtype)
 
     def permute(self, *order: Any) -> Tile:
@@ -132,6 +134,15 @@ def transpose_blocks(words: Tile) -> Tile:
     return tile(np.ascontiguousarray(blocks.transpose(0, 3, 2, 1)).reshape(rows, -1).view(np.int32))
 
 
+def philox(seed: Any, *counter: Any) -> tuple[Tile, ...]:
+    """`tl.philox` with the number of rounds last."""
+    key = [int(seed) & reference.LOW_32_BITS, int(seed) >> 32 & reference.LOW_32_BITS]
+    *words, rounds = (torch.tensor(int(x)) for x in (*key, *counter))
+    return tuple(
+        tile(int(word), np.uint32) for word in reference.philox(tuple(words[2:]), tuple(words[:2]), int(rounds))
+    )
+
+
 class Nothing:
     """A layout."""
 
@@ -163,17 +174,17 @@ class Language:
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
             return Nothing()
-        return getattr(gl, name)  # dtypes
+        return DTYPES[getattr(gl, name)]
 
     constexpr = staticmethod(lambda value: value)
     static_assert = staticmethod(lambda *_: None)
-    static_range = staticmethod(lambda end: range(getattr(end, "value", end)))
+    static_range = staticmethod(range)
     load, store = staticmethod(load), staticmethod(store)
     cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
     to_tensor = staticmethod(tile)
     arange = staticmethod(lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)))
-    zeros = staticmethod(lambda shape, dtype, layout=None: tile(np.zeros(shape, DTYPES[dtype])))
-    full = staticmethod(lambda shape, value, dtype, layout=None: tile(np.full(shape, value, DTYPES[dtype])))
+    zeros = staticmethod(lambda shape, dtype, layout=None: tile(np.zeros(shape, dtype)))
+    full = staticmethod(lambda shape, value, dtype, layout=None: tile(np.full(shape, value, dtype)))
     zeros_like = staticmethod(lambda x: tile(np.zeros_like(x)))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     sum = staticmethod(lambda x, axis: tile(np.sum(x, axis, dtype=x.dtype)))
@@ -183,6 +194,7 @@ class Language:
     where = staticmethod(lambda condition, a, b: tile(np.where(condition, a, b)))
     rsqrt = staticmethod(lambda x: tile(1 / np.sqrt(x)))
     abs, exp2, log2 = staticmethod(np.abs), staticmethod(np.exp2), staticmethod(np.log2)
+    philox = staticmethod(philox)
     maximum, minimum = (staticmethod(lambda a, b, f=f: tile(f(a, b))) for f in (np.maximum, np.minimum))
 
     def program_id(self, axis: int) -> Tile:
@@ -192,7 +204,6 @@ class Language:
         return self.programs
 
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Tile:
-        dtype = DTYPES.get(dtype, dtype)
         return tile(np.full(shape, np.nan if np.issubdtype(dtype, np.floating) else 0, dtype))
 
 
@@ -223,6 +234,8 @@ def translated(function: Any, language: Language, done: dict[Any, Callable[..., 
     for name, value in plain.__globals__.items():
         if isinstance(getattr(value, "fn", None), types.FunctionType):
             scope[name] = translated(value, language, done)
+        elif isinstance(value, gl.constexpr):
+            scope[name] = value.value
     scope |= {"gl": language, "tl": language, **NAMES}
     return translation
 

@@ -122,4 +122,4 @@ def check(cases: list[dict[str, Any]]) -> None:
                 assert bool(used) == bool(expected) and used <= expected, where
                 # wgmma takes 64 rows at least
                 assert not used or result["arch"] != 90 or min(result["block"] or [64]) < 64 or "wgmma" in used, where
-                assert bool(kernel["philox"]) == (result["dropout"] > 0), where
+                assert bool(kernel["draws"]) == (result["dropout"] > 0), where

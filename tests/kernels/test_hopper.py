@@ -38,6 +38,7 @@ CASES = [
     Case((130, 1, 64), dtype=HALF, dropout=0.5, strides="fused", layout="padded", slack=70),
     Case((70, 193), dtype=HALF, head_dim=64, heads=3, dropout=0.1, spread=4.0),
     Case((300, 5), dtype=HALF, head_dim=64, strides="fused"),
+    Case((500, 70), dtype=HALF, dropout=0.1, spread=20.0),  # weights far above the first tile's: the second sweep
     Case((129, 257), dtype=HALF, head_dim=128, dropout=0.3, layout="padded"),
     Case((500,), dtype=HALF, heads=1, dropout=0.1, sparse=butterfly(512, (64, 64))),
     Case((300, 100), dtype=HALF, head_dim=64, sparse=butterfly(384, (128, 64), factors=1)),

@@ -1,4 +1,4 @@
-"""The definition itself: Philox against published answers, the dropout mask, the reference against PyTorch."""
+"""The definition itself: Philox against published answers, draws, the dropout mask, the reference against PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lra.kernels.flash.problem import dropout_threshold
-from lra.kernels.flash.reference import keep_mask, philox, reference_attention
+from lra.kernels.flash.reference import draw, keep_mask, philox, reference_attention
 
 # Random123's known-answer tests of philox4x32-7 and -10: rounds, counter, key, result
 KNOWN_ANSWERS = [
@@ -30,30 +30,67 @@ def test_philox_known_answers(rounds, counter, key, result):
     assert philox(words(counter), (k0, k1), rounds) == words(result)
 
 
-# The 16 weights of a call, in the order of its bytes: word, then column and row within the word.
+# by a program in C: key, row, column, result
+DRAWS = [
+    ("5f6fb709 0d893f64 4f121f81 4f730a48", 0, 0, "11c3dd39 9d2e097d 42bc1e57 926d62b4"),
+    ("4dfccaba 190a87f0 c47362ba b6b5242a", 0x05A308D3, 0x043F6A88, "49c1a162 257be8e9 de431747 78ae0521"),
+    ("00000000 00000000 00000000 00000000", 1, 0, "b4656ff4 1f810c4d 0663de36 dae3d573"),
+    ("00000000 00000000 00000000 00000000", 0, 1, "2669e0be 1e64cb16 4209c21a 32d74929"),
+    ("ffffffff ffffffff ffffffff ffffffff", 0xFFFFFFFF, 0xFFFFFFFF, "0d3408ec d71652be c9055dd0 8b2c32d5"),
+]
+
+
+@pytest.mark.parametrize(("key", "row", "column", "result"), DRAWS)
+def test_draw_known_answers(key, row, column, result):
+    assert draw(words(key), torch.tensor(row), torch.tensor(column)) == words(result)
+
+
+# The 16 weights of a draw, in the order of its bytes: word, then column and row within the word.
 PLACES = [(8 * below, 8 * word + right) for word in range(4) for right in range(2) for below in range(2)]
 
 
-@pytest.mark.parametrize("threshold", [0x0D, 0x49, 0x80, 0xB8])
-def test_keep_mask_reads_the_bytes_of_a_call_in_order(threshold):
-    """At the origin with seed 0 the 16 bytes are those of the first known answer, each word's lowest byte first."""
+@pytest.mark.parametrize("threshold", [0x12, 0x42, 0x80, 0xB4])
+def test_keep_mask_reads_the_bytes_of_a_draw_in_order(threshold):
+    """With seed 0, index 0 and head 0 the key is Philox's first known answer, and the first draw's."""
     zero = torch.tensor(0)
     row, column = torch.tensor(PLACES).unbind(1)
     mask = keep_mask(zero, 0, zero, row, column, threshold)
-    stream = bytes.fromhex("09b76f5f 643f890d 811f124f 480a734f")
+    stream = bytes.fromhex("39ddc311 7d092e9d 571ebc42 b4626d92")
     assert mask.tolist() == [byte >= threshold for byte in stream]
 
 
 def test_keep_mask_places_seed_index_head_row_and_column():
-    """The third known answer: counter (column call, row call, index, head); the key begins with the seed's low half."""
-    seed = torch.tensor((0x299F31D0 << 32) | 0xA4093822)
+    seed, index, head = torch.tensor((0x299F31D0 << 32) | 0xA4093822), torch.tensor(5), torch.tensor(7)
     row, column = torch.tensor(PLACES).unbind(1)
-    row += 16 * (0x85A308D3 // 8) + 0x85A308D3 % 8
-    column += 32 * (0x243F6A88 // 4) + 2 * (0x243F6A88 % 4)
-    stream = bytes.fromhex("bacafc4d f0870a19 ba6273c4 2a24b5b6")
+    row += 16 * (0x05A308D3 // 8) + 0x05A308D3 % 8
+    column += 32 * (0x043F6A88 // 4) + 2 * (0x043F6A88 % 4)
+    key = philox((index, head, torch.tensor(0), torch.tensor(0)), words("a4093822 299f31d0"))
+    drawn = draw(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A88))
+    stream = b"".join(int(word).to_bytes(4, "little") for word in drawn)
     for threshold in (0x21, 0x73, 0xBA):
-        mask = keep_mask(seed, 0x13198A2E, torch.tensor(0x03707344), row, column, threshold)
+        mask = keep_mask(seed, 5, head, row, column, threshold)
         assert mask.tolist() == [byte >= threshold for byte in stream]
+
+
+@pytest.mark.parametrize("threshold", [26, 128, 129])
+def test_masks_have_no_structure(threshold):
+    """As matrices of independent elements: in the rate of each row and column, over shifts, and in rank.
+
+    The largest singular value of such a matrix is 2 sqrt(n) standard deviations; a relation between the elements of
+    two rows and two columns, as a cheap function of row and column has, would show in it.
+    """
+    n, heads = 1024, torch.arange(2)[:, None, None]
+    rows = torch.arange(n)
+    p = threshold / 256
+    dropped = ~keep_mask(torch.tensor(11), 2, heads, rows[:, None], rows, threshold)
+    x = (dropped.double() - p) / (p * (1 - p)) ** 0.5
+    for sums in (x.sum(1), x.sum(2)):
+        assert sums.abs().max() < 5.5 * n**0.5
+    spectrum = torch.fft.fft2(x)
+    for a, b in ((0, 0), (0, 1)):
+        shifted = torch.fft.ifft2(spectrum[a] * spectrum[b].conj()).real
+        assert (shifted.flatten()[int(a == b) :].abs() < 6 * n).all()
+    assert (torch.linalg.matrix_norm(x, 2) < 2.05 * n**0.5).all()
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])

@@ -265,7 +265,7 @@ def test_kernels_compile_without_spills():
         for kernel in kernels:
             assert not kernel["stack"] and not kernel["atomics"], f"{case}: {kernel}"
             assert kernel["shared"] <= 48 * 1024, f"{case}: {kernel}"
-            assert bool(kernel["philox"]) == (case["dropout"] > 0), f"{case}: {kernel}"
+            assert bool(kernel["draws"]) == (case["dropout"] > 0), f"{case}: {kernel}"
 
 
 def launch_case(case: dict[str, Any]) -> None:

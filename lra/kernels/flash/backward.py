@@ -24,6 +24,7 @@ from lra.kernels.flash.tiles import (
     add_dot,
     add_rows,
     alone,
+    dropout_key,
     head_pointer,
     keep_tile,
     load_rows,
@@ -79,8 +80,7 @@ def dkdv_kernel(
     do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
     keep_scale = 256.0 / (256 - threshold)
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        index = tl.load(index_ptr + b)
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
     begin = first_column if CAUSAL and not LONGEST else 0
     end = length
@@ -104,7 +104,7 @@ def dkdv_kernel(
         seen_NM = visible(rows_M[None, :], columns_N[:, None], length, whole, CAUSAL, BAND, GLOBALS)
         keep_NM = seen_NM
         if DROPOUT:
-            keep_NM = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, True)
+            keep_NM = keep_tile(key, first_row, first_column, threshold, BLOCK_M, BLOCK_N, True)
         p_NM, ds_NM = score_gradient(
             k_ND, q_MD, v_ND, do_MD, top_M[None, :], log_total_M[None, :], delta_M[None, :],
             seen_NM, alone(rows_M, length, CAUSAL)[None, :], keep_NM, scale_log2, keep_scale, DROPOUT,
@@ -142,8 +142,7 @@ def dq_kernel(
     v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
     keep_scale = 256.0 / (256 - threshold)
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        index = tl.load(index_ptr + b)
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
     end = length
     if CAUSAL:
@@ -161,7 +160,7 @@ def dq_kernel(
         seen_MN = visible(rows_M[:, None], columns_N[None, :], length, whole, CAUSAL, BAND, GLOBALS)
         keep_MN = seen_MN
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
+            keep_MN = keep_tile(key, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
         _, ds_MN = score_gradient(
             q_MD, k_ND, do_MD, v_ND, top_M[:, None], log_total_M[:, None], delta_M[:, None],
             seen_MN, alone(rows_M, length, CAUSAL)[:, None], keep_MN, scale_log2, keep_scale, DROPOUT,

@@ -19,6 +19,7 @@ from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
     attend,
+    dropout_key,
     head_pointer,
     keep_tile,
     load_rows,
@@ -51,8 +52,7 @@ def forward_kernel(
     k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
     v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        index = tl.load(index_ptr + b)
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
     end = length
     if CAUSAL:
@@ -72,7 +72,7 @@ def forward_kernel(
         seen_MN = visible(rows_M[:, None], columns_N[None, :], length, whole, CAUSAL, BAND, GLOBALS)
         keep_MN = seen_MN
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
+            keep_MN = keep_tile(key, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
         top_M, total_M, acc_MD = attend(
             q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT, LONGEST > 0
         )

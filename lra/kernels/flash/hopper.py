@@ -24,17 +24,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lra.kernels.flash import tiles
 from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.reference import PHILOX_ROUNDS
 from lra.kernels.flash.tuning import use_hopper
 
 HEAD_DIMS = (32, 64, 128)
 GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-ROUNDS = gl.constexpr(PHILOX_ROUNDS)
 # Names of newer Tritons, or of 3.6.
 load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-sequence_tile = gluon.jit(tiles.sequence_tile.fn)
+sequence_tile, dropout_key, draw = (gluon.jit(f.fn) for f in (tiles.sequence_tile, tiles.dropout_key, tiles.draw))
 
 
 def takes(problem: Problem, *tensors: Tensor) -> bool:
@@ -76,13 +74,14 @@ def add_tile(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def keep_barriers(buffers):
-    """At a kernel's end: no other data may share the memory of these barriers before.
+def keep_barriers(buffer):
+    """Where they are done with: no other data may share the memory of these barriers before.
 
     A convert_layout that used it after the last wait found eight bytes changed now and then.
     """
-    for i in gl.static_range(len(buffers)):
-        mbarrier.invalidate(buffers[i].index(0))
+    STAGES: gl.constexpr = buffer.shape[0]
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(buffer.index(i))
 
 
 @gluon.constexpr_function
@@ -150,33 +149,14 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def call_layout(rows, columns, row_warps, column_warps):
-    """Layout of the Philox calls `[rows, columns]` of a tile of scores: lane % 4 is the column, lane / 4 the row."""
+def draw_layout(rows, columns, row_warps, column_warps):
+    """Layout of the draws `[rows, columns]` of a tile of scores: lane % 4 is the column, lane / 4 the row."""
     registers = [[8 * row_warps * 2**i, 0] for i in range((rows // (8 * row_warps)).bit_length() - 1)]
     registers += [[0, 4 * column_warps * 2**i] for i in range((columns // (4 * column_warps)).bit_length() - 1)]
     warps = [[8 * 2**i, 0] for i in range(row_warps.bit_length() - 1)]
     warps += [[0, 4 * 2**i] for i in range(column_warps.bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, columns])
-
-
-@gluon.jit
-def philox(seed, c0, c1, c2, c3):
-    """Four words for each counter, as `reference.philox`."""
-    k0 = seed.to(gl.uint32)
-    k1 = (seed >> 32).to(gl.uint32)
-    for _ in gl.static_range(ROUNDS):
-        a = c0.to(gl.uint64) * 0xD2511F53
-        b = c2.to(gl.uint64) * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (b >> 32).to(gl.uint32) ^ c1 ^ k0,
-            b.to(gl.uint32),
-            (a >> 32).to(gl.uint32) ^ c3 ^ k1,
-            a.to(gl.uint32),
-        )
-        k0 += gl.to_tensor(0x9E3779B9).to(gl.uint32)
-        k1 += gl.to_tensor(0xBB67AE85).to(gl.uint32)
-    return c0, c1, c2, c3
 
 
 @gluon.jit
@@ -190,28 +170,15 @@ def keep_signs(word, threshold):
 
 
 @gluon.jit
-def draw_calls(seed, index, head, rows, columns):
-    """Four words of four bytes for each call at (row, column) of the grid of calls."""
-    zero = gl.zeros_like(rows + columns).to(gl.uint32)
-    return philox(
-        seed,
-        zero + columns.to(gl.uint32),
-        zero + rows.to(gl.uint32),
-        zero + index.to(gl.uint32),
-        zero + head.to(gl.uint32),
-    )
-
-
-@gluon.jit
 def keep_forward(
-    seed, index, head, first_row, first_column, threshold, scores: gl.constexpr,
+    key, first_row, first_column, threshold, scores: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """int32 `[M, N]` in the layout `scores`: the word whose bytes say whether to keep a score and its neighbours."""
-    layout: gl.constexpr = call_layout(M // 2, N // 8, num_warps, 1)
+    layout: gl.constexpr = draw_layout(M // 2, N // 8, num_warps, 1)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
-    w0, w1, w2, w3 = draw_calls(seed, index, head, rows[:, None], columns[None, :])
+    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
     words = keep_signs(gl.join(gl.join(w0, w2), gl.join(w1, w3)), threshold)  # four for the four columns 8 j
     words = gl.join(gl.join(words, words), gl.join(words, words))  # for two neighbouring columns and the row 8 below
     words = words.reshape(M // 16, 8, N // 32, 4, 4, 2, 2).permute(0, 5, 1, 2, 4, 3, 6).reshape(M, N)
@@ -219,22 +186,20 @@ def keep_forward(
 
 
 @gluon.jit
-def draw_backward(
-    seed, index, head, first_row, first_column, threshold, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr
-):
-    """A word `[M / 2, N / 4]` for each half of a call, its 16 keys, for `spread_backward`.
+def draw_backward(key, first_row, first_column, threshold, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr):
+    """A word `[M / 2, N / 4]` for each half of a draw, its 16 keys, for `spread_backward`.
 
-    Two warps, which have 16 keys each, draw one half of the calls for both, as the forward pass has them; then each
+    Two warps, which have 16 keys each, make one half of the draws for both, as the forward pass has them; then each
     transposes its 8 x 8 blocks. The two highest bits of a byte are the signs for the keys 0 to 7 and 8 to 15.
     """
-    layout: gl.constexpr = call_layout(M // 2, N // 8, 2, num_warps // 2)
+    layout: gl.constexpr = draw_layout(M // 2, N // 8, 2, num_warps // 2)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
-    w0, w1, w2, w3 = draw_calls(seed, index, head, rows[:, None], columns[None, :])
+    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
     first = two_signs(keep_signs(w0, threshold), keep_signs(w1, threshold))
     second = two_signs(keep_signs(w2, threshold), keep_signs(w3, threshold))
     words = gl.join(first, second).reshape(M // 2, N // 32, 4, 2).permute(0, 1, 3, 2).reshape(M // 2, N // 4)
-    return transpose_blocks(gl.convert_layout(words, call_layout(M // 2, N // 4, 1, num_warps)))
+    return transpose_blocks(gl.convert_layout(words, draw_layout(M // 2, N // 4, 1, num_warps)))
 
 
 @gluon.jit
@@ -262,7 +227,7 @@ def transpose_blocks(words):
     )
 
 
-# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a call, of the transposed tile likewise. `prmt`
+# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a draw, of the transposed tile likewise. `prmt`
 # with 8 + i copies the sign of byte i into a byte of a mask.
 
 DROP_FORWARD = gl.constexpr("""{

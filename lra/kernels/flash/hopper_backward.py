@@ -32,6 +32,7 @@ from lra.kernels.flash.hopper import (
     describe,
     draw_backward,
     drop_backward,
+    dropout_key,
     following,
     keep_barriers,
     load_tile,
@@ -123,6 +124,8 @@ def hopper_backward_kernel(
         index = gl.load(index_ptr + b)
     if first_column >= owned:
         return
+    if DROPOUT:
+        key = dropout_key(seed, index, head)
 
     gl.static_assert(STAGES == 2 or STAGES == 3)  # a tile of queries is fetched while the one before is still read
     dtype: gl.constexpr = q_desc.dtype
@@ -199,7 +202,7 @@ def hopper_backward_kernel(
         delta_smem.store(delta)
         drawn = 0
         if DROPOUT:
-            drawn = draw_backward(seed, index, head, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+            drawn = draw_backward(key, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
@@ -258,7 +261,7 @@ def hopper_backward_kernel(
                 mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if DROPOUT:
-                drawn = draw_backward(seed, index, head, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+                drawn = draw_backward(key, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
             s, dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[s_next, dv_next, dk_next, p_a, ds_a])
             before, slot, phase = slot, next_slot, next_phase
             first_row, next_row = next_row, after_row
@@ -266,7 +269,9 @@ def hopper_backward_kernel(
 
     store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
     store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
-    keep_barriers((k_ready, q_ready, do_ready))
+    keep_barriers(k_ready)
+    keep_barriers(q_ready)
+    keep_barriers(do_ready)
 
 
 def launch_hopper_backward(

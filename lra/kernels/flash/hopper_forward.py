@@ -3,6 +3,11 @@
 Tiles of K and V arrive by TMA. While the softmax of one tile is computed, the scores of the next tile and the product
 of the previous weights with V run on the tensor cores (the overlap within a warp group of FlashAttention-3, arXiv
 2407.08608, section 3.2).
+
+Weights are exp2(score - offset), and any offset that keeps them in range gives the same result. So the loop looks for
+no maximum and scales nothing: the offset is a row's maximum in its first tile. If a sum then has grown out of range, as
+scores far above those of the first tile make it, the program sweeps over the keys once more, with Algorithm 1's running
+maximum.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -21,6 +26,7 @@ from lra.kernels.flash import tuning
 from lra.kernels.flash.hopper import (
     describe,
     drop_forward,
+    dropout_key,
     following,
     keep_barriers,
     keep_forward,
@@ -50,13 +56,88 @@ def thread_sums(p):
 
 
 @gluon.jit
-def softmax_step(s, top, sums, scale_log2):
-    new_top = gl.maximum(top, gl.max(s, 1))
-    offset = new_top * scale_log2
-    p = gl.exp2(s * scale_log2 - offset[:, None])
-    shrink = gl.exp2(top * scale_log2 - offset)
-    sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)
-    return p, shrink, new_top, sums
+def sweep(
+    q_tile, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
+    key, scale_log2, threshold,
+    STAGES: gl.constexpr, LONGEST: gl.constexpr, DROPOUT: gl.constexpr, RUNNING: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Over the n tiles of keys: the sums of weights times V, of weights, and each row's offset.
+
+    The offset is the maximum of all scores if RUNNING, and else of those in the first tile.
+    """
+    dtype: gl.constexpr = q_tile.dtype
+    BLOCK_M: gl.constexpr = q_tile.shape[0]
+    D: gl.constexpr = q_tile.shape[1]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
+    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+    acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
+
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+
+    # The last tile, which alone may be partial, comes first: the loop masks nothing. Then the others in order.
+    column = head * D
+    last = visited(visits_ptr, n - 1, n, BLOCK_N, LONGEST)
+    for i in gl.static_range(STAGES):
+        row = start + (last if i == 0 else visited(visits_ptr, i - 1, n, BLOCK_N, LONGEST))
+        fetch(k_desc, row, column, k_ready, k_smem, i, i < n)
+        fetch(v_desc, row, column, v_ready, v_smem, i, i < n)
+    mbarrier.wait(k_ready.index(0), 0)
+    s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
+    v_row = start + visited(visits_ptr, STAGES - 1, n, BLOCK_N, LONGEST)
+    fetch(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
+    columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+    s = gl.where((columns < length)[None, :], s, float("-inf"))
+    top = gl.max(s, 1)
+    p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+    sums = thread_sums(p32)
+    p = p32.to(dtype)
+    mbarrier.wait(v_ready.index(0), 0)
+    if last + BLOCK_N > length:
+        zero_past(v_smem.index(0), length - last, num_warps)
+
+    slot, phase, first = 0, 0, last
+    for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
+        next_slot, next_phase = following(slot, phase, STAGES)
+        k_row = start + visited(visits_ptr, t - 1 + STAGES, n, BLOCK_N, LONGEST)
+        mbarrier.wait(k_ready.index(next_slot), next_phase)
+        next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if DROPOUT:
+            keep = keep_forward(key, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
+            p = drop_forward(p, keep)
+        p = gl.convert_layout(p, weights)
+        mbarrier.wait(v_ready.index(slot), phase)
+        out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[next_s])
+        fetch(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
+        if RUNNING:
+            new_top = gl.maximum(top, gl.max(s, 1))
+            shrink = gl.exp2((top - new_top) * scale_log2)
+            sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
+            top = new_top
+        p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+        sums += thread_sums(p32)
+        p_next = p32.to(dtype)
+        acc, _ = warpgroup_mma_wait(0, deps=[out, p])
+        fetch(v_desc, v_row, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
+        if RUNNING:
+            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
+        p, first = p_next, visited(visits_ptr, t - 1, n, BLOCK_N, LONGEST)
+        slot, phase, v_row = next_slot, next_phase, k_row
+    if DROPOUT:
+        keep = keep_forward(key, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
+        p = drop_forward(p, keep)
+    mbarrier.wait(v_ready.index(slot), phase)
+    acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
+    keep_barriers(k_ready)
+    keep_barriers(v_ready)
+    return acc, sums, top
 
 
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -79,82 +160,39 @@ def hopper_forward_kernel(
         index = gl.load(index_ptr + b)
     if first_row >= owned:
         return
+    key = dropout_key(seed, index, head) if DROPOUT else 0
 
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    # a sum up to it has no weight beyond its dtype, and in bf16 fp32 takes them times values up to 2^63
+    LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**64
 
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_ready.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
 
-    column = head * D
+    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
     sums = thread_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores))
     acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
     if n > 0:
-        # The last tile, which alone may be partial, comes first: the loop masks nothing. Then the others in order.
-        fetch(q_desc, start + first_row, column, q_ready, q_smem, 0, True)
-        last = visited(visits_ptr, n - 1, n, BLOCK_N, LONGEST)
-        for i in gl.static_range(STAGES):
-            row = start + (last if i == 0 else visited(visits_ptr, i - 1, n, BLOCK_N, LONGEST))
-            fetch(k_desc, row, column, k_ready, k_smem, i, i < n)
-            fetch(v_desc, row, column, v_ready, v_smem, i, i < n)
-        q_tile = q_smem.index(0)
-        nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
+        fetch(q_desc, start + first_row, head * D, q_ready, q_smem, 0, True)
         mbarrier.wait(q_ready.index(0), 0)
-        mbarrier.wait(k_ready.index(0), 0)
-        s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
-        v_row = start + visited(visits_ptr, STAGES - 1, n, BLOCK_N, LONGEST)
-        fetch(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
-        columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-        s = gl.where((columns < length)[None, :], s, float("-inf"))
-        p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
-        p = p32.to(dtype)
-        if DROPOUT:
-            keep = keep_forward(seed, index, head, first_row, last, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
-            p = drop_forward(p, keep)
-        p = gl.convert_layout(p, weights)
-        mbarrier.wait(v_ready.index(0), 0)
-        if last + BLOCK_N > length:
-            zero_past(v_smem.index(0), length - last, num_warps)
+        acc, sums, top = sweep(
+            q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
+            key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, False, num_warps,
+        )  # fmt: skip
+        largest = gl.where(rows < length, gl.convert_layout(gl.max(sums, 1), row_layout), 0.0)
+        if gl.max(largest, 0) > LIMIT:
+            acc, sums, top = sweep(
+                q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
+                key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, True, num_warps,
+            )  # fmt: skip
 
-        slot, phase = 0, 0
-        for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
-            next_slot, next_phase = following(slot, phase, STAGES)
-            k_row = start + visited(visits_ptr, t - 1 + STAGES, n, BLOCK_N, LONGEST)
-            mbarrier.wait(k_ready.index(next_slot), next_phase)
-            next_s = warpgroup_mma(
-                q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True
-            )
-            mbarrier.wait(v_ready.index(slot), phase)
-            out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[next_s])
-            fetch(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
-            p32, shrink, top, sums = softmax_step(s, top, sums, scale_log2)
-            p_next = p32.to(dtype)
-            if DROPOUT:
-                first = visited(visits_ptr, t - 1, n, BLOCK_N, LONGEST)
-                keep = keep_forward(seed, index, head, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
-                p_next = drop_forward(p_next, keep)
-            acc, p = warpgroup_mma_wait(0, deps=[out, p])
-            fetch(v_desc, v_row, column, v_ready, v_smem, slot, t - 1 + STAGES < n)
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, outputs))[:, None]
-            p = gl.convert_layout(p_next, weights)
-            slot, phase, v_row = next_slot, next_phase, k_row
-        mbarrier.wait(v_ready.index(slot), phase)
-        acc = warpgroup_mma(p, v_smem.index(slot), acc)
-
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     sums = gl.maximum(gl.convert_layout(gl.sum(sums, 1), row_layout), 1e-30)
     norm = 1.0 / sums
     if DROPOUT:
@@ -165,7 +203,7 @@ def hopper_forward_kernel(
 
     acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, outputs))[:, None]
     store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
-    keep_barriers((q_ready, k_ready, v_ready))
+    keep_barriers(q_ready)
 
 
 def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -184,7 +222,6 @@ def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> 
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
             num_warps=min(warps, rows // 16),
-            # three programs on a multiprocessor: dense attention with d = 32 takes fewer registers by itself
-            maxnreg=168 if head_dim == 64 or (head_dim == 32 and longest) else None,
+            maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
         )  # fmt: skip
     return out, lse

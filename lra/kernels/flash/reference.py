@@ -10,6 +10,8 @@ from lra.kernels.flash.problem import dropout_threshold
 
 LOW_32_BITS = 0xFFFFFFFF
 PHILOX_ROUNDS = 7  # the fewest that pass every test of BigCrush (Salmon et al., SC 2011, table 2)
+ROW_FACTORS = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)  # odd, and otherwise arbitrary
+COLUMN_FACTORS = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
 
 
 def reference_attention(
@@ -62,22 +64,41 @@ def reference_attention(
 def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
     """Whether dropout keeps the weight at (head, row, column) of sequence `index`; bool, the arguments broadcast.
 
-    One call of Philox-4x32-7 serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in each of four
-    groups of 8, as one thread has them in the accumulator of a tensor-core product. The call of (row, column) has the
-    counter (column // 32 * 4 + column % 8 // 2, row // 16 * 8 + row % 8, index, head) and the low and high half of
-    `seed` as key; its word column % 32 // 8 has in byte 2 * (column % 2) + row % 16 // 8, the least significant byte
-    being 0, the weight's own. A weight is dropped when its byte is below `threshold`.
+    Each head of a sequence has a key, four words by Philox-4x32-7 of the counter (index, head, 0, 0) with the halves
+    of `seed`, the low one first. One `draw` serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in
+    each of four groups of 8, as one thread has them in the accumulator of a tensor-core product. That of (row, column)
+    is at (row // 16 * 8 + row % 8, column // 32 * 4 + column % 8 // 2); its word column % 32 // 8 has in byte
+    2 * (column % 2) + row % 16 // 8, the least significant byte being 0, the weight's own. A weight is dropped when
+    its byte is below `threshold`.
     """
-    counter = torch.broadcast_tensors(
-        column // 32 * 4 + column % 8 // 2, row // 16 * 8 + row % 8, torch.as_tensor(index, device=row.device), head
-    )
-    key = (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS)
-    words = torch.stack(philox(counter, key))
-    word = words.gather(0, torch.broadcast_to(column % 32 // 8, counter[0].shape)[None])[0]
+    zero = torch.zeros_like(head)
+    key = philox((zero + index, head, zero, zero), (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS))
+    words = torch.stack(draw(key, row // 16 * 8 + row % 8, column // 32 * 4 + column % 8 // 2))
+    word = words.gather(0, torch.broadcast_to(column % 32 // 8, words.shape[1:])[None])[0]
     return (word >> (8 * (2 * (column % 2) + row % 16 // 8))) & 0xFF >= threshold
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:
+def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
+    """Four random words of 32 bits for each (row, column), all in int64 tensors that broadcast.
+
+    pcg4d (Jarzynski and Olano, JCGT 9(3), 2020) of the place, in whose first step all four words depend on both
+    coordinates: half of Philox's work. `benchmarks/randomness.py` puts it to the tests of TestU01.
+    """
+    factors = zip(key, ROW_FACTORS, COLUMN_FACTORS, strict=True)
+    words = [(k + row * r + column * c) & LOW_32_BITS for k, r, c in factors]
+    _stir(words)
+    words = [word ^ (word >> 16) for word in words]
+    _stir(words)
+    return tuple(words)
+
+
+def _stir(words: list[Tensor]) -> None:
+    """Adds to each word, in turn, the product of two others."""
+    for i, j, k in ((0, 1, 3), (1, 2, 0), (2, 0, 1), (3, 1, 2)):
+        words[i] = (words[i] + words[j] * words[k]) & LOW_32_BITS
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:
     """Philox-4x32 (Salmon et al., SC 2011, section 3.3): four words of 32 bits from four, all held in int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -12,9 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lra.kernels.flash.reference import PHILOX_ROUNDS
+from lra.kernels.flash.reference import COLUMN_FACTORS, PHILOX_ROUNDS, ROW_FACTORS
 
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+R0, R1, R2, R3 = map(tl.constexpr, ROW_FACTORS)
+C0, C1, C2, C3 = map(tl.constexpr, COLUMN_FACTORS)
 LOG2_E = 1.4426950408889634
 
 
@@ -112,19 +114,49 @@ def alone(row, length, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def dropout_key(seed, index, head):
+    """Four words, those of `reference.keep_mask`."""
+    return tl.philox(seed, index, head, 0, 0, ROUNDS)
+
+
+@triton.jit
+def stir(x, y, z, w):
+    """As `reference._stir`."""
+    x += y * w
+    y += z * x
+    z += x * y
+    w += y * z
+    return x, y, z, w
+
+
+@triton.jit
+def draw(key, rows, columns):
+    """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
+    k0, k1, k2, k3 = key
+    rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
+    x, y, z, w = stir(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        columns * C0 + (rows * R0 + k0),
+        columns * C1 + (rows * R1 + k1),
+        columns * C2 + (rows * R2 + k2),
+        columns * C3 + (rows * R3 + k3),
+    )
+    return stir(x ^ (x >> 16), y ^ (y >> 16), z ^ (z >> 16), w ^ (w >> 16))
+
+
+@triton.jit
 def keep_tile(
-    seed, index, head, first_row, first_column, threshold,
+    key, first_row, first_column, threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Dropout mask `[BLOCK_M, BLOCK_N]`, or its transpose, of a tile that begins at multiples of 16.
 
-    The same function of (seed, index, head, row, column) as `reference.keep_mask`: a Philox call for 16 scores.
+    The same function of (seed, index, head, row, column) as `reference.keep_mask`: four words for 16 scores.
     """
     BLOCKS: tl.constexpr = (BLOCK_N + 31) // 32
-    WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a call: two if the tile is 16 columns wide
+    WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a draw: two if the tile is 16 columns wide
     rows = first_row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
     columns = first_column // 32 * 4 + tl.arange(0, BLOCKS * 4)
-    w0, w1, w2, w3 = tl.philox(seed, columns[None, :], rows[:, None], index, head, ROUNDS)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if WORDS == 4:
         # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.flash.tiles import LOG2_E, keep_tile, program_tile
+from lra.kernels.flash.tiles import LOG2_E, dropout_key, keep_tile, program_tile
 
 ROWS = tl.constexpr(16)  # the fewest that whole Philox calls serve
 MAX_COLUMNS = 256  # more registers for each thread would leave fewer programs to hide loads
@@ -61,8 +61,7 @@ def forward_kernel(
     """Scores at `p_ptr` become P."""
     head, b, length, first_row, offset_M, real_M, end = row_tile(length_ptr, heads, size)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        index = tl.load(index_ptr + b)
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
     top_M = tl.full([ROWS], float("-inf"), tl.float32)
     total_M = tl.zeros([ROWS], tl.float32)
@@ -82,7 +81,7 @@ def forward_kernel(
         p_MN = tl.exp2(s_MN * scale_log2 - top_M[:, None]) * norm_M[:, None]
         store_tile(p_ptr, p_MN, offset_M, columns_N, size)
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, ROWS, COLUMNS, False)
+            keep_MN = keep_tile(key, first_row, first_column, threshold, ROWS, COLUMNS, False)
             p_MN = tl.where(keep_MN, p_MN * (256.0 / (256 - threshold)), 0.0)
             store_tile(dropped_ptr, p_MN, offset_M, columns_N, size)
 
@@ -96,8 +95,7 @@ def backward_kernel(
     head, b, length, first_row, offset_M, real_M, end = row_tile(length_ptr, heads, size)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     keep_scale = 256.0 / (256 - threshold)
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-        index = tl.load(index_ptr + b)
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
     delta_M = tl.zeros([ROWS], tl.float32)
     for first_column in range(0, end, COLUMNS):
@@ -106,7 +104,7 @@ def backward_kernel(
         p_MN = load_tile(p_ptr, offset_M, columns_N, end, seen_MN, 0.0)
         dp_MN = load_tile(ds_ptr, offset_M, columns_N, end, seen_MN, 0.0)
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, ROWS, COLUMNS, False)
+            keep_MN = keep_tile(key, first_row, first_column, threshold, ROWS, COLUMNS, False)
             dp_MN = tl.where(keep_MN, dp_MN * keep_scale, 0.0)
         delta_M += tl.sum(p_MN * dp_MN, 1)
 
@@ -116,7 +114,7 @@ def backward_kernel(
         p_MN = load_tile(p_ptr, offset_M, columns_N, end, seen_MN, 0.0)
         dp_MN = load_tile(ds_ptr, offset_M, columns_N, end, seen_MN, 0.0)
         if DROPOUT:
-            keep_MN = keep_tile(seed, index, head, first_row, first_column, threshold, ROWS, COLUMNS, False)
+            keep_MN = keep_tile(key, first_row, first_column, threshold, ROWS, COLUMNS, False)
             dp_MN = tl.where(keep_MN, dp_MN * keep_scale, 0.0)
             store_tile(dropped_ptr, tl.where(keep_MN, p_MN * keep_scale, 0.0), offset_M, columns_N, size)
         store_tile(ds_ptr, p_MN * (dp_MN - delta_M[:, None]) * scale, offset_M, columns_N, size)

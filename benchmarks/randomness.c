@@ -1,0 +1,63 @@
+/* The random words of attention's dropout as a stream, given to a battery of TestU01; see randomness.py. */
+
+#include <inttypes.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "bbattery.h"
+#include "unif01.h"
+
+static const uint32_t row_factors[4] = {ROW_FACTORS}, column_factors[4] = {COLUMN_FACTORS};
+static uint32_t key[4], words[4], row, column, width;
+static int columns_first, reversed, word, next_word = 4;
+
+static void stir(void) {
+    words[0] += words[1] * words[3];
+    words[1] += words[2] * words[0];
+    words[2] += words[0] * words[1];
+    words[3] += words[1] * words[2];
+}
+
+static void draw(void) {
+    for (int i = 0; i < 4; i++) words[i] = key[i] + row * row_factors[i] + column * column_factors[i];
+    stir();
+    for (int i = 0; i < 4; i++) words[i] ^= words[i] >> 16;
+    stir();
+    uint32_t *inner = columns_first ? &row : &column, *outer = columns_first ? &column : &row;
+    if (++*inner == width) *inner = 0, ++*outer;
+}
+
+static unsigned int reverse(uint32_t x) {
+    x = (x >> 1 & 0x55555555) | (x & 0x55555555) << 1;
+    x = (x >> 2 & 0x33333333) | (x & 0x33333333) << 2;
+    x = (x >> 4 & 0x0F0F0F0F) | (x & 0x0F0F0F0F) << 4;
+    x = (x >> 8 & 0x00FF00FF) | (x & 0x00FF00FF) << 8;
+    return x >> 16 | x << 16;
+}
+
+static unsigned int next(void) {
+    uint32_t found;
+    if (word < 4) { /* one word of each draw */
+        draw();
+        found = words[word];
+    } else { /* all of them */
+        if (next_word == 4) draw(), next_word = 0;
+        found = words[next_word++];
+    }
+    return reversed ? reverse(found) : found;
+}
+
+int main(int count, char **given) {
+    if (count != 10) return 2;
+    int crush = atoi(given[1]);
+    columns_first = atoi(given[2]), reversed = atoi(given[3]), word = atoi(given[4]), width = atoi(given[5]);
+    for (int i = 0; i < 4; i++) key[i] = strtoul(given[6 + i], NULL, 10);
+    unif01_Gen *generator = unif01_CreateExternGenBits("dropout", next);
+    if (crush)
+        bbattery_Crush(generator);
+    else
+        bbattery_SmallCrush(generator);
+    for (int i = 0; i < bbattery_NTests; i++) printf("p %s = %.17g\n", bbattery_TestNames[i], bbattery_pVal[i]);
+    return 0;
+}
