@@ -21,8 +21,10 @@ static void stir(void) {
 
 static void draw(void) {
     for (int i = 0; i < 4; i++) words[i] = key[i] + row * row_factors[i] + column * column_factors[i];
-    stir();
-    for (int i = 0; i < 4; i++) words[i] ^= words[i] >> 16;
+    for (int round = 0; round < 2; round++) {
+        stir();
+        for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
+    }
     stir();
     uint32_t *inner = columns_first ? &row : &column, *outer = columns_first ? &column : &row;
     if (++*inner == width) *inner = 0, ++*outer;

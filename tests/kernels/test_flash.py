@@ -38,7 +38,8 @@ CASES = [
     Case((40,), dtype=HALF, head_dim=24, heads=3, strides="d_strided", spread=4.0),
     Case((33, 17), dtype=HALF, head_dim=80, dropout=0.2, strides="fused", layout="padded", spread=4.0),
     Case((35,), head_dim=128, heads=1, dtype=HALF, causal=True),
-    Case((63, 1), heads=3, head_dim=64, dropout=0.5, spread=4.0),  # fp32 products in two sums would round too much
+    # fp32 products in two sums would round too much, in the rows that this seed draws
+    Case((63, 1), heads=3, head_dim=64, dropout=0.5, spread=4.0, seed=12),
     Case((20, 3), head_dim=20, layout="padded"),  # no multiple of 8
     Case((18, 2), head_dim=8),  # narrower than a tensor-core product
 ]

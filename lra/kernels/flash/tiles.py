@@ -130,6 +130,12 @@ def stir(x, y, z, w):
 
 
 @triton.jit
+def swap(word):
+    """Its halves."""
+    return (word >> 16) | (word << 16)
+
+
+@triton.jit
 def draw(key, rows, columns):
     """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
     k0, k1, k2, k3 = key
@@ -140,7 +146,8 @@ def draw(key, rows, columns):
         columns * C2 + (rows * R2 + k2),
         columns * C3 + (rows * R3 + k3),
     )
-    return stir(x ^ (x >> 16), y ^ (y >> 16), z ^ (z >> 16), w ^ (w >> 16))
+    x, y, z, w = stir(swap(x), swap(y), swap(z), swap(w))  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    return stir(swap(x), swap(y), swap(z), swap(w))
 
 
 @triton.jit
