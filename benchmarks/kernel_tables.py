@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import Measured, read, table
+from benchmarks.randomness import SUSPECT
 
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
@@ -36,6 +37,17 @@ def _covered(result: dict[str, Any]) -> str:
         f"{made_with['versions']['torch']}, Triton {made_with['versions']['triton']}{assembler}, "
         f"{made_with['date'][:10]}."
     )
+
+
+def randomness(results: Path) -> str:
+    rows = []
+    for file, result in read(results, "-randomness"):
+        streams = result["streams"]
+        p = [found["p"] for stream in streams for found in stream["p_values"]]
+        suspect = sum(not SUSPECT <= x <= 1 - SUSPECT for x in p)
+        link = f"[{streams[0]['battery']}](benchmarks/results/{file.name})"
+        rows.append((link, str(len(streams)), f"{len(p):,}", str(suspect), f"{min(min(x, 1 - x) for x in p):.1e}"))
+    return table(("battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)
 
 
 def speed(results: Path) -> str:

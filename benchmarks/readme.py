@@ -3,9 +3,10 @@
     python -m benchmarks.readme [--check]
 
 A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-`<what>-exactness.json`, `<what>-learnability.json` or `<what>-prepare.json` of the program of that name here,
-`<what>-profile.json` of counters.py, or `<what>-attention.json`, `<what>-butterfly-attention.json` (what is
-block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md and docs/table6.md, made before, have the accuracies.
+`<what>-exactness.json`, `<what>-learnability.json`, `<what>-prepare.json` or `<what>-randomness.json` of the program
+of that name here, `<what>-profile.json` of counters.py, or `<what>-attention.json`, `<what>-butterfly-attention.json`
+(what is block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md and docs/table6.md, made before, have the
+accuracies.
 With --check nothing is written, and the exit code is 1 if one of them is not what would be.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from benchmarks.kernel_tables import exactness, memory, profile, short, sparse, speed, traffic
+from benchmarks.kernel_tables import exactness, memory, profile, randomness, short, sparse, speed, traffic
 from benchmarks.pages import read, table
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
@@ -182,6 +183,7 @@ MADE: dict[str, Callable[[Path], str]] = {
         learnability,
         prepare,
         exactness,
+        randomness,
     )
 }
 

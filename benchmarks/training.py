@@ -56,7 +56,10 @@ LONG = (
     "tens of MB with what the C allocator keeps of freed blocks, of a new size for each batch; compare both halves' "
     "most. Disk grows by the curves, a row for each logged loss. `shared`: tests ran beside it."
 )
-SCALING = "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`."
+SCALING = (
+    "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`, beside one GPU of the same "
+    "commit."
+)
 
 
 def page() -> str:
@@ -190,9 +193,9 @@ def _scaling(results: Sequence[Measured]) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _work(result: dict[str, Any]) -> tuple[str, int]:
-    """What a step computes, on however many devices."""
-    return result["task"], result["config"]["batch"]["size"]
+def _work(result: dict[str, Any]) -> tuple[str, int, str]:
+    """What a step computes, on however many devices, and of which commit."""
+    return result["task"], result["config"]["batch"]["size"], result["environment"]["commit"]
 
 
 def _long(results: Sequence[Measured]) -> Iterator[str]:

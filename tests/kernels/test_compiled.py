@@ -113,8 +113,9 @@ def check(cases: list[dict[str, Any]]) -> None:
             where = f"{name} of {result}: {kernel}"
             # ptxas 13 puts a few registers aside by choice, more or fewer with each Triton; running out of registers
             # costs much more. At d = 128 tiles that keep invariants there were measured faster than those that fit.
+            # Hopper's forward keeps what its second sweep needs, which seldom comes.
             wide = result["arch"] == 90 and result["head_dim"] == 128
-            assert kernel["stack"] <= (320 if wide else 64), where
+            assert kernel["stack"] <= (320 if wide else 96 if name == "hopper_forward_kernel" else 64), where
             assert kernel["shared"] <= 1024 * SHARED_LIMIT[result["arch"]], where
             if name not in HELPERS:
                 used = {product for product in ("mma", "wgmma", "tcgen05") if kernel[product]}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lra.kernels.flash.tiles import LOG2_E, dropout_key, keep_tile, program_tile
 
-ROWS = tl.constexpr(16)  # the fewest that whole Philox calls serve
+ROWS = tl.constexpr(16)  # the fewest that whole draws serve
 MAX_COLUMNS = 256  # more registers for each thread would leave fewer programs to hide loads
 
 

@@ -50,7 +50,7 @@ class RabeStaatsAttention(Attention):
         """One chunk of queries, `[B, H, M, D]` in fp32."""
         dropout = self.dropout_rate
         # The generator's state is kept, so that the backward pass draws the mask again. The kernels' mask, a function
-        # of the place alone, would need no state, but Philox in int64 tensors takes many times longer than the rest.
+        # of the place alone, would need no state, but draws in int64 tensors take many times longer than the rest.
         summaries = [
             checkpoint(_summarise, q_BHMD, *chunk, dropout, use_reentrant=False, preserve_rng_state=dropout > 0)
             for chunk in keys

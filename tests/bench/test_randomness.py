@@ -1,0 +1,74 @@
+"""benchmarks/randomness.c has the words that dropout draws: against a stand-in for TestU01 that prints them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import randomness
+from lra.kernels.flash.reference import draw
+
+UNIF01 = """
+#pragma once
+typedef struct { unsigned int (*next)(void); } unif01_Gen;
+unif01_Gen *unif01_CreateExternGenBits(char *name, unsigned int (*next)(void));
+"""
+BBATTERY = """
+#pragma once
+#include "unif01.h"
+extern int bbattery_NTests; extern double bbattery_pVal[]; extern char *bbattery_TestNames[];
+void bbattery_SmallCrush(unif01_Gen *generator); void bbattery_Crush(unif01_Gen *generator);
+"""
+TESTU01 = """
+#include "bbattery.h"
+static unif01_Gen it;
+int bbattery_NTests = 64; double bbattery_pVal[64]; char *bbattery_TestNames[64];
+unif01_Gen *unif01_CreateExternGenBits(char *name, unsigned int (*next)(void)) { it.next = next; return &it; }
+void bbattery_SmallCrush(unif01_Gen *generator) {
+    for (int i = 0; i < 64; i++) bbattery_pVal[i] = generator->next(), bbattery_TestNames[i] = "word";
+}
+void bbattery_Crush(unif01_Gen *generator) { bbattery_SmallCrush(generator); }
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    root = tmp_path_factory.mktemp("testu01")
+    for name, text in (("include/unif01.h", UNIF01), ("include/bbattery.h", BBATTERY), ("lib/testu01.c", TESTU01)):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    subprocess.run(["gcc", "-c", "-I../include", "testu01.c"], cwd=root / "lib", check=True)
+    for library in ("testu01", "probdist", "mylib"):
+        subprocess.run(["ar", "rcs", f"lib{library}.a", "testu01.o"], cwd=root / "lib", check=True)
+    randomness.build(root, root / "program")
+    return root / "program"
+
+
+@pytest.mark.parametrize("reverse", [0, 1])
+@pytest.mark.parametrize("columns_first", [0, 1])
+def test_words_of_a_stream(columns_first, reverse, program, monkeypatch):
+    monkeypatch.setattr(randomness, "WIDTH", 5)
+    number = torch.arange(64)
+    place = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[columns_first]
+    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key())), *place), 1)
+    for word in range(5):
+        expected = (words.flatten()[:64] if word == 4 else words[:, word]).tolist()
+        if reverse:
+            expected = [int(f"{x:032b}"[::-1], 2) for x in expected]
+        found = randomness.run(program, False, (columns_first, reverse, word))["p_values"]
+        assert [each["p"] for each in found] == expected
+        assert {each["test"] for each in found} == {"word"}
+
+
+def test_without_testu01(tmp_path, capsys):
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc")
+    with pytest.raises(SystemExit, match=re.escape(str(tmp_path))):
+        randomness.main(["--testu01", str(tmp_path), "--out", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists()
