@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels import flash_attention
+from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
-from lra.kernels.testing import Inputs, check, compare, random_case, run
+from lra.kernels.testing import Case, Inputs, check, compare, random_case, run
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +36,19 @@ def test_random_cases(seed):
                 failures.append(f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}")
         torch.cuda.empty_cache()
     assert not failures, "\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_far_above_those_of_the_first_tile(dtype, head_dim):
+    """Hopper's forward sweeps over the keys again."""
+    for dropout, sparse in itertools.product((0.0, 0.1), (None, butterfly(2048, (128, 128)))):
+        case = Case(
+            (1000, 129, 1, 2000), head_dim=head_dim, dtype=dtype, strides="fused", dropout=dropout, spread=60.0,
+            sparse=sparse,
+        )  # fmt: skip
+        for name, error in check(case, "cuda", "triton").items():
+            assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
 @memory(40)
