@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import Measured, read, table
-from benchmarks.randomness import SUSPECT
+from benchmarks.randomness import SUSPECT, beyond
 
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
@@ -44,7 +44,7 @@ def randomness(results: Path) -> str:
     for file, result in read(results, "-randomness"):
         streams = result["streams"]
         p = [found["p"] for stream in streams for found in stream["p_values"]]
-        suspect = sum(not SUSPECT <= x <= 1 - SUSPECT for x in p)
+        suspect = sum(len(beyond(stream, SUSPECT)) for stream in streams)
         link = f"[{streams[0]['battery']}](benchmarks/results/{file.name})"
         rows.append((link, str(len(streams)), f"{len(p):,}", str(suspect), f"{min(min(x, 1 - x) for x in p):.1e}"))
     return table(("battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)

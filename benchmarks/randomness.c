@@ -1,6 +1,5 @@
 /* The random words of attention's dropout as a stream, given to a battery of TestU01; see randomness.py. */
 
-#include <inttypes.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

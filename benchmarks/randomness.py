@@ -5,8 +5,8 @@
 `--testu01` is where TestU01 is installed (github.com/umontreal-simul/TestU01-2009). A stream has the words of one key
 along rows or down columns of the mask, all four words of each draw or one of them, as they are or with their bits
 reversed, as most tests look at the upper ones. SmallCrush is run on all streams, some seconds each; `--crush` runs
-Crush on two of them instead, an hour each. A p-value outside [0.001, 0.999] is suspect, as two of a thousand are of
-a perfect generator; one within 1e-10 of 0 or 1 is a failure, and the exit code is 1.
+Crush on two of them instead, half an hour each. A p-value outside [0.001, 0.999] is suspect, as two of a thousand are
+of a perfect generator; one within 1e-10 of 0 or 1 is a failure, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(given.out, {"environment": environment.describe(), **drawn_for, "streams": results})
     for stream in results:
         what = ", ".join(stream[name] for name in ("battery", "order", "words", "bits"))
-        suspect = "; ".join(f"{found['test']} {found['p']:.2g}" for found in beyond(stream, SUSPECT))
+        suspect = "; ".join(f"{found['test']} {found['p']:.6g}" for found in beyond(stream, SUSPECT))
         print(f"{what}: {len(stream['p_values'])} p-values, suspect: {suspect or 'none'}")
     return int(any(beyond(stream, FAILED) for stream in results))
 

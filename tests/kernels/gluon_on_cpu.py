@@ -136,11 +136,9 @@ def transpose_blocks(words: Tile) -> Tile:
 
 def philox(seed: Any, *counter: Any) -> tuple[Tile, ...]:
     """`tl.philox` with the number of rounds last."""
-    key = [int(seed) & reference.LOW_32_BITS, int(seed) >> 32 & reference.LOW_32_BITS]
-    *words, rounds = (torch.tensor(int(x)) for x in (*key, *counter))
-    return tuple(
-        tile(int(word), np.uint32) for word in reference.philox(tuple(words[2:]), tuple(words[:2]), int(rounds))
-    )
+    *words, rounds = (torch.tensor(int(x)) for x in counter)
+    key = tuple(torch.tensor(int(seed) >> shift & reference.LOW_32_BITS) for shift in (0, 32))
+    return tuple(tile(int(word), np.uint32) for word in reference.philox(tuple(words), key, int(rounds)))
 
 
 class Nothing:

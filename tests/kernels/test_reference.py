@@ -68,7 +68,7 @@ def test_keep_mask_places_seed_index_head_row_and_column():
     drawn = draw(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A88))
     stream = b"".join(int(word).to_bytes(4, "little") for word in drawn)
     for threshold in (0x21, 0x73, 0xBA):
-        mask = keep_mask(seed, 5, head, row, column, threshold)
+        mask = keep_mask(seed, int(index), head, row, column, threshold)
         assert mask.tolist() == [byte >= threshold for byte in stream]
 
 

@@ -141,6 +141,12 @@ def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: g
     gl.store(pointer + offset[:, None] + (head * D + d)[None, :], values, mask=(rows < owned)[:, None])
 
 
+@gluon.constexpr_function
+def product_layout(n, num_warps):
+    """Of a product's accumulator `[.., n]`: each warp has 16 rows of every 16 * num_warps."""
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, n, 16])
+
+
 @gluon.jit
 def following(slot, phase, STAGES: gl.constexpr):
     """The slot of a ring of STAGES after this one, and the phase of its barrier."""

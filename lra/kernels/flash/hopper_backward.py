@@ -36,6 +36,7 @@ from lra.kernels.flash.hopper import (
     following,
     keep_barriers,
     load_tile,
+    product_layout,
     sequence_tile,
     spread_backward,
     store_accumulator,
@@ -129,8 +130,8 @@ def hopper_backward_kernel(
 
     gl.static_assert(STAGES == 2 or STAGES == 3)  # a tile of queries is fetched while the one before is still read
     dtype: gl.constexpr = q_desc.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])  # [N, M]
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])  # [N, D]
+    scores: gl.constexpr = product_layout(BLOCK_M, num_warps)  # [N, M]
+    sums: gl.constexpr = product_layout(D, num_warps)  # [N, D]
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, num_warps // 4], [16, D // (num_warps // 4), 16]
     )  # [M, D]

@@ -31,6 +31,7 @@ from lra.kernels.flash.hopper import (
     keep_barriers,
     keep_forward,
     load_tile,
+    product_layout,
     sequence_tile,
     store_tile,
     visit_list,
@@ -56,6 +57,15 @@ def thread_sums(p):
 
 
 @gluon.jit
+def dropped(p, key, first_row, first_column, threshold, num_warps: gl.constexpr):
+    """The weights of the tile that begins there, after dropout."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    scores: gl.constexpr = product_layout(N, num_warps)
+    return drop_forward(p, keep_forward(key, first_row, first_column, threshold, scores, M, N, num_warps))
+
+
+@gluon.jit
 def sweep(
     q_tile, k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
     key, scale_log2, threshold,
@@ -69,8 +79,8 @@ def sweep(
     BLOCK_M: gl.constexpr = q_tile.shape[0]
     D: gl.constexpr = q_tile.shape[1]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    scores: gl.constexpr = product_layout(BLOCK_N, num_warps)
+    outputs: gl.constexpr = product_layout(D, num_warps)
     weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
@@ -109,8 +119,7 @@ def sweep(
         mbarrier.wait(k_ready.index(next_slot), next_phase)
         next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if DROPOUT:
-            keep = keep_forward(key, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
-            p = drop_forward(p, keep)
+            p = dropped(p, key, first_row, first, threshold, num_warps)
         p = gl.convert_layout(p, weights)
         mbarrier.wait(v_ready.index(slot), phase)
         out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
@@ -131,8 +140,7 @@ def sweep(
         p, first = p_next, visited(visits_ptr, t - 1, n, BLOCK_N, LONGEST)
         slot, phase, v_row = next_slot, next_phase, k_row
     if DROPOUT:
-        keep = keep_forward(key, first_row, first, threshold, scores, BLOCK_M, BLOCK_N, num_warps)
-        p = drop_forward(p, keep)
+        p = dropped(p, key, first_row, first, threshold, num_warps)
     mbarrier.wait(v_ready.index(slot), phase)
     acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
     keep_barriers(k_ready)
@@ -163,8 +171,8 @@ def hopper_forward_kernel(
     key = dropout_key(seed, index, head) if DROPOUT else 0
 
     dtype: gl.constexpr = q_desc.dtype
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
-    outputs: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    scores: gl.constexpr = product_layout(BLOCK_N, num_warps)
+    outputs: gl.constexpr = product_layout(D, num_warps)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
     # a sum up to it has no weight beyond its dtype, and in bf16 fp32 takes them times values up to 2^63
     LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**64

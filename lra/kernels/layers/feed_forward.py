@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier
+from lra.kernels.flash.hopper import barrier, product_layout
 from lra.kernels.layers.rows import (
     from_product,
     kept,
@@ -36,7 +36,6 @@ from lra.kernels.layers.rows import (
     of_features,
     operand,
     prefetch_rows,
-    product_layout,
     row_layout,
     store_rows,
 )

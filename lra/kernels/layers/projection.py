@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier
+from lra.kernels.flash.hopper import barrier, product_layout
 from lra.kernels.layers.rows import (
     from_product,
     load_rows,
@@ -27,7 +27,6 @@ from lra.kernels.layers.rows import (
     normalise_backward,
     of_features,
     operand,
-    product_layout,
     row_layout,
     store_rows,
 )

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from lra.kernels.flash.hopper import product_layout
 from lra.kernels.layers import table
 
 mix = gluon.jit(table.mix.fn)
@@ -38,12 +39,6 @@ def pair_layout(n, num_warps):
     warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n // 2])
-
-
-@gluon.constexpr_function
-def product_layout(n, num_warps):
-    """Of a product's accumulator `[16 * num_warps, n]`, its features renamed."""
-    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, n, 16])
 
 
 @gluon.jit
