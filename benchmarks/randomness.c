@@ -7,7 +7,7 @@
 #include "bbattery.h"
 #include "unif01.h"
 
-static const uint32_t row_factors[4] = {ROW_FACTORS}, column_factors[4] = {COLUMN_FACTORS};
+static const uint32_t row_factors[4] = {ROW_FACTORS};
 static uint32_t key[4], words[4], row, column, width;
 static int columns_first, reversed, word, next_word = 4;
 
@@ -18,13 +18,16 @@ static void stir(void) {
     words[3] += words[1] * words[2];
 }
 
+static void swap(void) {
+    for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
+}
+
 static void draw(void) {
-    for (int i = 0; i < 4; i++) words[i] = key[i] + row * row_factors[i] + column * column_factors[i];
-    for (int round = 0; round < 2; round++) {
-        stir();
-        for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
-    }
-    stir();
+    for (int i = 0; i < 4; i++) words[i] = key[i] + row * row_factors[i];
+    stir(), swap();
+    uint32_t first = words[0];
+    for (int i = 0; i < 4; i++) words[i] += column * (i < 3 ? words[i + 1] : first);
+    stir(), swap(), stir();
     uint32_t *inner = columns_first ? &row : &column, *outer = columns_first ? &column : &row;
     if (++*inner == width) *inner = 0, ++*outer;
 }

@@ -112,19 +112,20 @@ def product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = Fal
     return tile(found + acc if use_acc else found)
 
 
-def signs(words: Tile, row: Any, column: Any) -> np.ndarray:
-    """The sign of one byte of each word: byte i stands for the row 8 (i % 2) and the column i / 2 of a call."""
-    return words >> (8 * (row // 8 % 2 + 2 * (column % 2)) + 7) & 1
+def kept(words: Tile, row: Any, column: Any, threshold: Any) -> np.ndarray:
+    """A half of a word for a column, that rotated by one bit, and of it a byte for a row, the lower one 8 above."""
+    half = words >> 16 * (column % 2) & 0xFFFF
+    return ((half << 1 | half >> 15) >> 8 * (row // 8 % 2)) & 0xFF >= threshold
 
 
-def drop_forward(p: Tile, words: Tile) -> Tile:
+def drop_forward(p: Tile, words: Tile, threshold: Any) -> Tile:
     rows, columns = np.indices(p.shape)
-    return tile(np.where(signs(words, rows, columns), p, 0))
+    return tile(np.where(kept(words, rows, columns, threshold), p, 0))
 
 
-def drop_backward(p: Tile, words: Tile) -> Tile:
+def drop_backward(p: Tile, words: Tile, threshold: Any) -> Tile:
     _, rows = np.indices(p.shape)  # of queries, whose tile is transposed
-    return tile(np.where(signs(words, rows, rows), p, 0))
+    return tile(np.where(kept(words, rows, rows, threshold), p, 0))
 
 
 def transpose_blocks(words: Tile) -> Tile:

@@ -33,10 +33,10 @@ def test_philox_known_answers(rounds, counter, key, result):
 # by a program in C: key, row, column, result
 DRAWS = [
     ("5f6fb709 0d893f64 4f121f81 4f730a48", 0, 0, "bd30fabb 4f3b057a 6334989a 1bb4def8"),
-    ("4dfccaba 190a87f0 c47362ba b6b5242a", 0x05A308D3, 0x043F6A88, "34b57f9f 7081d409 531cf8ae dd7360b1"),
+    ("4dfccaba 190a87f0 c47362ba b6b5242a", 0x05A308D3, 0x043F6A88, "a118d11b 7386f088 b7174d2d 1dc1a8f2"),
     ("00000000 00000000 00000000 00000000", 1, 0, "b2342ffa e92c07d5 25863d2b 8b289619"),
-    ("00000000 00000000 00000000 00000000", 0, 1, "095f065f 2e6bf429 e30552ed abe4a23f"),
-    ("ffffffff ffffffff ffffffff ffffffff", 0xFFFFFFFF, 0xFFFFFFFF, "4e6b3d64 bdda1151 e5756fd7 846757ef"),
+    ("00000000 00000000 00000000 00000000", 1, 1, "5c575cc2 3c8d69df ca7ea8e5 0fc9c046"),
+    ("ffffffff ffffffff ffffffff ffffffff", 0xFFFFFFFF, 0xFFFFFFFF, "d08343e4 8813dafc 9f7ea6b6 37306969"),
 ]
 
 
@@ -45,17 +45,17 @@ def test_draw_known_answers(key, row, column, result):
     assert draw(words(key), torch.tensor(row), torch.tensor(column)) == words(result)
 
 
-# The 16 weights of a draw, in the order of its bytes: word, then column and row within the word.
+# The 16 weights of a draw, in the order of its bytes when halves are rotated: word, then column and row within it.
 PLACES = [(8 * below, 8 * word + right) for word in range(4) for right in range(2) for below in range(2)]
 
 
-@pytest.mark.parametrize("threshold", [0x1B, 0x4F, 0x80, 0xBC])
+@pytest.mark.parametrize("threshold", [0x31, 0x62, 0x80, 0xC6])
 def test_keep_mask_reads_the_bytes_of_a_draw_in_order(threshold):
     """With seed 0, index 0 and head 0 the key is Philox's first known answer, and the first draw's."""
     zero = torch.tensor(0)
     row, column = torch.tensor(PLACES).unbind(1)
     mask = keep_mask(zero, 0, zero, row, column, threshold)
-    stream = bytes.fromhex("bbfa30bd 7a053b4f 9a983463 f8deb41b")
+    stream = bytes.fromhex("77f5617a f40a769e 353168c6 f1bd6837")
     assert mask.tolist() == [byte >= threshold for byte in stream]
 
 
@@ -66,8 +66,9 @@ def test_keep_mask_places_seed_index_head_row_and_column():
     column += 32 * (0x043F6A88 // 4) + 2 * (0x043F6A88 % 4)
     key = philox((index, head, torch.tensor(0), torch.tensor(0)), words("a4093822 299f31d0"))
     drawn = draw(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A88))
-    stream = b"".join(int(word).to_bytes(4, "little") for word in drawn)
-    for threshold in (0x21, 0x73, 0xBA):
+    halves = [f"{half:016b}" for word in drawn for half in (int(word) & 0xFFFF, int(word) >> 16)]
+    stream = b"".join(int(bits[1:] + bits[0], 2).to_bytes(2, "little") for bits in halves)
+    for threshold in (0x11, 0x5A, 0xE5):
         mask = keep_mask(seed, int(index), head, row, column, threshold)
         assert mask.tolist() == [byte >= threshold for byte in stream]
 

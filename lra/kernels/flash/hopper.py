@@ -40,6 +40,7 @@ def takes(problem: Problem, *tensors: Tensor) -> bool:
     head_dim, layout = tensors[0].shape[2], problem.pattern
     return (
         not problem.causal
+        and problem.threshold <= MOST_DROPPED
         and (layout is None or not (layout.ruled or any(side % 64 for side in layout.block)))
         and head_dim in HEAD_DIMS
         and use_hopper(tensors[0])
@@ -166,62 +167,43 @@ def draw_layout(rows, columns, row_warps, column_warps):
 
 
 @gluon.jit
-def keep_signs(word, threshold):
-    """The highest bit of each byte becomes 1 where the byte is at least `threshold`; four comparisons at once."""
-    either = (threshold - 129) >> 31  # all ones up to 128; as a choice it would cost three instructions a word, not one
-    summand = (256 - threshold + 128 * either) * 0x01010101
-    word = word.to(gl.int32, bitcast=True)
-    total = (word & 0x7F7F7F7F) + summand
-    return (total & word) | ((total | word) & either)
-
-
-@gluon.jit
-def keep_forward(
-    key, first_row, first_column, threshold, scores: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """int32 `[M, N]` in the layout `scores`: the word whose bytes say whether to keep a score and its neighbours."""
+def draw_forward(
+    key, first_row, first_column, scores: gl.constexpr, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr
+):
+    """int32 `[M, N]` in the layout `scores`: the word of a draw that decides on a weight and three others."""
     layout: gl.constexpr = draw_layout(M // 2, N // 8, num_warps, 1)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
     w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
-    words = keep_signs(gl.join(gl.join(w0, w2), gl.join(w1, w3)), threshold)  # four for the four columns 8 j
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)  # for the four columns 8 j
     words = gl.join(gl.join(words, words), gl.join(words, words))  # for two neighbouring columns and the row 8 below
     words = words.reshape(M // 16, 8, N // 32, 4, 4, 2, 2).permute(0, 5, 1, 2, 4, 3, 6).reshape(M, N)
     return gl.convert_layout(words, scores)
 
 
 @gluon.jit
-def draw_backward(key, first_row, first_column, threshold, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr):
-    """A word `[M / 2, N / 4]` for each half of a draw, its 16 keys, for `spread_backward`.
+def draw_backward(key, first_row, first_column, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr):
+    """int32 `[M, N / 4]` for `spread_backward`, M / 2 rows for the keys 0 to 7 of each 16 and M / 2 for the others.
 
     Two warps, which have 16 keys each, make one half of the draws for both, as the forward pass has them; then each
-    transposes its 8 x 8 blocks. The two highest bits of a byte are the signs for the keys 0 to 7 and 8 to 15.
+    transposes its 8 x 8 blocks, of which a thread has two weights, and those of the rows 8 below, in a word.
     """
     layout: gl.constexpr = draw_layout(M // 2, N // 8, 2, num_warps // 2)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
     w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
-    first = two_signs(keep_signs(w0, threshold), keep_signs(w1, threshold))
-    second = two_signs(keep_signs(w2, threshold), keep_signs(w3, threshold))
-    words = gl.join(first, second).reshape(M // 2, N // 32, 4, 2).permute(0, 1, 3, 2).reshape(M // 2, N // 4)
-    return transpose_blocks(gl.convert_layout(words, draw_layout(M // 2, N // 4, 1, num_warps)))
-
-
-@gluon.jit
-def two_signs(high, low):
-    """The signs of both words' bytes in one word: its bytes' highest bits, and the bits below."""
-    return (high & -0x7F7F7F80) | ((low >> 1) & 0x7F7F7F7F)
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)
+    words = words.reshape(M // 2, N // 32, 4, 2, 2).permute(4, 0, 1, 3, 2).reshape(M, N // 4)
+    return transpose_blocks(gl.convert_layout(words, draw_layout(M, N // 4, 1, num_warps)))
 
 
 @gluon.jit
 def spread_backward(drawn, scores: gl.constexpr):
-    """int32 `[N, M]` in the layout `scores` of the transposed tile, as `keep_forward`."""
-    M: gl.constexpr = 2 * drawn.shape[0]
+    """int32 `[N, M]` in the layout `scores` of the transposed tile, as `draw_forward`."""
+    M: gl.constexpr = drawn.shape[0]
     N: gl.constexpr = 4 * drawn.shape[1]
-    words = gl.join(drawn, drawn << 1)
-    words = gl.join(gl.join(words, words), gl.join(words, words))
-    words = words.reshape(M // 16, 8, N // 16, 4, 2, 2, 2).permute(2, 4, 1, 0, 5, 3, 6).reshape(N, M)
+    words = gl.join(gl.join(drawn, drawn), gl.join(drawn, drawn))
+    words = words.reshape(2, M // 16, 8, N // 16, 4, 2, 2).permute(3, 0, 2, 1, 5, 4, 6).reshape(N, M)
     return gl.convert_layout(words, scores)
 
 
@@ -233,40 +215,51 @@ def transpose_blocks(words):
     )
 
 
-# Byte i of a word stands for the row 8 (i % 2) and the column i / 2 of a draw, of the transposed tile likewise. `prmt`
-# with 8 + i copies the sign of byte i into a byte of a mask.
+# A half of a word stands for a column of a draw, of the transposed tile likewise. As an fp16 magnitude it is at least
+# `limit(threshold)` where the row 8 below is kept, and with its bytes swapped where the row itself is. Two comparisons
+# are one instruction; NaN, which is above all thresholds up to MOST_DROPPED, is kept as unordered.
+
+MOST_DROPPED = 248
 
 DROP_FORWARD = gl.constexpr("""{
-.reg .b32 m;
-prmt.b32 m, $4, 0, 0xAA88;  and.b32 $0, $2, m;
-prmt.b32 m, $4, 0, 0xBB99;  and.b32 $1, $3, m;
+.reg .b32 x, kept;
+prmt.b32 x, $4, 0, 0x2301;
+abs.f16x2 x, x;   set.geu.u32.f16x2 kept, x, $8;  and.b32 $0, $2, kept;
+abs.f16x2 x, $4;  set.geu.u32.f16x2 kept, x, $8;  and.b32 $1, $3, kept;
 }""")
 
 DROP_BACKWARD = gl.constexpr("""{
-.reg .b32 m;
-prmt.b32 m, $16, 0, 0x8888;  and.b32 $0, $8, m;
-prmt.b32 m, $17, 0, 0xAAAA;  and.b32 $1, $9, m;
-prmt.b32 m, $18, 0, 0x8888;  and.b32 $2, $10, m;
-prmt.b32 m, $19, 0, 0xAAAA;  and.b32 $3, $11, m;
-prmt.b32 m, $20, 0, 0x9999;  and.b32 $4, $12, m;
-prmt.b32 m, $21, 0, 0xBBBB;  and.b32 $5, $13, m;
-prmt.b32 m, $22, 0, 0x9999;  and.b32 $6, $14, m;
-prmt.b32 m, $23, 0, 0xBBBB;  and.b32 $7, $15, m;
+.reg .b32 x;
+.reg .pred p, q;
+prmt.b32 x, $16, 0, 0x2301;
+abs.f16x2 x, x;    setp.geu.f16x2 p|q, x, $24;  selp.f32 $0, $8, 0f00000000, p;   selp.f32 $1, $9, 0f00000000, q;
+abs.f16x2 x, $16;  setp.geu.f16x2 p|q, x, $24;  selp.f32 $4, $12, 0f00000000, p;  selp.f32 $5, $13, 0f00000000, q;
+prmt.b32 x, $18, 0, 0x2301;
+abs.f16x2 x, x;    setp.geu.f16x2 p|q, x, $24;  selp.f32 $2, $10, 0f00000000, p;  selp.f32 $3, $11, 0f00000000, q;
+abs.f16x2 x, $18;  setp.geu.f16x2 p|q, x, $24;  selp.f32 $6, $14, 0f00000000, p;  selp.f32 $7, $15, 0f00000000, q;
 }""")
 
 
 @gluon.jit
-def drop_forward(p, words):
-    """Weights `[M, N]`, 16-bit: zeros where dropout does not keep them."""
-    return gl.inline_asm_elementwise(DROP_FORWARD, "=r,=r,r,r,r,r,r,r", [p, words], dtype=p.dtype, is_pure=True, pack=4)
+def limit(threshold):
+    """For both halves of a word."""
+    return (threshold << 7) * 0x00010001
 
 
 @gluon.jit
-def drop_backward(p, words):
+def drop_forward(p, words, threshold):
+    """Weights `[M, N]`, 16-bit: zeros where dropout does not keep them."""
+    return gl.inline_asm_elementwise(
+        DROP_FORWARD, "=r,=r,r,r,r,r,r,r,r,r,r,r", [p, words, limit(threshold)], dtype=p.dtype, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def drop_backward(p, words, threshold):
     """Weights `[N, M]`, fp32."""
     return gl.inline_asm_elementwise(
-        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r", [p, words],
-        dtype=gl.float32, is_pure=True, pack=8,
+        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [p, words, limit(threshold)], dtype=gl.float32, is_pure=True, pack=8,
     )  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def hopper_backward_kernel(
         delta_smem.store(delta)
         drawn = 0
         if DROPOUT:
-            drawn = draw_backward(key, last, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+            drawn = draw_backward(key, last, first_column, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
@@ -220,7 +220,7 @@ def hopper_backward_kernel(
             p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
             kept = p
             if DROPOUT:
-                kept = drop_backward(p, spread_backward(drawn, scores))
+                kept = drop_backward(p, spread_backward(drawn, scores), threshold)
             p_a = gl.convert_layout(kept.to(dtype), weights)
             delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
@@ -262,7 +262,7 @@ def hopper_backward_kernel(
                 mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if DROPOUT:
-                drawn = draw_backward(key, next_row, first_column, threshold, BLOCK_M, BLOCK_N, num_warps)
+                drawn = draw_backward(key, next_row, first_column, BLOCK_M, BLOCK_N, num_warps)
             s, dv, dk, p_a, ds_a = warpgroup_mma_wait(0, deps=[s_next, dv_next, dk_next, p_a, ds_a])
             before, slot, phase = slot, next_slot, next_phase
             first_row, next_row = next_row, after_row

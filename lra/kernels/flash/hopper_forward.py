@@ -25,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from lra.kernels.flash import tuning
 from lra.kernels.flash.hopper import (
     describe,
+    draw_forward,
     drop_forward,
     dropout_key,
     following,
     keep_barriers,
-    keep_forward,
     load_tile,
     product_layout,
     sequence_tile,
@@ -62,7 +62,7 @@ def dropped(p, key, first_row, first_column, threshold, num_warps: gl.constexpr)
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     scores: gl.constexpr = product_layout(N, num_warps)
-    return drop_forward(p, keep_forward(key, first_row, first_column, threshold, scores, M, N, num_warps))
+    return drop_forward(p, draw_forward(key, first_row, first_column, scores, M, N, num_warps), threshold)
 
 
 @gluon.jit
@@ -102,14 +102,16 @@ def sweep(
     s = warpgroup_mma(q_tile, k_smem.index(0).permute((1, 0)), nothing, use_acc=False)
     v_row = start + visited(visits_ptr, STAGES - 1, n, BLOCK_N, LONGEST)
     fetch(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
-    columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-    s = gl.where((columns < length)[None, :], s, float("-inf"))
+    partial = last + BLOCK_N > length
+    if partial:
+        columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+        s = gl.where((columns < length)[None, :], s, float("-inf"))
     top = gl.max(s, 1)
     p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
     sums = thread_sums(p32)
     p = p32.to(dtype)
     mbarrier.wait(v_ready.index(0), 0)
-    if last + BLOCK_N > length:
+    if partial:
         zero_past(v_smem.index(0), length - last, num_warps)
 
     slot, phase, first = 0, 0, last

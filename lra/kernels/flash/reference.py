@@ -11,7 +11,6 @@ from lra.kernels.flash.problem import dropout_threshold
 LOW_32_BITS = 0xFFFFFFFF
 PHILOX_ROUNDS = 7  # the fewest that pass every test of BigCrush (Salmon et al., SC 2011, table 2)
 ROW_FACTORS = (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1)  # odd, and otherwise arbitrary
-COLUMN_FACTORS = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)
 
 
 def reference_attention(
@@ -67,37 +66,42 @@ def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tenso
     Each head of a sequence has a key, four words by Philox-4x32-7 of the counter (index, head, 0, 0) with the halves
     of `seed`, the low one first. One `draw` serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in
     each of four groups of 8, as one thread has them in the accumulator of a tensor-core product. That of (row, column)
-    is at (row // 16 * 8 + row % 8, column // 32 * 4 + column % 8 // 2); its word column % 32 // 8 has in byte
-    2 * (column % 2) + row % 16 // 8, the least significant byte being 0, the weight's own. A weight is dropped when
-    its byte is below `threshold`.
+    is at (row // 16 * 8 + row % 8, column // 32 * 4 + column % 8 // 2); its word column % 32 // 8 has a half for each
+    of the two columns, the lower one first, and that, rotated by one bit, a byte for each of the two rows. A weight is
+    dropped when its byte is below `threshold`. Rotated, because the remaining 15 bits of a half, and of the half with
+    its bytes swapped, are then compared as they are by instructions for two fp16 magnitudes.
     """
     zero = torch.zeros_like(head)
     key = philox((zero + index, head, zero, zero), (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS))
     words = torch.stack(draw(key, row // 16 * 8 + row % 8, column // 32 * 4 + column % 8 // 2))
     word = words.gather(0, torch.broadcast_to(column % 32 // 8, words.shape[1:])[None])[0]
-    return (word >> (8 * (2 * (column % 2) + row % 16 // 8))) & 0xFF >= threshold
+    half = word >> 16 * (column % 2) & 0xFFFF
+    return ((half << 1 | half >> 15) >> 8 * (row % 16 // 8)) & 0xFF >= threshold
 
 
 def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
     """Four random words of 32 bits for each (row, column), all in int64 tensors that broadcast.
 
-    A hash of the place in the manner of pcg4d (Jarzynski and Olano, JCGT 9(3), 2020), in which a sum with products
-    carries bits upwards: here three times, with the halves of each word swapped in between. It takes less than Philox
-    on a GPU, and `benchmarks/randomness.py` puts it to the tests of TestU01, which two times do not pass.
+    A hash of the place in the manner of pcg4d (Jarzynski and Olano, JCGT 9(3), 2020): sums with products carry bits
+    upwards, and swapping the halves of each word brings them down again. First it is one of the row alone, which a
+    thread of the forward pass computes once, as it stays in its row; the result is where a row begins and how far apart
+    its columns are. `benchmarks/randomness.py` puts it to the tests of TestU01. With columns a constant apart it would
+    not pass them.
     """
-    factors = zip(key, ROW_FACTORS, COLUMN_FACTORS, strict=True)
-    words = [(k + row * r + column * c) & LOW_32_BITS for k, r, c in factors]
-    for _ in range(2):
-        _stir(words)
-        words = [word >> 16 | (word << 16) & LOW_32_BITS for word in words]
-    _stir(words)
-    return tuple(words)
+    words = _swap(_stir([(k + row * r) & LOW_32_BITS for k, r in zip(key, ROW_FACTORS, strict=True)]))
+    words = [(words[i] + column * words[(i + 1) % 4]) & LOW_32_BITS for i in range(4)]
+    return tuple(_stir(_swap(_stir(words))))
 
 
-def _stir(words: list[Tensor]) -> None:
+def _stir(words: list[Tensor]) -> list[Tensor]:
     """Adds to each word, in turn, the product of two others."""
     for i, j, k in ((0, 1, 3), (1, 2, 0), (2, 0, 1), (3, 1, 2)):
         words[i] = (words[i] + words[j] * words[k]) & LOW_32_BITS
+    return words
+
+
+def _swap(words: list[Tensor]) -> list[Tensor]:
+    return [word >> 16 | (word << 16) & LOW_32_BITS for word in words]
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:

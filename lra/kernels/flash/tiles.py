@@ -12,11 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lra.kernels.flash.reference import COLUMN_FACTORS, PHILOX_ROUNDS, ROW_FACTORS
+from lra.kernels.flash.reference import PHILOX_ROUNDS, ROW_FACTORS
 
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 R0, R1, R2, R3 = map(tl.constexpr, ROW_FACTORS)
-C0, C1, C2, C3 = map(tl.constexpr, COLUMN_FACTORS)
 LOG2_E = 1.4426950408889634
 
 
@@ -140,13 +139,9 @@ def draw(key, rows, columns):
     """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
-    x, y, z, w = stir(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        columns * C0 + (rows * R0 + k0),
-        columns * C1 + (rows * R1 + k1),
-        columns * C2 + (rows * R2 + k2),
-        columns * C3 + (rows * R3 + k3),
-    )
-    x, y, z, w = stir(swap(x), swap(y), swap(z), swap(w))  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    x, y, z, w = stir(rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    x, y, z, w = swap(x), swap(y), swap(z), swap(w)
+    x, y, z, w = stir(columns * y + x, columns * z + y, columns * w + z, columns * x + w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     return stir(swap(x), swap(y), swap(z), swap(w))
 
 
@@ -170,6 +165,7 @@ def keep_tile(
     else:
         second = first_column % 32 == 16
         words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))
+    words = ((words << 1) & 0xFFFEFFFE) | ((words >> 15) & 0x00010001)  # both halves rotated
     words = words.reshape(BLOCK_M // 2, BLOCKS * 4, WORDS, 1)
     byte = (words >> (8 * tl.arange(0, 4))[None, None, None, :]) & 0xFF
     keep = byte.to(tl.int32) >= threshold
