@@ -18,16 +18,13 @@ static void stir(void) {
     words[3] += words[1] * words[2];
 }
 
-static void swap(void) {
-    for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
-}
-
 static void draw(void) {
-    for (int i = 0; i < 4; i++) words[i] = key[i] + row * row_factors[i];
-    stir(), swap();
-    uint32_t first = words[0];
-    for (int i = 0; i < 4; i++) words[i] += column * (i < 3 ? words[i + 1] : first);
-    stir(), swap(), stir();
+    uint32_t at_row[4];
+    for (int i = 0; i < 4; i++) at_row[i] = key[i] + row * row_factors[i];
+    for (int i = 0; i < 4; i++) words[i] = at_row[i] + column * at_row[(i + 2) % 4];
+    stir();
+    for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
+    stir();
     uint32_t *inner = columns_first ? &row : &column, *outer = columns_first ? &column : &row;
     if (++*inner == width) *inner = 0, ++*outer;
 }

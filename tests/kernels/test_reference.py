@@ -32,11 +32,11 @@ def test_philox_known_answers(rounds, counter, key, result):
 
 # by a program in C: key, row, column, result
 DRAWS = [
-    ("5f6fb709 0d893f64 4f121f81 4f730a48", 0, 0, "bd30fabb 4f3b057a 6334989a 1bb4def8"),
-    ("4dfccaba 190a87f0 c47362ba b6b5242a", 0x05A308D3, 0x043F6A88, "a118d11b 7386f088 b7174d2d 1dc1a8f2"),
-    ("00000000 00000000 00000000 00000000", 1, 0, "b2342ffa e92c07d5 25863d2b 8b289619"),
-    ("00000000 00000000 00000000 00000000", 1, 1, "5c575cc2 3c8d69df ca7ea8e5 0fc9c046"),
-    ("ffffffff ffffffff ffffffff ffffffff", 0xFFFFFFFF, 0xFFFFFFFF, "d08343e4 8813dafc 9f7ea6b6 37306969"),
+    ("5f6fb709 0d893f64 4f121f81 4f730a48", 0, 0, "4bc3d129 d6e669ba 747cc6de 23941c2b"),
+    ("4dfccaba 190a87f0 c47362ba b6b5242a", 0x05A308D3, 0x043F6A88, "45a58044 54691777 f3addbde ed1a88bd"),
+    ("00000000 00000000 00000000 00000000", 1, 0, "c2f4d65b 40cbb27f 7c29a9d2 84520067"),
+    ("00000000 00000000 00000000 00000000", 1, 1, "0dda7861 b2613db5 489d86b7 0743a15a"),
+    ("ffffffff ffffffff ffffffff ffffffff", 0xFFFFFFFF, 0xFFFFFFFF, "238d2858 46198f74 2a443312 504469e7"),
 ]
 
 
@@ -49,13 +49,13 @@ def test_draw_known_answers(key, row, column, result):
 PLACES = [(8 * below, 8 * word + right) for word in range(4) for right in range(2) for below in range(2)]
 
 
-@pytest.mark.parametrize("threshold", [0x31, 0x62, 0x80, 0xC6])
+@pytest.mark.parametrize("threshold", [0x28, 0x57, 0x86, 0xCD])
 def test_keep_mask_reads_the_bytes_of_a_draw_in_order(threshold):
     """With seed 0, index 0 and head 0 the key is Philox's first known answer, and the first draw's."""
     zero = torch.tensor(0)
     row, column = torch.tensor(PLACES).unbind(1)
     mask = keep_mask(zero, 0, zero, row, column, threshold)
-    stream = bytes.fromhex("77f5617a f40a769e 353168c6 f1bd6837")
+    stream = bytes.fromhex("53a28697 74d3cdad bd8df8e8 56382847")
     assert mask.tolist() == [byte >= threshold for byte in stream]
 
 
@@ -68,7 +68,7 @@ def test_keep_mask_places_seed_index_head_row_and_column():
     drawn = draw(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A88))
     halves = [f"{half:016b}" for word in drawn for half in (int(word) & 0xFFFF, int(word) >> 16)]
     stream = b"".join(int(bits[1:] + bits[0], 2).to_bytes(2, "little") for bits in halves)
-    for threshold in (0x11, 0x5A, 0xE5):
+    for threshold in (0x1E, 0x4A, 0xD2):
         mask = keep_mask(seed, int(index), head, row, column, threshold)
         assert mask.tolist() == [byte >= threshold for byte in stream]
 

@@ -83,25 +83,22 @@ def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, 
     """Four random words of 32 bits for each (row, column), all in int64 tensors that broadcast.
 
     A hash of the place in the manner of pcg4d (Jarzynski and Olano, JCGT 9(3), 2020): sums with products carry bits
-    upwards, and swapping the halves of each word brings them down again. First it is one of the row alone, which a
-    thread of the forward pass computes once, as it stays in its row; the result is where a row begins and how far apart
-    its columns are. `benchmarks/randomness.py` puts it to the tests of TestU01. With columns a constant apart it would
-    not pass them.
+    upwards, and swapping the halves of each word brings them down again. It takes less than Philox on a GPU, and
+    `benchmarks/randomness.py` puts it to the tests of TestU01. With columns a constant apart, not words that depend on
+    the row, it would take one more round to pass them.
     """
-    words = _swap(_stir([(k + row * r) & LOW_32_BITS for k, r in zip(key, ROW_FACTORS, strict=True)]))
-    words = [(words[i] + column * words[(i + 1) % 4]) & LOW_32_BITS for i in range(4)]
-    return tuple(_stir(_swap(_stir(words))))
+    words = [(k + row * r) & LOW_32_BITS for k, r in zip(key, ROW_FACTORS, strict=True)]
+    words = [(words[i] + column * words[(i + 2) % 4]) & LOW_32_BITS for i in range(4)]
+    _stir(words)
+    words = [word >> 16 | (word << 16) & LOW_32_BITS for word in words]
+    _stir(words)
+    return tuple(words)
 
 
-def _stir(words: list[Tensor]) -> list[Tensor]:
+def _stir(words: list[Tensor]) -> None:
     """Adds to each word, in turn, the product of two others."""
     for i, j, k in ((0, 1, 3), (1, 2, 0), (2, 0, 1), (3, 1, 2)):
         words[i] = (words[i] + words[j] * words[k]) & LOW_32_BITS
-    return words
-
-
-def _swap(words: list[Tensor]) -> list[Tensor]:
-    return [word >> 16 | (word << 16) & LOW_32_BITS for word in words]
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:

@@ -139,9 +139,8 @@ def draw(key, rows, columns):
     """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
-    x, y, z, w = stir(rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    x, y, z, w = swap(x), swap(y), swap(z), swap(w)
-    x, y, z, w = stir(columns * y + x, columns * z + y, columns * w + z, columns * x + w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    x, y, z, w = rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3
+    x, y, z, w = stir(columns * z + x, columns * w + y, columns * x + z, columns * y + w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     return stir(swap(x), swap(y), swap(z), swap(w))
 
 
