@@ -61,3 +61,12 @@ def test_every_shape_of_tiles(columns, stages, hopper):
         with tuning.forced(kernel, tuning.Tile(64, columns, 4, stages)):
             for name, error in check(case, torch.device("cpu"), "triton").items():
                 assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
+
+
+@pytest.mark.parametrize(("threshold", "taken"), [(248, True), (249, False)])
+def test_dropout_up_to_what_fp16_can_compare(threshold, taken, hopper):
+    """Above it thresholds would be NaN: the plain kernels take those."""
+    case = Case((70, 130), dtype=HALF, dropout=threshold / 256)
+    for name, error in check(case, torch.device("cpu"), "triton").items():
+        assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
+    assert bool(hopper) == taken
