@@ -159,7 +159,7 @@ def launch_table_gradient(
     with torch.cuda.device_of(dy):
         table.table_gradient_kernel[sums.shape[:2]](
             dy, ids, keys, sums, rows, threshold, site,
-            D=d, V=v, M=64, HALF=HALVES[half], DROPOUT=keys is not None, num_warps=min(v // 32, d // 16), num_stages=3,
+            D=d, V=v, M=SUMMED[d], HALF=HALVES[half], DROPOUT=keys is not None, num_warps=v // 32, num_stages=3,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary]
 
