@@ -21,7 +21,7 @@ static void stir(void) {
 static void draw(void) {
     uint32_t at_row[4];
     for (int i = 0; i < 4; i++) at_row[i] = key[i] + row * row_factors[i];
-    for (int i = 0; i < 4; i++) words[i] = at_row[i] + column * at_row[(i + 2) % 4];
+    for (int i = 0; i < 4; i++) words[i] = at_row[i] + 2 * column * at_row[(i + 2) % 4];
     stir();
     for (int i = 0; i < 4; i++) words[i] = words[i] >> 16 | words[i] << 16;
     stir();

@@ -55,8 +55,8 @@ def program(tmp_path_factory):
 def test_words_of_a_stream(columns_first, reverse, program, monkeypatch):
     monkeypatch.setattr(randomness, "WIDTH", 5)
     number = torch.arange(64)
-    place = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[columns_first]
-    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key())), *place), 1)
+    row, column = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[columns_first]
+    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key())), row, 2 * column), 1)
     for word in range(5):
         expected = (words.flatten()[:64] if word == 4 else words[:, word]).tolist()
         if reverse:

@@ -173,7 +173,7 @@ def draw_forward(
     """int32 `[M, N]` in the layout `scores`: the word of a draw that decides on a weight and three others."""
     layout: gl.constexpr = draw_layout(M // 2, N // 8, num_warps, 1)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
-    columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
+    columns = first_column // 4 + 2 * gl.arange(0, N // 8, gl.SliceLayout(0, layout))
     w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)  # for the four columns 8 j
     words = gl.join(gl.join(words, words), gl.join(words, words))  # for two neighbouring columns and the row 8 below
@@ -190,7 +190,7 @@ def draw_backward(key, first_row, first_column, M: gl.constexpr, N: gl.constexpr
     """
     layout: gl.constexpr = draw_layout(M // 2, N // 8, 2, num_warps // 2)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
-    columns = first_column // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, layout))
+    columns = first_column // 4 + 2 * gl.arange(0, N // 8, gl.SliceLayout(0, layout))
     w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)
     words = words.reshape(M // 2, N // 32, 4, 2, 2).permute(4, 0, 1, 3, 2).reshape(M, N // 4)

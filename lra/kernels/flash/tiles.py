@@ -156,7 +156,7 @@ def keep_tile(
     BLOCKS: tl.constexpr = (BLOCK_N + 31) // 32
     WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a draw: two if the tile is 16 columns wide
     rows = first_row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
-    columns = first_column // 32 * 4 + tl.arange(0, BLOCKS * 4)
+    columns = first_column // 32 * 8 + 2 * tl.arange(0, BLOCKS * 4)
     w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if WORDS == 4:
         # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high
