@@ -66,10 +66,10 @@ def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tenso
     Each head of a sequence has a key, four words by Philox-4x32-7 of the counter (index, head, 0, 0) with the halves
     of `seed`, the low one first. One `draw` serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in
     each of four groups of 8, as one thread has them in the accumulator of a tensor-core product. That of (row, column)
-    is at (row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2); its word column % 32 // 8 has a half for each
-    of the two columns, the lower one first, and that, rotated by one bit, a byte for each of the two rows. A weight is
-    dropped when its byte is below `threshold`. Rotated, because the remaining 15 bits of a half, and of the half with
-    its bytes swapped, are then compared as they are by instructions for two fp16 magnitudes.
+    is at (row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2); its word column % 32 // 8 has a half for
+    each of the two columns, the lower one first, and that, rotated by one bit, a byte for each of the two rows. A
+    weight is dropped when its byte is below `threshold`. Rotated, because the other 15 bits of a half, and of the half
+    with its bytes swapped, are then compared as they are by instructions for two fp16 magnitudes.
     """
     zero = torch.zeros_like(head)
     key = philox((zero + index, head, zero, zero), (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS))
