@@ -32,7 +32,8 @@ GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: 
 load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-sequence_tile, dropout_key, draw = (gluon.jit(f.fn) for f in (tiles.sequence_tile, tiles.dropout_key, tiles.draw))
+sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
+draw, draw_down = gluon.jit(tiles.draw.fn), gluon.jit(tiles.draw_down.fn)
 
 
 def takes(problem: Problem, *tensors: Tensor) -> bool:
@@ -191,7 +192,7 @@ def draw_backward(key, first_row, first_column, M: gl.constexpr, N: gl.constexpr
     layout: gl.constexpr = draw_layout(M // 2, N // 8, 2, num_warps // 2)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 4 + 2 * gl.arange(0, N // 8, gl.SliceLayout(0, layout))
-    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
+    w0, w1, w2, w3 = draw_down(key, rows[:, None], columns[None, :])
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)
     words = words.reshape(M // 2, N // 32, 4, 2, 2).permute(4, 0, 1, 3, 2).reshape(M, N // 4)
     return transpose_blocks(gl.convert_layout(words, draw_layout(M, N // 4, 1, num_warps)))

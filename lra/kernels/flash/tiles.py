@@ -135,13 +135,32 @@ def swap(word):
 
 
 @triton.jit
+def stirred(x, y, z, w):
+    """Twice, the halves of words being swapped in between."""
+    x, y, z, w = stir(x, y, z, w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    return stir(swap(x), swap(y), swap(z), swap(w))
+
+
+@triton.jit
 def draw(key, rows, columns):
     """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
     x, y, z, w = rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3
-    x, y, z, w = stir(columns * z + x, columns * w + y, columns * x + z, columns * y + w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    return stir(swap(x), swap(y), swap(z), swap(w))
+    return stirred(columns * z + x, columns * w + y, columns * x + z, columns * y + w)
+
+
+@triton.jit
+def draw_down(key, rows, columns):
+    """The same words, by products with the row: a loop over rows keeps what depends on columns alone."""
+    k0, k1, k2, k3 = key
+    rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
+    return stirred(
+        rows * (columns * R2 + R0) + (columns * k2 + k0),
+        rows * (columns * R3 + R1) + (columns * k3 + k1),
+        rows * (columns * R0 + R2) + (columns * k0 + k2),
+        rows * (columns * R1 + R3) + (columns * k1 + k3),
+    )
 
 
 @triton.jit
