@@ -22,8 +22,9 @@ from lra import environment
 from lra.bench.files import write
 from lra.bench.io import no_counters, read_kernels, run_ncu
 from lra.kernels import flash_attention
+from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers.api import feed_forward
-from lra.models.dropout import keep_scale, threshold
+from lra.models.dropout import keep_scale
 
 SIZE, LENGTH, HEADS, ROWS = 16, 4096, 8, 262144
 BUSY = {  # name here -> metric
@@ -66,7 +67,7 @@ def launch_feed_forward(d: int, dropout: float) -> None:
     out, up, down = (nn.Linear(*sizes).cuda() for sizes in ((d, d), (d, 2 * d), (2 * d, d)))
     x = torch.randn(ROWS, d, device="cuda", requires_grad=True)
     keys = torch.randint(2**31, (ROWS,), device="cuda").int() if dropout else None
-    dropped = threshold(dropout)
+    dropped = dropout_threshold(dropout)
     y = feed_forward(
         x.detach().bfloat16(), x, out, nn.LayerNorm(d).cuda(), up, down,
         scale=keep_scale(dropped), threshold=dropped, keys=keys,

@@ -187,7 +187,7 @@ def config_show(fields: Fields = None) -> None:
     table = Table("field", "value", "from")
     for field, origin in composed.origin.items():
         value = str(values[field])
-        if field == "model.attn_dropout":
+        if field in ("model.dropout", "model.attn_dropout"):
             value += f" (the kernels drop {effective_dropout(values[field]):.4f})"
         table.add_row(field, value, origin)
     console.print(table)

@@ -33,13 +33,12 @@ def at_most(limit: int, section: str, config: Any, *names: str) -> None:
                 raise UsageError(f"{section and section + '.'}{name}={value} is too large: use at most {limit}")
 
 
-def droppable(name: str, dropout: float, steps: int = 256) -> None:
-    """UsageError for dropout that is none or all, in the steps that it has: 256 on attention probabilities."""
-    dropped = round(steps * dropout)
-    if dropped == steps or (dropout and not dropped):
-        edge = 10.0 ** -len(str(steps // 2))  # the decimal fraction that is above half a step
-        mend = f"use at most {1 - 2 * edge:g}" if dropped else f"use 0, or at least {2 * edge:g}"
-        raise UsageError(f"{name}={dropout} is {dropped // steps} in steps of 1/{steps}: {mend}")
+def droppable(name: str, dropout: float) -> None:
+    """UsageError for dropout that is none or all, in the steps of 1/256 that it has."""
+    dropped = round(256 * dropout)
+    if dropped == 256 or (dropout and not dropped):
+        mend = "use at most 0.998" if dropped else "use 0, or at least 0.002"
+        raise UsageError(f"{name}={dropout} is {dropped // 256} in steps of 1/256: {mend}")
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class ModelConfig:
     heads: int = 2
     layers: int = 2
     d_ff: int = 128  # hidden width of the feed-forward and of the classifier
-    dropout: float = 0.1  # between layers, in steps of 1/65536
-    attn_dropout: float = 0.1  # on attention probabilities, in steps of 1/256
+    dropout: float = 0.1  # between layers, in steps of 1/256
+    attn_dropout: float = 0.1  # on attention probabilities, likewise
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     axes: Literal[1, 2] = 1  # 2: row and column of an image apart
     pooling: Literal["mean", "max", "cls"] = "mean"
@@ -75,8 +74,7 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
-        droppable("model.dropout", self.dropout, 1 << 16)
-        droppable("model.attn_dropout", self.attn_dropout)
+            droppable(f"model.{name}", getattr(self, name))
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 

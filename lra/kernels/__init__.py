@@ -8,5 +8,5 @@ __all__ = ["block_sparse_attention", "effective_dropout", "flash_attention"]
 
 
 def effective_dropout(dropout: float) -> float:
-    """The attention dropout that is used for a requested one: the nearest multiple of 1/256."""
+    """The dropout that is used for a requested one: the nearest multiple of 1/256."""
     return dropout_threshold(dropout) / 256

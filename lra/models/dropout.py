@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.kernels.layers.reference import BITS, kept, mix
+from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.layers.reference import kept, mix
 
 
 def row_keys(batch: Batch) -> Tensor:
@@ -23,18 +24,16 @@ def row_keys(batch: Batch) -> Tensor:
 
 
 def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
-    """`x_TD` with a share `rate` of its elements zeroed and the others divided by 1 - rate; itself without keys."""
+    """`x_TD` with a share of its elements zeroed and the others scaled up to the same mean; itself without keys.
+
+    The share is `rate` in steps of 1/256, as attention's dropout.
+    """
     if keys_T is None or not rate:
         return x_TD
-    dropped = threshold(rate)
+    dropped = dropout_threshold(rate)
     return kept(x_TD * keep_scale(dropped), keys_T, site, dropped)
 
 
-def threshold(rate: float) -> int:
-    """How many of 2^BITS hashes drop an element."""
-    return round(rate * (1 << BITS))
-
-
 def keep_scale(threshold: int) -> float:
-    """What the elements are multiplied by that so many hashes don't drop."""
-    return (1 << BITS) / ((1 << BITS) - threshold)
+    """What the elements are multiplied by that are not dropped, with so many of 256 that are."""
+    return 256 / (256 - threshold)

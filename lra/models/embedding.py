@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers.api import product_dtype, table_gradient, takes_table
-from lra.models.dropout import drop, keep_scale, threshold
+from lra.models.dropout import drop, keep_scale
 
 SITE = 0  # of dropout, the model's first
 
@@ -72,7 +73,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TD,), (ids_T, keys_T) = grads, ctx.saved_tensors
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
-            dropped = threshold(ctx.rate)
+            dropped = dropout_threshold(ctx.rate)
             dropout: dict[str, Any] = {"threshold": dropped, "keys": keys_T, "site": SITE}
             product_VD = table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype, **dropout)
             if keys_T is not None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
+from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers.api import (
     feed_forward,
     normed_mean,
@@ -24,7 +25,7 @@ from lra.kernels.layers.api import (
 )
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
-from lra.models.dropout import drop, keep_scale, row_keys, threshold
+from lra.models.dropout import drop, keep_scale, row_keys
 from lra.models.embedding import Embedding
 from lra.models.positions import (
     LearnedPositions,
@@ -69,9 +70,9 @@ class Block(nn.Module):
         else:
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         o_TD = o_THD.flatten(1)
-        if self.fused and takes_feed_forward(o_TD, x_TD, self.up):
-            layers, dropped = (self.out, self.ff_norm, self.up, self.down), threshold(self.dropout)
-            scale = keep_scale(dropped)
+        dropped = dropout_threshold(self.dropout)
+        if self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropped):
+            layers, scale = (self.out, self.ff_norm, self.up, self.down), keep_scale(dropped)
             return feed_forward(o_TD, x_TD, *layers, scale=scale, threshold=dropped, keys=keys_T, site=self.site)
         x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)

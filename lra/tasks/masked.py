@@ -19,10 +19,11 @@ from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.split import IGNORED, Examples
 from lra.errors import UsageError, refuse_diverged
-from lra.models.dropout import BITS, mix, row_keys
+from lra.models.dropout import mix, row_keys
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
 
+BITS = 16  # of a hash that decide: the share is exact to 2^-16
 SITE = -1  # of the hash of places: dropout's begin at 0
 
 

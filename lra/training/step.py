@@ -25,6 +25,9 @@ from lra.training.engine import CapturedStep
 from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
 
+PIECE = 1 << 13  # elements that a block updates at a time
+INDUCTOR = {"realize_opcount_threshold": 100}  # a hash of dropout is computed in the kernel that asks, never written
+
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """Learning rate of update number `step` (from 0) of `steps`.
@@ -45,7 +48,11 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's, which leaves an update out if `left_out` is 1, and whose step may be replayed: by `captured`."""
+    """PyTorch's, which leaves an update out if `left_out` is 1, and whose step may be replayed: by `captured`.
+
+    The fused kernel has a block for each 65,536 elements of a tensor. Few models here have that many: one block then
+    updates most of the model, longer than some attentions take. So it is given tensors in pieces.
+    """
 
     captured: Callable[[], None] | None = None
     left_out: Tensor | None = None
@@ -70,7 +77,27 @@ class AdamW(torch.optim.AdamW):
         """The step itself."""
         if self.found_inf is None and self.left_out is not None and self.left_out:  # a CPU's, which nothing waits for
             return
-        super().step()
+        if not self.defaults["fused"]:
+            super().step()
+            return
+        for group in self.param_groups:
+            self._update_pieces(group)
+
+    @torch.no_grad()
+    def _update_pieces(self, group: dict[str, Any]) -> None:
+        tensors: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *tensors)
+        *updated, _, steps = tensors  # parameters, gradients and both moments
+        torch._foreach_add_(steps, 1)
+        pieces = [[piece for tensor in each for piece in tensor.view(-1).split(PIECE)] for each in updated]
+        of_pieces = [step for tensor, step in zip(updated[0], steps, strict=True) for _ in tensor.view(-1).split(PIECE)]
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            *pieces, [], of_pieces, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, found_inf=self.found_inf,
+        )  # fmt: skip
+        if self.found_inf is not None:
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
 
 
 class Step:
@@ -208,8 +235,8 @@ class Step:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_root() / "inductor"))
         if getattr(self.run.attn, "deterministic", False):
             torch._dynamo.config.recompile_limit = 64  # shapes; what comes after them would not be compiled
-            return torch.compile(function, dynamic=False, options={"deterministic": True})
-        compiled = torch.compile(function)
+            return torch.compile(function, dynamic=False, options=INDUCTOR | {"deterministic": True})
+        compiled = torch.compile(function, options=INDUCTOR)
 
         def run(batch: Batch) -> Tensor:
             for rows in () if batch.padded else (batch.tokens, batch.positions):

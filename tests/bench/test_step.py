@@ -49,7 +49,7 @@ def tiny(*args: str) -> list[str]:
 def without_graphs(monkeypatch):
     """Captured steps on a CPU, neither compiled nor in graphs."""
     monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
-    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
 
 
 def test_loops_on_a_cpu(tmp_path, monkeypatch):

@@ -123,7 +123,7 @@ def test_each_cell_is_measured_in_both_ways(real):
 
 def test_what_can_be_captured_is(monkeypatch):
     monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
-    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
     made = accuracy.run("table3", [*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
     assert [(r["loop"], r["engine"], r["reason"]) for r in read()["cells"]] == [
         ("captured", "captured", ""), ("fit", "captured", ""),

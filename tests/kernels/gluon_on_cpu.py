@@ -118,6 +118,12 @@ def kept(words: Tile, row: Any, column: Any, threshold: Any) -> np.ndarray:
     return ((half << 1 | half >> 15) >> 8 * (row // 8 % 2)) & 0xFF >= threshold
 
 
+def keep(x: Tile, words: Tile, threshold: Any) -> Tile:
+    """Of rows: the lower byte is for the first two of four neighbours."""
+    _, columns = np.indices(x.shape)
+    return tile(np.where(kept(words, columns // 2 * 8, columns, threshold), x, 0))
+
+
 def drop_forward(p: Tile, words: Tile, threshold: Any) -> Tile:
     rows, columns = np.indices(p.shape)
     return tile(np.where(kept(words, rows, columns, threshold), p, 0))
@@ -159,7 +165,7 @@ NAMES = {
     "fence_async_shared": lambda: None, "barrier": lambda: None, "prefetch_rows": lambda *_: None,
     "mbarrier": BARRIER, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
     "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
-    "drop_forward": drop_forward, "drop_backward": drop_backward, "transpose_blocks": transpose_blocks,
+    "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward, "transpose_blocks": transpose_blocks,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 from torch import library, nn
 
 from lra.kernels.flash import tuning
+from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import (
     WIDTHS,
@@ -22,7 +23,7 @@ from lra.kernels.layers.api import (
     takes_projection,
 )
 from lra.kernels.testing import poisoned_empty
-from lra.models.dropout import keep_scale, threshold
+from lra.models.dropout import keep_scale
 from tests.kernels.compiling import compiled
 from tests.kernels.gluon_on_cpu import Emulated
 from tests.kernels.layers import (
@@ -91,7 +92,7 @@ def emulated(monkeypatch, rows):
 def test_feed_forward_kernels_compute_the_definition(rows, d, f, rate, emulated):
     case = feed_forward_case(rows, d, f, HALF)
     o, x, *layers = case.given
-    numbers: Any = (keep_scale(threshold(rate)), threshold(rate), case.keys if rate else None, SITE)
+    numbers: Any = (keep_scale(dropout_threshold(rate)), dropout_threshold(rate), case.keys if rate else None, SITE)
     with poisoned_empty():
         actual = emulated.launch_feed_forward(o, x, *layers, EPS, *numbers)
     _, *kept = expected = reference.feed_forward(o, x, *layers, EPS, *numbers)
@@ -126,7 +127,7 @@ def test_the_gradient_of_a_table(rows, d, vocabulary, rate, device):
     torch.manual_seed(rows)
     dy, ids = drawn(rows, d).to(device), torch.randint(vocabulary, (rows,), dtype=torch.int32).to(device)
     keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32).to(device) if rate else None
-    dropout: Any = (threshold(rate), keys, 0)
+    dropout: Any = (dropout_threshold(rate), keys, 0)
     with poisoned_empty():
         actual = launch_table_gradient(dy, ids, vocabulary, HALF, *dropout)
     expected = reference.table_gradient(dy, ids, vocabulary, HALF, *dropout)
@@ -171,7 +172,7 @@ def test_no_rows():
 def test_operators_keep_their_contracts():
     case = feed_forward_case(70, 64, 128, HALF)
     o, x, *layers = case.given
-    dropout: Any = (threshold(0.1), case.keys, SITE)
+    dropout: Any = (dropout_threshold(0.1), case.keys, SITE)
     library.opcheck(ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
     _, *kept = ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
     library.opcheck(ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
@@ -297,7 +298,7 @@ def launch_case(case: dict[str, Any]) -> None:
     q, k, v, *kept = launch.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
     o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
     keys = torch.zeros(rows, dtype=torch.int32) if case["rate"] else None
-    numbers: Any = (keep_scale(threshold(case["rate"])), threshold(case["rate"]), keys, SITE)
+    numbers: Any = (keep_scale(dropout_threshold(case["rate"])), dropout_threshold(case["rate"]), keys, SITE)
     _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import WIDTHS, feed_forward, project, takes_feed_forward, takes_projection
 from lra.kernels.testing import poisoned_empty
-from lra.models.dropout import drop, keep_scale, threshold
+from lra.models.dropout import drop, keep_scale
 from lra.models.positions import rotate
 from tests.kernels.layers import (
     BF16,
@@ -68,7 +69,7 @@ def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
     """On the GPU itself; twice the same, bit by bit."""
     case = feed_forward_case(rows, 128, 256, BF16, "cuda")
     o, x, *layers = case.given
-    numbers: Any = (keep_scale(threshold(0.1)), threshold(0.1), case.keys, SITE)
+    numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
     with poisoned_empty():
         y, *kept = ops.feed_forward(o, x, *layers, EPS, *numbers)
         backward = (case.dy[0], o, *kept, *layers[2:5], *numbers)
@@ -95,7 +96,7 @@ def test_modules_are_taken_under_autocast(rate):
     o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
     with torch.autocast("cuda", BF16):
         assert takes_feed_forward(o, x, up) and takes_projection(x, qkv, 32, rotary)
-        dropped, scale = threshold(rate), keep_scale(threshold(rate))
+        dropped, scale = dropout_threshold(rate), keep_scale(dropout_threshold(rate))
         actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
         z = x + drop(out(o), rate, keys, SITE)
         h = drop(F.gelu(up(norm(z))), rate, keys, SITE + 1)

@@ -7,6 +7,7 @@ import torch
 
 from lra.batch import Batch
 from lra.bench.cell import make_batch
+from lra.kernels import effective_dropout
 from lra.models.dropout import drop, mix, row_keys
 
 LENGTHS, FEATURES = (300, 0, 700, 24), 256
@@ -24,7 +25,7 @@ def dropped(rate: float = 0.5, site: int = 0, **of_batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_the_rate_holds_for_all_for_each_row_and_for_each_feature(rate):
-    found = dropped(rate).double()
+    found, rate = dropped(rate).double(), effective_dropout(rate)
     rows, features = found.shape
     variance = rate * (1 - rate)
     assert abs(found.mean() - rate) < 4 * (variance / found.numel()) ** 0.5
@@ -37,7 +38,7 @@ def test_what_is_kept_is_scaled_and_the_gradient_is_the_same_mask():
     x = torch.randn(1024, FEATURES, requires_grad=True)
     out = drop(x, 0.1, row_keys(made), 2)
     kept = out != 0
-    scale = 65536 / (65536 - 6554)  # the rate is a multiple of 2^-16, and the mean is kept exactly
+    scale = 256 / (256 - 26)  # the rate is a multiple of 1/256, and the mean is kept exactly
     torch.testing.assert_close(out[kept], x[kept] * scale)
     (grad,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(grad, kept * scale)

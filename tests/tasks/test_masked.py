@@ -278,7 +278,7 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, m
     same(packed, pretrained("name=padded", *dropout, "batch.layout=padded"))
     same(packed, pretrained("name=parts", *dropout, "batch.micro=3"))
     monkeypatch.setattr(Step, "captures", lambda *_: True)  # the captured step's buffers, without graphs
-    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
     same(packed, pretrained("name=static", *dropout, "batch.micro=3"))
 
 

@@ -42,7 +42,7 @@ def losses(result: dict[str, Any]) -> list[float]:
 def without_graphs(monkeypatch):
     """Steps go through the captured step's buffers on a CPU, neither compiled nor in graphs."""
     monkeypatch.setattr(Step, "captures", lambda *_: True)
-    monkeypatch.setattr(step_module.torch, "compile", lambda function: function)
+    monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
 def test_the_test_set_is_scored_by_the_same_code_whatever_came_before(small, without_graphs, monkeypatch):
     compiled: list[str] = []
 
-    def compile(function: Any) -> Any:
+    def compile(function: Any, **options: Any) -> Any:
         compiled.append(function.__name__)
         return function
 
@@ -106,8 +106,9 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
         run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
         step: Step = build(run)[1].step  # type: ignore[assignment]
         marked += step.compile(len)(filled_batch(0).to("cpu"))  # type: ignore[arg-type]
-    assert asked == [{}, {"dynamic": False, "options": {"deterministic": True}}]
-    assert marked == [{0}, None] and "deterministic" in torch._inductor.list_options()
+    options = step_module.INDUCTOR
+    assert asked == [{"options": options}, {"dynamic": False, "options": options | {"deterministic": True}}]
+    assert marked == [{0}, None] and {*options, "deterministic"} <= {*torch._inductor.list_options()}
 
 
 def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):

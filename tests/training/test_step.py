@@ -17,7 +17,7 @@ from lra.training import step as step_module
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
-from lra.training.step import AdamW, Step, learning_rate
+from lra.training.step import PIECE, AdamW, Step, learning_rate
 
 ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
@@ -103,6 +103,24 @@ def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says(
     assert after.param_groups[0]["fused"] and not before.param_groups[0]["fused"]
     after.step()
     assert after.state[weight]["step"] == 2
+
+
+def test_the_fused_update_in_pieces_is_that_of_whole_tensors():
+    torch.manual_seed(0)
+    start = [torch.randn(3), torch.randn(2 * PIECE + 5), torch.randn(PIECE // 64, 64), torch.zeros(0, 4)]
+    updated = []
+    for kind in (AdamW, torch.optim.AdamW):
+        weights = [torch.nn.Parameter(each.clone()) for each in start]
+        optimizer = kind(weights, 0.01, (0.8, 0.9), 1e-5, weight_decay=0.3, fused=True)
+        for step in range(3):
+            for weight in weights[step == 1 :]:  # once one has no gradient
+                weight.grad = torch.cos(weight.detach() + step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+        updated.append([*weights, *moments])
+    for ours, theirs in zip(*updated, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_an_optimiser_that_was_captured_on_a_gpu_goes_on_on_a_cpu():

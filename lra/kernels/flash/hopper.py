@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lra.kernels.flash import tiles
-from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.problem import MOST_DROPPED, Problem
 from lra.kernels.flash.tuning import use_hopper
 
 HEAD_DIMS = (32, 64, 128)
@@ -219,8 +219,6 @@ def transpose_blocks(words):
 # A half of a word stands for a column of a draw, of the transposed tile likewise. As an fp16 magnitude it is at least
 # `limit(threshold)` where the row 8 below is kept, and with its bytes swapped where the row itself is. Two comparisons
 # are one instruction; NaN, which is above all thresholds up to MOST_DROPPED, is kept as unordered.
-
-MOST_DROPPED = 248
 
 DROP_FORWARD = gl.constexpr("""{
 .reg .b32 x, kept;

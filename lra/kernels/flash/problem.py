@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lra.kernels.flash.layout import EVERY, Layout, Visits, find
 
+MOST_DROPPED = 248  # of 256: a larger threshold would be NaN where kernels compare bytes as fp16 magnitudes
+
 
 def dropout_threshold(dropout: float) -> int:
     """Dropout in units of 1/256, the resolution of the mask's random bytes: 0.1 becomes 26, that is p = 0.1016."""

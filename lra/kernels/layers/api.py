@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.flash import tuning
+from lra.kernels.flash.problem import MOST_DROPPED
 from lra.kernels.layers import ops
 from lra.kernels.layers.ops import FeedForward, NormedSum, Project
 
@@ -20,10 +21,10 @@ def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -
     return qkv.out_features == 3 * qkv.in_features and rotates and _takes(x, product_dtype(x), qkv.in_features)
 
 
-def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear) -> bool:
+def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) -> bool:
     """Whether `feed_forward` computes this."""
     d, f = up.in_features, up.out_features
-    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and _takes(x, o.dtype, d)
+    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MOST_DROPPED and _takes(x, o.dtype, d)
 
 
 def takes_table(dy: Tensor, half: torch.dtype) -> bool:
@@ -87,8 +88,8 @@ def feed_forward(
     Args:
         o: what attention returns, `[T, D]` of 16 bits, the dtype of the matrix products.
         x: what the block was given, `[T, D]` in fp32.
-        scale, threshold, keys: what is kept is multiplied by, how many of 2^16 elements are dropped, and a key for
-            each row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
+        scale, threshold, keys: what is kept is multiplied by, how many of 256 elements are dropped, and a key for each
+            row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
             to `site` + 2 here.
     """
     layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)

@@ -91,7 +91,7 @@ def launch_project_backward(
     with torch.cuda.device_of(dy):
         projection.project_backward_kernel[programs(dy, residents)](
             dq, dk, dv, dy, unit, rstd, folded, cos, sin, dx, back_q, back_k, rows,
-            D=d, C=64, P=0 if cos is None else cos.shape[1], num_warps=warps, maxnreg=128 if d == 64 else 255,
+            D=d, P=0 if cos is None else cos.shape[1], num_warps=warps, maxnreg=128 if d == 64 else 255,
         )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
     pairs = (back_q, unit), (back_k, unit), (dv, unit)

@@ -69,11 +69,20 @@ def project_kernel(
     half: gl.constexpr = q_ptr.dtype.element_ty
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     weight = load_weights(weight_ptr, D, C, num_warps)
+    ahead = gl.num_programs(0).to(gl.int64) * M  # of this program's next tile
+    AHEAD: gl.constexpr = D == 64  # the next tile's rows are loaded with this one at work; wider, registers are full
+    if AHEAD:
+        first = gl.program_id(0).to(gl.int64) * M
+        x_MD = load_rows(x_ptr, first, m < rows - first, D, D, num_warps)
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
-        unit_MD, rstd_M = normalise(load_rows(x_ptr, first, real_M, D, D, num_warps), eps, D)
+        if not AHEAD:
+            x_MD = load_rows(x_ptr, first, real_M, D, D, num_warps)
+        unit_MD, rstd_M = normalise(x_MD, eps, D)
         unit_MD = unit_MD.to(half)
+        if AHEAD:
+            x_MD = load_rows(x_ptr, first + ahead, m < rows - first - ahead, D, D, num_warps)
         gl.store(rstd_ptr + first + m, rstd_M, mask=real_M)
         store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
         if P:
@@ -82,8 +91,8 @@ def project_kernel(
         for part in gl.static_range(3):
             for i in range(D // C):
                 chunk = part * (D // C) + i
-                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps)
-                y_MC += of_features(bias_ptr + chunk * C, C, num_warps)
+                bias_C = of_features(bias_ptr + chunk * C, C, num_warps)
+                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps) + bias_C
                 if P and part < 2:
                     y_MC = turn(y_MC, cos_MP, sin_MP, num_warps)
                 store_rows((q_ptr, k_ptr, v_ptr)[part] + i * C, y_MC.to(half), first, real_M, D, num_warps)
@@ -92,31 +101,33 @@ def project_kernel(
 @gluon.jit(do_not_specialize=["rows"])
 def project_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, dy_ptr, unit_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
-    rows, D: gl.constexpr, C: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr,
+    rows, D: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
     M: gl.constexpr = 16 * num_warps
     half: gl.constexpr = dq_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    weight = load_weights(weight_ptr, D, C, num_warps)
+    weight = load_weights(weight_ptr, D, D, num_warps)
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
+        dq_MD = load_rows(dq_ptr, first, real_M, D, D, num_warps)  # all that registers hold is asked for at once
+        dk_MD = load_rows(dk_ptr, first, real_M, D, D, num_warps)
+        dv_MD = load_rows(dv_ptr, first, real_M, D, D, num_warps)
+        unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
+        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
         if P:
             cos_MP = load_rows(cos_ptr, first, real_M, P, P, num_warps)
             sin_MP = load_rows(sin_ptr, first, real_M, P, P, num_warps)
+            dq_MD = turn(dq_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
+            store_rows(back_q_ptr, dq_MD, first, real_M, D, num_warps)
+            dk_MD = turn(dk_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
+            store_rows(back_k_ptr, dk_MD, first, real_M, D, num_warps)
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
-        for part in gl.static_range(3):
-            for i in range(D // C):
-                d_MC = load_rows((dq_ptr, dk_ptr, dv_ptr)[part] + i * C, first, real_M, C, D, num_warps)
-                if P and part < 2:
-                    d_MC = turn(d_MC.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
-                    store_rows((back_q_ptr, back_k_ptr)[part] + i * C, d_MC, first, real_M, D, num_warps)
-                chunk = weight.index(part * (D // C) + i)
-                dunit_MD = warpgroup_mma(operand(d_MC, sums), chunk, dunit_MD)
-        unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps).to(gl.float32)
-        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
-        dx_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD, rstd_M, D)
-        dx_MD += load_rows(dy_ptr, first, real_M, D, D, num_warps)
-        store_rows(dx_ptr, dx_MD, first, real_M, D, num_warps)
+        dunit_MD = warpgroup_mma(operand(dq_MD, sums), weight.index(0), dunit_MD)
+        dunit_MD = warpgroup_mma(operand(dk_MD, sums), weight.index(1), dunit_MD)
+        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)
+        dunit_MD = warpgroup_mma(operand(dv_MD, sums), weight.index(2), dunit_MD)
+        dx_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
+        store_rows(dx_ptr, dx_MD + dy_MD, first, real_M, D, num_warps)

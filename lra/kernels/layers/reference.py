@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SHARES = 16  # of a sequence, whose rows are summed apart
-BITS = 16  # of a hash that decide: dropout's rate is exact to 2^-16, and one hash serves two features
 
 
 def feed_forward(
@@ -135,12 +134,18 @@ def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
 
 
 def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
-    """`x`, `[T, D]`, with zeros where dropout drops: a function of the row's key, the site in the model and feature."""
+    """`x`, `[T, D]`, with zeros where dropout drops: a function of the row's key, the site in the model and feature.
+
+    Four neighbouring features share a word. Of each pair the first has the lower half, and that, rotated by one bit,
+    has a byte for each of the two pairs: as in the mask of attention, kernels then compare two fp16 magnitudes at once.
+    An element is dropped when its byte is below `threshold`.
+    """
     if keys is None or not threshold:
         return x
     feature = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    hashed = mix(mix(keys + site)[:, None] + (feature >> 1)) >> BITS * (feature & 1)
-    return torch.where((hashed & (1 << BITS) - 1) >= threshold, x, 0.0)
+    half = mix(mix(keys + site)[:, None] + (feature >> 2)) >> 16 * (feature & 1) & 0xFFFF
+    byte = (half << 1 | half >> 15) >> 8 * (feature >> 1 & 1) & 0xFF
+    return torch.where(byte >= threshold, x, 0.0)
 
 
 def mix(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from lra.kernels.flash.hopper import product_layout
+from lra.kernels.flash.hopper import drop_forward, limit, product_layout
 from lra.kernels.layers import table
 
 mix = gluon.jit(table.mix.fn)
@@ -33,12 +33,12 @@ def row_layout(n, num_warps):
 
 
 @gluon.constexpr_function
-def pair_layout(n, num_warps):
-    """Of `[16 * num_warps, n / 2]`: a value for two neighbours of `row_layout(n)`, in their thread."""
-    wide = [[0, 8 * 2**i] for i in range((n // 16).bit_length() - 1)]
+def word_layout(n, num_warps):
+    """Of `[16 * num_warps, n / 4]`: a word for four neighbours of `row_layout(n)`, in their thread."""
+    wide = [[0, 4 * 2**i] for i in range((n // 16).bit_length() - 1)]
     warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n // 2])
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*wide, [8, 0]], lanes, warps, [], [16 * num_warps, n // 4])
 
 
 @gluon.jit
@@ -53,9 +53,9 @@ def load_weight(buffer, pointer, row_stride, num_warps: gl.constexpr):
     R: gl.constexpr = buffer.shape[0]
     C: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [num_warps, 1], [1, 0])
-    r = renamed(gl.arange(0, R, gl.SliceLayout(1, layout)))
-    c = renamed(gl.arange(0, C, gl.SliceLayout(0, layout)))
-    buffer.store(gl.load(pointer + r[:, None] * row_stride + c[None, :]))
+    r, c = renamed(gl.arange(0, R, gl.SliceLayout(1, layout))), gl.arange(0, C, gl.SliceLayout(0, layout))
+    values = gl.load(pointer + r[:, None] * row_stride + c[None, :])
+    buffer.store(values.reshape(R, C // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(R, C))  # 16 bytes are loaded whole
 
 
 @gluon.jit
@@ -93,17 +93,40 @@ def of_features(pointer, N: gl.constexpr, num_warps: gl.constexpr):
 
 @gluon.jit
 def kept(x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
-    """`lra.models.dropout.drop` of a tile of the features from `first` on, an even one; what is kept stays as it is."""
+    """`reference.kept` of a tile of the features from `first` on, a multiple of 4."""
     if DROPOUT:
         N: gl.constexpr = x_MN.shape[1]
-        layout: gl.constexpr = pair_layout(N, num_warps)
-        pair = (first // 2 + gl.arange(0, N // 2, gl.SliceLayout(0, layout))).to(gl.uint32)
+        layout: gl.constexpr = word_layout(N, num_warps)
+        column = (first // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
         rows = mix(gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True) + site.to(gl.uint32))
-        hashed = mix(rows[:, None] + pair[None, :])
-        words = gl.join(hashed << 16, hashed).reshape(x_MN.shape[0], N)  # a feature's half is the upper one
-        words = gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True)
-        x_MN = gl.where(words >= threshold.to(gl.uint32) << 16, x_MN, 0.0)
+        words = mix(rows[:, None] + column[None, :]).to(gl.int32, bitcast=True)
+        words = gl.join(words, words)
+        words = gl.join(words, words).reshape(x_MN.shape[0], N)
+        x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True), threshold)
     return x_MN
+
+
+# As DROP_FORWARD, of which it is the form for fp32: the lower bytes of a word's halves are for the first pair of four.
+DROP_WIDE = gl.constexpr("""{
+.reg .b32 x;
+.reg .pred p, q;
+prmt.b32 x, $8, 0, 0x2301;
+abs.f16x2 x, x;   setp.geu.f16x2 p|q, x, $12;  selp.f32 $0, $4, 0f00000000, p;  selp.f32 $1, $5, 0f00000000, q;
+abs.f16x2 x, $8;  setp.geu.f16x2 p|q, x, $12;  selp.f32 $2, $6, 0f00000000, p;  selp.f32 $3, $7, 0f00000000, q;
+}""")
+
+
+@gluon.jit
+def keep(x, words, threshold):
+    """Zeros where an element's byte of its word is below the threshold, which is at most `problem.MOST_DROPPED`."""
+    if x.dtype == gl.float32:
+        x = gl.inline_asm_elementwise(
+            DROP_WIDE, "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r", [x, words, limit(threshold)],
+            dtype=gl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        x = drop_forward(x, words, threshold)
+    return x
 
 
 @gluon.jit

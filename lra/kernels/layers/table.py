@@ -41,9 +41,11 @@ def table_gradient_kernel(
         dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
         if DROPOUT:
             keys = tl.load(keys_ptr + first + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
-            hashed = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 2).to(tl.uint32)[None, :])
-            words = tl.join(hashed << 16, hashed).reshape(M, D)  # a feature's half is the upper one
-            dy = tl.where(words >= tl.cast(threshold, tl.uint32) << 16, dy, 0.0)
+            words = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 4).to(tl.uint32)[None, :])
+            low, high = words & 0xFFFF, words >> 16  # the bytes of `reference.kept` are bits 6 to 0 and 15, and 14 to 7
+            front, back = tl.join(low << 1 | low >> 15, high << 1 | high >> 15), tl.join(low >> 7, high >> 7)
+            drawn = tl.join(front, back).permute(0, 1, 3, 2).reshape(M, D) & 0xFF
+            dy = tl.where(drawn >= tl.cast(threshold, tl.uint32), dy, 0.0)
         total = tl.dot((v[:, None] == ids[None, :]).to(HALF), dy.to(HALF), total)
     sums_ptr += (part * tl.num_programs(1) + tile) * (V * D)
     tl.store(sums_ptr + v[:, None] * D + d[None, :], total)
