@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,41 @@ class Embedding(nn.Embedding):
     fused = True  # by one kernel that makes the one-hot ids itself, where that takes it
 
     def forward(
-        self, input: Tensor, added: Tensor | None = None, rate: float = 0.0, keys_T: Tensor | None = None
+        self,
+        input: Tensor,
+        added: Tensor | None = None,
+        rate: float = 0.0,
+        keys_T: Tensor | None = None,
+        places: Places | None = None,
     ) -> Tensor:
-        """Ids `[T]` to vectors `[T, D]`; `added`, such as positions, is added before dropout."""
-        return lookup(self.weight, input, added, rate, keys_T, self.fused)
+        """Ids `[T]` to vectors `[T, D]`; `added` or those of `places` are added before dropout."""
+        return lookup(self.weight, input, added, rate, keys_T, places, self.fused)
+
+
+class Places(NamedTuple):
+    """Vectors of the places 0, 1, … of each sequence."""
+
+    table_ND: Tensor
+    place_T: Tensor
+    start_B: Tensor
+    length_B: Tensor
+    owned: int  # rows of each sequence of a padded batch, else 0
+
+    def sums(self, grad_TD: Tensor) -> Tensor:
+        """The gradient of the table from that of each row: sums over the sequences, in their order."""
+        places = len(self.table_ND)
+        if not len(grad_TD):
+            return grad_TD.new_zeros(places, grad_TD.shape[1])
+        place_N = torch.arange(self.owned or places, device=grad_TD.device)
+        real_BN1 = (place_N < self.length_B[:, None])[:, :, None]
+        if self.owned:  # by views, through which a compiler computes this gradient while it is summed
+            sum_ND = grad_TD.unflatten(0, (-1, self.owned)).where(real_BN1, 0).sum(0)
+            return nn.functional.pad(sum_ND, (0, 0, 0, places - self.owned))
+        row_BN = (self.start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
+        return grad_TD[row_BN].where(real_BN1, 0).sum(0)
+
+
+NOWHERE = (None, None, None, None, 0)  # the fields of no places
 
 
 def lookup(
@@ -36,11 +67,15 @@ def lookup(
     added_TD: Tensor | None = None,
     rate: float = 0.0,
     keys_T: Tensor | None = None,
+    places: Places | None = None,
     fused: bool = True,
 ) -> Tensor:
     """`drop(table[ids] + added)`, `[T, D]`, of a short table, whose gradient on a GPU is a matrix product."""
     if table_VD.is_cuda:
-        return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused)  # type: ignore[return-value]
+        of_places = places or NOWHERE
+        return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused, *of_places)  # type: ignore[return-value]
+    if places is not None:
+        added_TD = nn.functional.embedding(places.place_T, places.table_ND)
     return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
 
 
@@ -52,7 +87,7 @@ def _dropped_sum(
 
 
 class _Lookup(torch.autograd.Function):
-    """Products are in the dtype of autocast."""
+    """Products are in the dtype of autocast. The last arguments are the fields of `Places`, of which there are none."""
 
     @staticmethod
     def forward(
@@ -63,25 +98,33 @@ class _Lookup(torch.autograd.Function):
         rate: float,
         keys_T: Tensor | None,
         fused: bool,
+        places_ND: Tensor | None,
+        *of_places: Any,
     ) -> Tensor:
-        ctx.save_for_backward(ids_T, keys_T)
+        place_T, start_B, length_B, ctx.owned = of_places
+        ctx.save_for_backward(ids_T, keys_T, places_ND, place_T, start_B, length_B)
         ctx.dtype = product_dtype(table_VD)
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
+        if places_ND is not None:
+            added_TD = nn.functional.embedding(place_T, places_ND)
         return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_TD,), (ids_T, keys_T) = grads, ctx.saved_tensors
+        (grad_TD,), (ids_T, keys_T, *of_places) = grads, ctx.saved_tensors
+        places = None if of_places[0] is None else Places(*of_places, ctx.owned)
+        wants_added = ctx.needs_input_grad[1]
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
             dropped = dropout_threshold(ctx.rate)
+            sequences = () if places is None else (places.start_B, places.length_B, len(places.table_ND))
             dropout: dict[str, Any] = {"threshold": dropped, "keys": keys_T, "site": SITE}
-            product_VD = table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype, **dropout)
-            if keys_T is not None:
-                product_VD = product_VD * keep_scale(dropped)
-            added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if ctx.needs_input_grad[1] else None
+            found = table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype, *sequences, **dropout)
+            product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in found)
+            added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if wants_added else None
         else:
             kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
             one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
             product_VD = (one_hot_TV.t() @ kept_TD.to(ctx.dtype)).to(grad_TD.dtype)
-            added_TD = kept_TD if ctx.needs_input_grad[1] else None
-        return product_VD, added_TD, None, None, None, None
+            added_TD = kept_TD if wants_added else None
+            sums_ND = None if places is None else places.sums(kept_TD)
+        return product_VD, added_TD, None, None, None, None, sums_ND if places else None, None, None, None, None

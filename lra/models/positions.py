@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.errors import UsageError
-from lra.models.embedding import lookup
+from lra.models.embedding import Places, lookup
 
 
 def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
@@ -51,41 +51,18 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.tables = nn.ParameterList(nn.Parameter(std * torch.randn(size, d_model)) for size in sizes)
 
-    def forward(self, coordinates_TA: Tensor, batch: Batch) -> Tensor:
+    def forward(self, coordinates_TA: Tensor) -> Tensor:
         axes = [*zip(coordinates_TA.unbind(1), self.tables, strict=True)]
         if len(axes) > 1:  # an image's sides are as short as a vocabulary
             return torch.stack([lookup(table, place_T) for place_T, table in axes]).sum(0)
-        ((place_T, table),) = axes
-        if place_T.is_cuda and batch.positions is None:
-            return _Places.apply(table, place_T, batch.start, batch.length, batch.padded_length)  # type: ignore[return-value]
-        # on a GPU any places, in a table of any length: compiled, their gradients are added in any order
-        return F.embedding(place_T, table)
+        # any places, in a table of any length: compiled on a GPU, their gradients are added in any order
+        return F.embedding(coordinates_TA[:, 0], self.tables[0])
 
-
-class _Places(torch.autograd.Function):
-    """Vectors of the places 0, 1, … of each sequence; their gradients are summed over the sequences in their order.
-
-    `owned` are the rows of each sequence of a padded batch, else 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, table_ND: Tensor, place_T: Tensor, start_B: Tensor, length_B: Tensor, owned: int) -> Tensor:
-        ctx.save_for_backward(start_B, length_B)
-        ctx.places, ctx.owned = len(table_ND), owned
-        return F.embedding(place_T, table_ND)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (grad_TD,), (start_B, length_B) = grads, ctx.saved_tensors
-        if not len(grad_TD):
-            return grad_TD.new_zeros(ctx.places, grad_TD.shape[1]), None, None, None, None
-        place_N = torch.arange(ctx.owned or ctx.places, device=grad_TD.device)
-        real_BN1 = (place_N < length_B[:, None])[:, :, None]
-        if ctx.owned:  # by views, through which a compiler computes this gradient while it is summed
-            sum_ND = grad_TD.unflatten(0, (-1, ctx.owned)).where(real_BN1, 0).sum(0)
-            return F.pad(sum_ND, (0, 0, 0, ctx.places - ctx.owned)), None, None, None, None
-        row_BN = (start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
-        return grad_TD[row_BN].where(real_BN1, 0).sum(0), None, None, None, None
+    def places(self, coordinates_TA: Tensor, batch: Batch) -> Places | None:
+        """What is to be looked up, where rows have the places 0, 1, … of their sequence."""
+        if len(self.tables) > 1 or batch.positions is not None:
+            return None
+        return Places(self.tables[0], coordinates_TA[:, 0], batch.start, batch.length, batch.padded_length)
 
 
 class _ComputedPositions(nn.Module):

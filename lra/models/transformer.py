@@ -132,15 +132,15 @@ class Encoder(nn.Module):
     def residual(self, batch: Batch) -> Tensor:
         """What the last norm is given, `[T, d_model]`."""
         place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
-        rotary = added_TD = None
-        if self.config.positions == "rotary":
+        rotary = added_TD = places = None
+        if isinstance(self.positions, RotaryPositions):
             rotary = self.positions(place_TA)
-        elif self.config.positions == "learned":
-            added_TD = self.positions(place_TA, batch)
-        else:
+        elif isinstance(self.positions, LearnedPositions):
+            places = self.positions.places(place_TA, batch)
+        if rotary is None and places is None:
             added_TD = self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
-        x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T)
+        x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T, places)
         for block in self.blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
         return x_TD

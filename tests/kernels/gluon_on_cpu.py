@@ -215,6 +215,7 @@ class Language:
 def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """`kernel[(programs,)](*arguments, **constants)` with tensors on the CPU."""
     given = [_argument(x) for x in arguments]
+    constants = {name: DTYPES.get(x, x) for name, x in constants.items()}
     with np.errstate(over="ignore", invalid="ignore"):
         for program in range(programs):
             translated(kernel, Language(program, programs), {})(*given, **constants)

@@ -145,6 +145,22 @@ def sequences(lengths: tuple[int, ...], d: int, padded: bool, device: Any = "cpu
     return Sequences(drawn(rows, d).to(device), drawn(len(lengths), d).to(device), norm, *placed, longest * padded)
 
 
+def table_case(
+    lengths: tuple[int, ...], d: int, vocabulary: int, half: torch.dtype, padded: bool | None, rate: float,
+    device: Any = "cpu",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of `table_gradient`; of tokens alone where `padded` is None. Nothing comes back past a length."""
+    given = sequences(lengths, d, bool(padded), device)
+    rows, dropped = len(given.x), dropout_threshold(rate)
+    ids = torch.randint(vocabulary, (rows,), dtype=torch.int32).to(device)
+    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32).to(device) if rate else None
+    if padded:
+        past = torch.arange(given.padded_length, device=device) >= given.length[:, None]
+        given.x[past.flatten()] = 0
+    places = (None, None, 0) if padded is None else (given.start, given.length, max(lengths) + 90)
+    return given.x, ids, vocabulary, half, *places, dropped, keys, 0
+
+
 def fused_mean(given: Sequences) -> Any:
     def mean(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor]:
         norm: Any = SimpleNamespace(weight=gain, bias=shift, eps=EPS)

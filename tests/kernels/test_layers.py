@@ -37,7 +37,6 @@ from tests.kernels.layers import (
     angles,
     assert_same,
     assert_within_budget,
-    drawn,
     feed_forward_case,
     fused_feed_forward,
     fused_mean,
@@ -48,6 +47,7 @@ from tests.kernels.layers import (
     project_case,
     results,
     sequences,
+    table_case,
 )
 from tests.sampling import sampled
 
@@ -72,11 +72,12 @@ def test_projection_within_budget(rows, d, pairs, dtype):
 @pytest.fixture
 def emulated(monkeypatch, rows):
     """The kernels themselves on the CPU, in the place of the operators' definition."""
-    from lra.kernels.layers import feed_forward, launch, projection
+    from lra.kernels.layers import feed_forward, launch, projection, table
 
     for module, names in (
         (feed_forward, ("feed_forward_kernel", "feed_forward_backward_kernel")),
         (projection, ("project_kernel", "project_backward_kernel")),
+        (table, ("table_gradient_kernel",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
@@ -120,18 +121,20 @@ def test_projection_kernels_compute_the_definition(rows, d, pairs, emulated):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize(("rows", "d", "vocabulary"), [(300, 64, 18), (70, 128, 258), (1, 64, 3)])
-def test_the_gradient_of_a_table(rows, d, vocabulary, rate, device):
-    from lra.kernels.layers.launch import launch_table_gradient
-
-    torch.manual_seed(rows)
-    dy, ids = drawn(rows, d).to(device), torch.randint(vocabulary, (rows,), dtype=torch.int32).to(device)
-    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32).to(device) if rate else None
-    dropout: Any = (dropout_threshold(rate), keys, 0)
+@pytest.mark.parametrize("padded", [None, False, True])
+@pytest.mark.parametrize(
+    ("rows", "lengths", "d", "vocabulary"),
+    [(300, (150, 3, 0, 70, 77), 64, 18), (270, (70, 200), 128, 258), (1, (1,), 64, 3)],
+)
+def test_the_gradient_of_a_table(rows, lengths, d, vocabulary, padded, rate, emulated, monkeypatch):
+    """Of tokens alone, and with places in both layouts; some places that no sequence has."""
+    given = table_case(lengths, d, vocabulary, HALF, padded, rate)
+    assert len(given[0]) == (rows if not padded else len(lengths) * max(lengths))
+    monkeypatch.setattr(emulated, "multiprocessors", lambda device: 7)
     with poisoned_empty():
-        actual = launch_table_gradient(dy, ids, vocabulary, HALF, *dropout)
-    expected = reference.table_gradient(dy, ids, vocabulary, HALF, *dropout)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+        actual = emulated.launch_table_gradient(*given)
+    for a, e in zip(actual, reference.table_gradient(*given), strict=True):
+        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-4)
 
 
 RAGGED = [(150, 3, 0, 70), (1,), (64, 64), (300, 5)]
@@ -182,9 +185,9 @@ def test_operators_keep_their_contracts():
     library.opcheck(ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
     q, k, v, *kept = ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
     library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *dropout))
-
     given = sequences((40, 0, 30), 64, False)
+    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout))
+    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
     library.opcheck(ops.pool, (given.x, given.start, given.length, EPS))
     library.opcheck(ops.pool_backward, (given.dy, given.x, given.start, given.length, 0, EPS))
 
@@ -271,7 +274,8 @@ COMPILED = [
 GRADIENTS = ["sum_kernel", "unfold_kernel"]
 ORDER = [
     "fold_kernel", "project_kernel", "fold_kernel", "feed_forward_kernel", "feed_forward_backward_kernel", *GRADIENTS,
-    "project_backward_kernel", *GRADIENTS, "table_gradient_kernel", "pool_kernel", "pool_backward_kernel",
+    "project_backward_kernel", *GRADIENTS, "table_gradient_kernel", "table_gradient_kernel", "pool_kernel",
+    "pool_backward_kernel",
 ]  # fmt: skip
 
 
@@ -302,7 +306,9 @@ def launch_case(case: dict[str, Any]) -> None:
     _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
-    launch.launch_table_gradient(x, torch.zeros(rows, dtype=torch.int32), 256, dtype, *numbers[1:])
     given = sequences((rows - 7, 7), d, False)
+    for vocabulary, places in ((256, 0), (18, rows)):
+        ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
+        launch.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])
     launch.launch_pool(given.x, given.start, given.length, EPS)
     launch.launch_pool_backward(given.dy, given.x, given.start, given.length, 0, EPS)

@@ -35,6 +35,7 @@ from tests.kernels.layers import (
     plain_project,
     project_case,
     sequences,
+    table_case,
 )  # fmt: skip
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +63,19 @@ def test_the_mean_of_many_rows(d, padded):
     given = sequences((2000, 1, 0, 777, 16_384), d, padded, "cuda")
     case = Case([given.x, *given.norm], torch.empty(0), [given.dy])
     assert_within_budget(case, fused_mean(given), plain_mean(given), FP32)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("padded", [None, False, True])
+@pytest.mark.parametrize(("d", "vocabulary"), [(64, 18), (64, 256), (128, 257), (128, 5)])
+def test_the_gradients_of_tables_of_many_rows(d, vocabulary, padded, rate):
+    """Twice the same, bit by bit."""
+    given = table_case((2000, 1, 0, 777, 4096, *range(100, 1124, 32)), d, vocabulary, BF16, padded, rate, "cuda")
+    with poisoned_empty():
+        first, second = ops.table_gradient(*given), ops.table_gradient(*given)
+    for a, again, e in zip(first, second, reference.table_gradient(*given), strict=True):
+        assert torch.equal(a, again)
+        torch.testing.assert_close(a, e, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 129, 20_000])

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lra.models import embedding
 from lra.models.dropout import drop
-from lra.models.embedding import Embedding, _Lookup
+from lra.models.embedding import NOWHERE, Embedding, Places, _Lookup
 
 
 def gradient(lookup, table, ids, weights):
@@ -16,7 +16,7 @@ def gradient(lookup, table, ids, weights):
 
 
 def by_product(table, ids):
-    return _Lookup.apply(table, None, ids, 0.0, None, True)
+    return _Lookup.apply(table, None, ids, 0.0, None, True, *NOWHERE)
 
 
 def drawn(device: str = "cpu", dtype: torch.dtype = torch.float64):
@@ -60,12 +60,34 @@ def test_dropout_and_what_is_added():
     table, ids, weights = drawn()
     added = torch.randn(300, 5, dtype=torch.float64, requires_grad=True)
     keys = torch.randint(2**31, (300,)).int()
-    ours = _Lookup.apply(table, added, ids, 0.3, keys, True)
+    ours = _Lookup.apply(table, added, ids, 0.3, keys, True, *NOWHERE)
     plain = drop(F.embedding(ids, table) + added, 0.3, keys, 0)
     assert torch.equal(ours, plain) and 0.2 < float((ours == 0).double().mean()) < 0.4
     for actual, expected in zip(
         *(torch.autograd.grad((y * weights).sum(), (table, added)) for y in (ours, plain)), strict=True
     ):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_places_are_added_and_their_gradients_summed(padded, fused, monkeypatch):
+    """By the kernel's definition, and by what is done where it is not taken."""
+    monkeypatch.setattr(embedding, "takes_table", lambda dy, dtype: fused)
+    length = torch.tensor([5, 0, 9, 4], dtype=torch.int32)
+    start = 9 * torch.arange(4).int() if padded else (length.cumsum(0) - length).int()
+    place = torch.arange(9).repeat(4) if padded else torch.cat([torch.arange(n) for n in length.tolist()])
+    table, of_places = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (7, 11))
+    ids, keys = torch.randint(7, place.shape), torch.randint(2**31, place.shape).int()
+    weights = torch.randn(len(place), 6, dtype=torch.float64)
+    if padded:
+        weights[(torch.arange(9) >= length[:, None]).flatten()] = 0
+    places = Places(of_places, place, start, length, 9 * padded)
+    ours = _Lookup.apply(table, None, ids, 0.3, keys, True, *places)
+    plain = drop(F.embedding(ids, table) + F.embedding(place, of_places), 0.3, keys, 0)
+    assert torch.equal(ours, plain)
+    found = (torch.autograd.grad((y * weights).sum(), (table, of_places)) for y in (ours, plain))
+    for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected)
 
 
@@ -76,7 +98,7 @@ def test_the_kernel_gives_the_gradient_of_any_number_of_rows(monkeypatch):
     table, added = torch.randn(7, 6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
 
     def look(ids, keys):
-        return _Lookup.apply(table, added.expand(ids.shape[0], -1), ids, 0.3, keys, True)
+        return _Lookup.apply(table, added.expand(ids.shape[0], -1), ids, 0.3, keys, True, *NOWHERE)
 
     compiled = torch.compile(look, fullgraph=True, backend="aot_eager")
     for rows in (30, 17, 50):

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.errors import UsageError
+from lra.models.embedding import Embedding, Places
 from lra.models.positions import (
     LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
-    _Places,
     angles,
     coordinates,
     resize,
@@ -149,16 +149,16 @@ def test_gradients_of_places_are_summed_over_the_sequences(padded):
     place_T = coordinates(batch, 1, None, False)[:, 0]
     table, weights = torch.randn(11, 3, dtype=torch.float64), torch.randn(len(place_T), 3, dtype=torch.float64)
     weights *= (place_T < batch.per_row(batch.length))[:, None]  # no gradient past a length
-    ours, theirs = table.clone().requires_grad_(), table.clone().requires_grad_()
-    (_Places.apply(ours, place_T, batch.start, batch.length, batch.padded_length) * weights).sum().backward()
+    theirs = table.clone().requires_grad_()
+    places = Places(table, place_T, batch.start, batch.length, batch.padded_length)
     (F.embedding(place_T, theirs) * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(places.sums(weights), theirs.grad)
 
 
 def test_gradients_of_no_place_are_zeros():
-    table, nothing = torch.randn(11, 3, requires_grad=True), torch.zeros(1, dtype=torch.int32)
-    _Places.apply(table, torch.zeros(0, dtype=torch.int64), nothing, nothing, 0).sum().backward()
-    assert table.grad is not None and table.grad.shape == table.shape and not table.grad.any()
+    table, nothing = torch.randn(11, 3), torch.zeros(1, dtype=torch.int32)
+    sums = Places(table, torch.zeros(0, dtype=torch.int64), nothing, nothing, 0).sums(torch.zeros(0, 3))
+    assert sums.shape == table.shape and not sums.any()
 
 
 @pytest.mark.gpu
@@ -171,8 +171,16 @@ def test_gradients_on_a_gpu_are_the_same_every_time(sizes, compiled):
     place_TA = coordinates(batch, len(sizes), sizes[-1], False)
     module = LearnedPositions(sizes, 32, 1.0).cuda()
     weights = torch.randn(len(place_TA), 32, device="cuda")
-    call = torch.compile(module) if compiled else module
-    first, again = (torch.autograd.grad((call(place_TA, batch) * weights).sum(), [*module.tables]) for _ in range(2))
+    embedding = Embedding(2, 32, device="cuda")
+
+    def look(tokens, place_TA):
+        places = module.places(place_TA, batch)
+        return embedding(tokens, module(place_TA) if places is None else None, places=places)
+
+    call = torch.compile(look) if compiled else look
+    first, again = (
+        torch.autograd.grad((call(batch.tokens, place_TA) * weights).sum(), [*module.tables]) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     axes = zip(place_TA.unbind(1), module.tables, strict=True)
     wanted = [torch.zeros_like(table).index_add(0, place, weights) for place, table in axes]

@@ -107,7 +107,7 @@ def test_two_axes_place_a_token_by_its_row_and_column():
     rows, columns = model.positions.tables
     one = torch.zeros(1, dtype=torch.int32)
     batch = Batch(one, one, one + 1, 1, one, one, positions=one + 2 * 4 + 3)
-    found = model.positions(coordinates(batch, 2, 4, False), batch)
+    found = model.positions(coordinates(batch, 2, 4, False))
     assert torch.equal(found[0], rows[2] + columns[3])
 
 

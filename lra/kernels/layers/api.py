@@ -117,13 +117,24 @@ def table_gradient(
     ids: Tensor,
     vocabulary: int,
     half: torch.dtype,
+    start: Tensor | None = None,
+    length: Tensor | None = None,
+    places: int = 0,
     *,
     threshold: int = 0,
     keys: Tensor | None = None,
     site: int = 0,
-) -> Tensor:
-    """`[vocabulary, D]` in fp32: for each id the sum of the rows of `dy`, `[T, D]`, rounded to `half`.
+) -> tuple[Tensor, Tensor]:
+    """In fp32, for each id the sum of the rows of `dy`, `[vocabulary, D]`, and for each place, `[places, D]`.
 
     With keys, of what dropout keeps, as in `feed_forward`.
+
+    Args:
+        dy, ids: `[T, D]` in fp32, and `[T]`.
+        half: what dy is rounded to for the sums of ids, which are products.
+        start, length, places: of the sequences, int32 `[B]`, and how many places a sequence has at most, its rows in
+            their order. What no sequence owns is left out then.
     """
-    return ops.table_gradient(dy.contiguous(), ids.contiguous(), vocabulary, half, threshold, keys, site)
+    return ops.table_gradient(
+        dy.contiguous(), ids.contiguous(), vocabulary, half, start, length, places, threshold, keys, site
+    )

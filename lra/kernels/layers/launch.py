@@ -8,9 +8,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
+from lra.kernels.flash.hopper import GLUON
 from lra.kernels.layers import feed_forward, pooling, projection, reference, table, weights
 
 PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
@@ -18,7 +18,6 @@ SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
 POOLED = 4096  # elements of a tile of rows that are pooled
-HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 FEED_FORWARD = {64: (4, 168, 3), 128: (8, 255, 1)}  # by the model's width: warps, registers of a thread, residents
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
@@ -150,18 +149,24 @@ def tiles(layers: Sequence[Tensor], d: int) -> int:
 
 
 def launch_table_gradient(
-    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, threshold: int, keys: Tensor | None, site: int
-) -> Tensor:
-    rows, d = dy.shape
-    v = min(256, max(64, 1 << (vocabulary - 1).bit_length()))  # rows of the table in a tile
-    count = (vocabulary + v - 1) // v
-    sums = dy.new_empty(max(1, 256 // count), count, v, d)
+    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, start: Tensor | None, length: Tensor | None,
+    places: int, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (rows, d), sequences = dy.shape, 0 if start is None else len(start)
+    v, warps, registers, residents = (64, 4, 168, 3) if vocabulary <= 64 else (256, 8, 255, 1)  # v: rows of a table
+    tables, tiles, sides = -(-vocabulary // v), -(-places // (16 * warps)), d // 64
+    parts = max(1, multiprocessors(dy.device) * residents // (tables * sides))
+    if tiles:
+        parts = max(1, min(parts // tiles, sequences)) * tiles
+    sums = dy.new_empty(parts, tables, v, d)
+    place_sums = dy.new_empty(parts // tiles if tiles else 0, tiles * 16 * warps, d)
     with torch.cuda.device_of(dy):
-        table.table_gradient_kernel[sums.shape[:2]](
-            dy, ids, keys, sums, rows, threshold, site,
-            D=d, V=v, M=SUMMED[d], HALF=HALVES[half], DROPOUT=keys is not None, num_warps=v // 32, num_stages=3,
+        table.table_gradient_kernel[(parts * tables * sides,)](
+            dy, ids, keys, start, length, sums, place_sums, rows, sequences, parts, site, threshold,
+            D=d, V=v, TABLES=tables, TILES=tiles, HALF=GLUON[half], DROPOUT=keys is not None,
+            num_warps=warps, maxnreg=registers,
         )  # fmt: skip
-    return sums.sum(0).flatten(0, 1)[:vocabulary]
+    return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
 
 
 def launch_pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:

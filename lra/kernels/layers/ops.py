@@ -119,8 +119,9 @@ def fake_feed_forward_backward(dy: Tensor, o: Tensor, *given: Any) -> tuple[Tens
     return o.new_empty(o.shape), dy.new_empty(dy.shape), *weights, *biases, gain.new_empty(2, gain.shape[0])
 
 
-def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *_: Any) -> Tensor:
-    return dy.new_empty(vocabulary, dy.shape[1])
+def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *given: Any) -> tuple[Tensor, Tensor]:
+    places = given[3]
+    return dy.new_empty(vocabulary, dy.shape[1]), dy.new_empty(places, dy.shape[1])
 
 
 def fake_pool(x: Tensor, start: Tensor, *_: Any) -> Tensor:
@@ -165,7 +166,8 @@ feed_forward_backward = define(
 )
 table_gradient = define(
     "table_gradient",
-    f"(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half, {DROPOUT}) -> Tensor",
+    "(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half, Tensor? start, Tensor? length, SymInt places, "
+    f"{DROPOUT}) -> (Tensor table, Tensor of_places)",
     computed_by("table_gradient"),
     fake_table_gradient,
 )

@@ -84,10 +84,16 @@ def through_norm(by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, s
 
 
 def table_gradient(
-    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, threshold: int, keys: Tensor | None, site: int
-) -> Tensor:
+    dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, start: Tensor | None, length: Tensor | None,
+    places: int, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(Of each id the sum of the rows of dy that dropout keeps, rounded; of each place of a sequence, not rounded)."""
+    dy = kept(dy, keys, site, threshold)
     one_hot = (ids[:, None] == torch.arange(vocabulary, device=ids.device)).to(dy.dtype)
-    return one_hot.T @ kept(dy, keys, site, threshold).to(half).to(dy.dtype)
+    of_places = dy.new_zeros(places, dy.shape[1])
+    for rows in () if start is None or length is None else _rows(start, length):
+        of_places[: rows.stop - rows.start] += dy[rows]
+    return one_hot.T @ dy.to(half).to(dy.dtype), of_places
 
 
 def pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:

@@ -18,9 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from lra.kernels.flash.hopper import drop_forward, limit, product_layout
-from lra.kernels.layers import table
 
-mix = gluon.jit(table.mix.fn)
+
+@gluon.jit
+def mix(x):
+    """`reference.mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @gluon.constexpr_function

@@ -1,51 +1,84 @@
-"""The gradient of a table whose rows were looked up, such as the tokens' vectors."""
+"""The gradients of tables whose rows were looked up: the tokens' vectors, and those of the places added to them."""
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.layers.weights import share_of
+from lra.kernels.flash.hopper import barrier, product_layout
+from lra.kernels.layers.rows import kept, load_keys, load_rows, row_layout
 
-
-@triton.jit
-def mix(x):
-    """`reference.mix` of uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
+SIDE = gl.constexpr(64)  # features of a program
 
 
-@triton.jit(do_not_specialize=["rows", "threshold", "site"])
+@gluon.jit
+def tile_of(i, end, place, rows, start_ptr, length_ptr, M: gl.constexpr, PLACES: gl.constexpr):
+    """(First row of a program's tile `i`, how many of its M are real): tile `i` of all, or of sequence `i` this one."""
+    if PLACES:
+        sequence = gl.minimum(i, end - 1)
+        first = gl.load(start_ptr + sequence) + place
+        count = gl.load(length_ptr + sequence) - place
+    else:
+        first = i * M
+        count = rows - first
+    return first.to(gl.int64), gl.where(i < end, count, 0)
+
+
+@gluon.jit(do_not_specialize=["rows", "sequences", "parts", "site", "threshold"])
 def table_gradient_kernel(
-    dy_ptr, ids_ptr, keys_ptr, sums_ptr, rows, threshold, site,
-    D: tl.constexpr, V: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, DROPOUT: tl.constexpr,
+    dy_ptr, ids_ptr, keys_ptr, start_ptr, length_ptr, sums_ptr, place_sums_ptr, rows, sequences, parts, site, threshold,
+    D: gl.constexpr, V: gl.constexpr, TABLES: gl.constexpr, TILES: gl.constexpr, HALF: gl.constexpr,
+    DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """One-hot idsᵀ dy in HALF, of what dropout keeps; of a part of the rows. The one-hot ids are in registers only.
+    """Of the rows that dropout keeps: one-hot idsᵀ dy in HALF, and with TILES of places their sums over the sequences.
 
-    `sums_ptr`: `[parts, tiles of V rows, V, D]`, to be added up.
+    A program has SIDE features, V rows of the table, and of the tiles of M rows every so many, or one tile of places in
+    every so many sequences. `sums_ptr`: `[parts, TABLES, V, D]`, and `place_sums_ptr`: `[parts / TILES, TILES * M, D]`,
+    to be added up.
     """
-    part, tile = tl.program_id(0), tl.program_id(1)
-    v, d, m = tl.arange(0, V), tl.arange(0, D), tl.arange(0, M)
-    first, end = share_of(rows, M)
-    dy_ptr += first.to(tl.int64) * D
-    ids_ptr += first
-    left = end - first
-    total = tl.zeros([V, D], tl.float32)
-    for row in range(0, left, M):
-        real = row + m < left
-        ids = tl.load(ids_ptr + row + m, mask=real, other=-1) - tile * V  # this tile's rows of the table from 0 on
-        dy = tl.load(dy_ptr + (row + m)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
-        if DROPOUT:
-            keys = tl.load(keys_ptr + first + row + m, mask=real, other=0).to(tl.uint32, bitcast=True)
-            words = mix(mix(keys + tl.cast(site, tl.uint32))[:, None] + tl.arange(0, D // 4).to(tl.uint32)[None, :])
-            low, high = words & 0xFFFF, words >> 16  # the bytes of `reference.kept` are bits 6 to 0 and 15, and 14 to 7
-            front, back = tl.join(low << 1 | low >> 15, high << 1 | high >> 15), tl.join(low >> 7, high >> 7)
-            drawn = tl.join(front, back).permute(0, 1, 3, 2).reshape(M, D) & 0xFF
-            dy = tl.where(drawn >= tl.cast(threshold, tl.uint32), dy, 0.0)
-        total = tl.dot((v[:, None] == ids[None, :]).to(HALF), dy.to(HALF), total)
-    sums_ptr += (part * tl.num_programs(1) + tile) * (V * D)
-    tl.store(sums_ptr + v[:, None] * D + d[None, :], total)
+    M: gl.constexpr = 16 * num_warps
+    PLACES: gl.constexpr = TILES > 0
+    layout: gl.constexpr = row_layout(SIDE, num_warps)
+    product: gl.constexpr = product_layout(SIDE, num_warps)
+    one_hot: gl.constexpr = gl.DotOperandLayout(0, product, 2)
+    part, table = gl.program_id(0) // TABLES, gl.program_id(0) % TABLES
+    part, feature = part // (D // SIDE), part % (D // SIDE) * SIDE
+    place, first_tile, end, step = 0, part, gl.cdiv(rows, M), parts
+    if PLACES:
+        place, first_tile, end, step = part % TILES * M, part // TILES, sequences, parts // TILES
+
+    m = gl.arange(0, M, gl.SliceLayout(1, layout))
+    column = gl.arange(0, M, gl.SliceLayout(0, one_hot))
+    v = table * V + gl.arange(0, V, gl.SliceLayout(1, one_hot))
+    dy_smem = gl.allocate_shared_memory(HALF, [2, M, SIDE], gl.NVMMASharedLayout.get_default_for([M, SIDE], HALF))
+    total = gl.zeros([V, SIDE], gl.float32, product)
+    of_places = gl.zeros([M, SIDE], gl.float32, layout)
+    first, count = tile_of(first_tile, end, place, rows, start_ptr, length_ptr, M, PLACES)
+    dy = load_rows(dy_ptr + feature, first, m < count, SIDE, D, num_warps)
+    slot = 0
+    for i in range(first_tile, end, step):
+        keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
+        ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
+        dy = kept(dy, keys_M, site, feature, threshold, DROPOUT, num_warps)
+        if PLACES:
+            of_places += dy
+        dy_smem.index(slot).store(dy.to(HALF))
+        first, count = tile_of(i + step, end, place, rows, start_ptr, length_ptr, M, PLACES)
+        dy = load_rows(dy_ptr + feature, first, m < count, SIDE, D, num_warps)  # the next, while this one is summed
+        fence_async_shared()
+        barrier()  # and the last product has read the other slot
+        total = warpgroup_mma((v[:, None] == ids[None, :]).to(HALF), dy_smem.index(slot), total)
+        slot = slot ^ 1
+
+    d = feature + gl.arange(0, SIDE, gl.SliceLayout(0, product))
+    row = (part * TABLES + table) * V + gl.arange(0, V, gl.SliceLayout(1, product))
+    gl.store(sums_ptr + row[:, None] * D + d[None, :], total)
+    if PLACES:
+        d = feature + gl.arange(0, SIDE, gl.SliceLayout(0, layout))
+        row = first_tile * (TILES * M) + place + m
+        if table == 0:
+            gl.store(place_sums_ptr + row[:, None] * D + d[None, :], of_places)
