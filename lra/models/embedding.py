@@ -111,15 +111,17 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_TD,), (ids_T, keys_T, *of_places) = grads, ctx.saved_tensors
-        places = None if of_places[0] is None else Places(*of_places, ctx.owned)
+        (grad_TD,), (ids_T, keys_T, places_ND, *of_places) = grads, ctx.saved_tensors
+        place_T, start_B, length_B = of_places
+        places = None if places_ND is None else Places(places_ND, place_T, start_B, length_B, ctx.owned)
         wants_added = ctx.needs_input_grad[1]
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
             dropped = dropout_threshold(ctx.rate)
-            sequences = () if places is None else (places.start_B, places.length_B, len(places.table_ND))
-            dropout: dict[str, Any] = {"threshold": dropped, "keys": keys_T, "site": SITE}
-            found = table_gradient(grad_TD, ids_T, ctx.vocabulary, ctx.dtype, *sequences, **dropout)
-            product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in found)
+            sums = table_gradient(
+                grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, 0 if places is None else len(places.table_ND),
+                threshold=dropped, keys=keys_T, site=SITE,
+            )  # fmt: skip
+            product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in sums)
             added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if wants_added else None
         else:
             kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)

@@ -26,7 +26,9 @@ from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
 
 PIECE = 1 << 13  # elements that a block updates at a time
-INDUCTOR = {"realize_opcount_threshold": 100}  # a hash of dropout is computed in the kernel that asks, never written
+INDUCTOR: dict[str, Any] = {
+    "realize_opcount_threshold": 100
+}  # a hash of dropout is computed in the kernel that asks, never written
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -88,16 +90,16 @@ class AdamW(torch.optim.AdamW):
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         self._init_group(group, *tensors)
         *updated, _, steps = tensors  # parameters, gradients and both moments
-        torch._foreach_add_(steps, 1)
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
         pieces = [[piece for tensor in each for piece in tensor.view(-1).split(PIECE)] for each in updated]
         of_pieces = [step for tensor, step in zip(updated[0], steps, strict=True) for _ in tensor.view(-1).split(PIECE)]
         beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # type: ignore[call-overload]  # pyright: ignore
             *pieces, [], of_pieces, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
             eps=group["eps"], amsgrad=False, maximize=False, found_inf=self.found_inf,
         )  # fmt: skip
         if self.found_inf is not None:
-            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Step:

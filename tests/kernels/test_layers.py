@@ -83,7 +83,8 @@ def emulated(monkeypatch, rows):
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
     # fewer programs, each of which takes long here; of one row parts for two turns of the loop that adds them
-    for name, value in dict(PARTS=3 if rows > 1 else 33, FOLDED=32, UNFOLDED=32).items():
+    programs = 15 if rows > 1 else 165
+    for name, value in dict(SUMMING=dict.fromkeys(WIDTHS, (programs, 64, 3)), FOLDED=32, UNFOLDED=32).items():
         monkeypatch.setattr(launch, name, value)
     return launch
 

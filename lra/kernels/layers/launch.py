@@ -13,8 +13,7 @@ from torch import Tensor
 from lra.kernels.flash.hopper import GLUON
 from lra.kernels.layers import feed_forward, pooling, projection, reference, table, weights
 
-PARTS = 52  # of the rows, each summed by itself: as many programs as an H200 runs at once with five tiles
-SUMMED = {64: 128, 128: 64}  # rows at a time, by the model's width
+SUMMING = {64: (132, 128, 4), 128: (264, 64, 3)}  # by the model's width: programs that sum, rows at a time, stages
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
 POOLED = 4096  # elements of a tile of rows that are pooled
@@ -124,16 +123,17 @@ def unfold(
         layers: the weights in fp32; only those of layers in `normed` are read.
     """
     (rows, _), d, count = pairs[0][0].shape, len(gain), tiles(gradients, len(gain))
-    shape = sides(gradients)
-    sums = gain.new_empty(PARTS, count, d, d + ONES)
+    programs, together, stages = SUMMING[d]
+    shape, parts = sides(gradients), max(1, programs // count)
+    sums = gain.new_empty(parts, count, d, d + ONES)
     norms = gain.new_empty(2, d, count * d // UNFOLDED)
     with torch.cuda.device_of(gain):
-        weights.sum_kernel[(PARTS, count)](
-            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=SUMMED[d], ONES=ONES,
-            num_warps=d // 16, num_stages=3,
+        weights.sum_kernel[(parts, count)](
+            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=together, ONES=ONES,
+            num_warps=d // 16, num_stages=stages,
         )  # fmt: skip
         weights.unfold_kernel[(d // UNFOLDED, count)](
-            sums, *layers, gain, shift, *gradients, *biases, norms, PARTS, scale, *shape,
+            sums, *layers, gain, shift, *gradients, *biases, norms, parts, scale, *shape,
             SIDE=d, ONES=ONES, R=UNFOLDED, P=2048 // d, NORMED=normed,
         )  # fmt: skip
     return norms.sum(2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+SITES = 0x1E3779B9  # how far apart the sites in the model are for a row's key, which is a hash
 SHARES = 16  # of a sequence, whose rows are summed apart
 
 
@@ -149,7 +150,8 @@ def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
     if keys is None or not threshold:
         return x
     feature = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    half = mix(mix(keys + site)[:, None] + (feature >> 2)) >> 16 * (feature & 1) & 0xFFFF
+    place = (site * SITES + (1 << 31)) % (1 << 32) - (1 << 31)  # as int32 wraps
+    half = mix((keys + place)[:, None] + (feature >> 2)) >> 16 * (feature & 1) & 0xFFFF
     byte = (half << 1 | half >> 15) >> 8 * (feature >> 1 & 1) & 0xFF
     return torch.where(byte >= threshold, x, 0.0)
 

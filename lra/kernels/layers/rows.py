@@ -18,6 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from lra.kernels.flash.hopper import drop_forward, limit, product_layout
+from lra.kernels.layers import reference
+
+SITES = gl.constexpr(reference.SITES)
 
 
 @gluon.jit
@@ -103,8 +106,10 @@ def kept(x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps:
         N: gl.constexpr = x_MN.shape[1]
         layout: gl.constexpr = word_layout(N, num_warps)
         column = (first // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
-        rows = mix(gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True) + site.to(gl.uint32))
-        words = mix(rows[:, None] + column[None, :]).to(gl.int32, bitcast=True)
+        keys_M = gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True) + (site * SITES).to(
+            gl.uint32
+        )
+        words = mix(keys_M[:, None] + column[None, :]).to(gl.int32, bitcast=True)
         words = gl.join(words, words)
         words = gl.join(words, words).reshape(x_MN.shape[0], N)
         x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True), threshold)
