@@ -117,8 +117,9 @@ class _Lookup(torch.autograd.Function):
         wants_added = ctx.needs_input_grad[1]
         if ctx.fused and takes_table(grad_TD, ctx.dtype):
             dropped = dropout_threshold(ctx.rate)
+            count = 0 if places is None else len(places.table_ND)
             sums = table_gradient(
-                grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, 0 if places is None else len(places.table_ND),
+                grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, count,
                 threshold=dropped, keys=keys_T, site=SITE,
             )  # fmt: skip
             product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in sums)
