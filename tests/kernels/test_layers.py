@@ -12,7 +12,7 @@ import torch
 from torch import library, nn
 
 from lra.kernels.flash import tuning
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.flash.problem import MOST_DROPPED, dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import (
     WIDTHS,
@@ -226,14 +226,15 @@ def test_what_the_kernels_take(monkeypatch):
     refusals: list[str | None] = [None]
     monkeypatch.setattr(tuning, "hopper_refusal", lambda capability: refusals[-1])
 
-    def follows(o: Any = BF16, x: Any = FP32, d: int = WIDTHS[-1], f: int = 2 * WIDTHS[-1]) -> bool:
-        return takes_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f))  # type: ignore[arg-type]
+    def follows(o: Any = BF16, x: Any = FP32, d: int = WIDTHS[-1], f: int = 2 * WIDTHS[-1], dropped: int = 26) -> bool:
+        return takes_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f), dropped)  # type: ignore[arg-type]
 
     def precedes(x: Any = FP32, d: int = WIDTHS[-1], of: int = 3, head_dim: int = 16, rotary: Any = None) -> bool:
         return takes_projection(OnGPU(x), nn.Linear(d, of * d), head_dim, rotary)  # type: ignore[arg-type]
 
     assert follows() and follows(o=HALF) and all(follows(d=d, f=f * d) for d in WIDTHS for f in (1, 2))
     assert follows(d=64, f=704) and not follows(d=64, f=768) and not follows(f=512)  # what shared memory holds
+    assert follows(dropped=MOST_DROPPED) and not follows(dropped=MOST_DROPPED + 1)  # compared as fp16 magnitudes
     assert not any([follows(o=FP32), follows(x=BF16), follows(d=96), follows(d=32, f=64), follows(f=192)])
     assert not precedes(), "without autocast the products are in fp32"
     with torch.autocast("cpu", BF16):
