@@ -28,7 +28,8 @@ HEAD = (
     "make docs -->\n\nA step is forward, backward and update of one batch, as `lra fit` takes it in steady state. "
     "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
-    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file."
+    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *profiled* and "
+    "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
@@ -48,7 +49,7 @@ KINKS = (
 NOISE = (
     "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
     "with a slash between runs of the same arguments, the earliest first; those of 2026-11-21 drop other elements than "
-    "later ones. Whether one of ListOps' seed 2 has left the plateau of this recipe when it ends is chance."
+    "later ones, and all of them others between layers than runs do now, 0.1 of them and not 26 of 256. Whether one of ListOps' seed 2 has left the plateau of this recipe when it ends is chance."
 )
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
