@@ -49,7 +49,8 @@ KINKS = (
 NOISE = (
     "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
     "with a slash between runs of the same arguments, the earliest first; those of 2026-11-21 drop other elements than "
-    "later ones, and all of them others between layers than runs do now, 0.1 of them and not 26 of 256. Whether one of ListOps' seed 2 has left the plateau of this recipe when it ends is chance."
+    "later ones, and all of them others between layers than runs do now, 0.1 and not 26/256 of them. Whether one "
+    "of ListOps' seed 2 has left the plateau of this recipe when it ends is chance."
 )
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "

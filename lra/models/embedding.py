@@ -114,9 +114,8 @@ class _Lookup(torch.autograd.Function):
         (grad_TD,), (ids_T, keys_T, places_ND, *of_places) = grads, ctx.saved_tensors
         place_T, start_B, length_B = of_places
         places = None if places_ND is None else Places(places_ND, place_T, start_B, length_B, ctx.owned)
-        wants_added = ctx.needs_input_grad[1]
-        if ctx.fused and takes_table(grad_TD, ctx.dtype):
-            dropped = dropout_threshold(ctx.rate)
+        wants_added, dropped = ctx.needs_input_grad[1], dropout_threshold(ctx.rate)
+        if ctx.fused and takes_table(grad_TD, ctx.dtype, dropped):
             count = 0 if places is None else len(places.table_ND)
             sums = table_gradient(
                 grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, count,

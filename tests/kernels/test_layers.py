@@ -21,6 +21,7 @@ from lra.kernels.layers.api import (
     takes_feed_forward,
     takes_pooling,
     takes_projection,
+    takes_table,
 )
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import keep_scale
@@ -217,8 +218,8 @@ class OnGPU:
 
     is_cuda, device = True, torch.device("cpu")  # whose autocast is there without a GPU
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, *shape: int):
+        self.dtype, self.shape = dtype, (1, *shape)
 
 
 def test_what_the_kernels_take(monkeypatch):
@@ -243,6 +244,8 @@ def test_what_the_kernels_take(monkeypatch):
     assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
     assert all(takes_pooling(OnGPU(FP32), d) for d in WIDTHS)  # type: ignore[arg-type]
     assert not any([takes_pooling(OnGPU(BF16), 64), takes_pooling(OnGPU(FP32), 96), takes_pooling(torch.zeros(1), 64)])  # type: ignore[arg-type]
+    assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
+    assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
     assert not follows() and not takes_pooling(OnGPU(FP32), 64)  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):

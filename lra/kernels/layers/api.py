@@ -27,9 +27,9 @@ def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) 
     return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MOST_DROPPED and _takes(x, o.dtype, d)
 
 
-def takes_table(dy: Tensor, half: torch.dtype) -> bool:
+def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
     """Whether `table_gradient` computes this."""
-    return _takes(dy, half, dy.shape[1])
+    return threshold <= MOST_DROPPED and _takes(dy, half, dy.shape[1])
 
 
 def takes_pooling(x: Tensor, d: int) -> bool:
