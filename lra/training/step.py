@@ -26,9 +26,8 @@ from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
 
 PIECE = 1 << 13  # elements that a block updates at a time
-INDUCTOR: dict[str, Any] = {
-    "realize_opcount_threshold": 100
-}  # a hash of dropout is computed in the kernel that asks, never written
+# a hash of dropout is computed in the kernel that asks for it, never written
+INDUCTOR: dict[str, Any] = {"realize_opcount_threshold": 100}
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

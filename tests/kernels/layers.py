@@ -178,9 +178,10 @@ def plain_mean(given: Sequences) -> Any:
     return mean
 
 
-def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """But for the order of sums, and what that rounds differently in 16 bits."""
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], slack: int = 1) -> None:
+    """But for the order of sums, and what that rounds differently in 16 bits; `slack` times as much is let pass."""
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert a.shape == e.shape and a.dtype == e.dtype
         error = (a.float() - e.float()).norm() / e.float().norm().clamp(min=1e-6)
-        assert error < 4e-4, f"result {i}: {error:.2g}"
+        bound = slack * (2e-4 if a.dtype == HALF else 2e-5 if i == 0 else 1e-4)
+        assert error < bound, f"result {i}: {error:.2g}"

@@ -7,9 +7,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import library, nn
+from torch.nn import functional as F
 
 from lra.kernels.flash import tuning
 from lra.kernels.flash.problem import MOST_DROPPED, dropout_threshold
@@ -26,7 +28,7 @@ from lra.kernels.layers.api import (
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import keep_scale
 from tests.kernels.compiling import compiled
-from tests.kernels.gluon_on_cpu import Emulated
+from tests.kernels.gluon_on_cpu import Emulated, Language, tile, translated
 from tests.kernels.layers import (
     BF16,
     EPS,
@@ -51,6 +53,8 @@ from tests.kernels.layers import (
     table_case,
 )
 from tests.sampling import sampled
+
+GELU = 3  # times the usual error, as the kernels' is an approximation
 
 
 @pytest.mark.parametrize("dtype", [HALF, FP32])
@@ -99,10 +103,28 @@ def test_feed_forward_kernels_compute_the_definition(rows, d, f, rate, emulated)
     with poisoned_empty():
         actual = emulated.launch_feed_forward(o, x, *layers, EPS, *numbers)
     _, *kept = expected = reference.feed_forward(o, x, *layers, EPS, *numbers)
-    assert_same(actual, expected)
+    assert_same(actual, expected, GELU)
     backward = (case.dy[0], o, *kept, *layers[2:5], *numbers)
     with poisoned_empty():
-        assert_same(emulated.launch_feed_forward_backward(*backward), reference.feed_forward_backward(*backward))
+        actual = emulated.launch_feed_forward_backward(*backward)
+    assert_same(actual, reference.feed_forward_backward(*backward), GELU)
+
+
+def test_gelu_is_close_everywhere():
+    """And nothing but finite for what overflows on the way."""
+    from lra.kernels.layers import feed_forward
+
+    u = torch.cat([torch.linspace(-8, 8, 160_001), torch.tensor([-3e38, -1e3, -40.0, 40.0, 1e3, 3e38])])
+    with np.errstate(over="ignore"):
+        below, density = (
+            torch.from_numpy(np.asarray(translated(function, Language(0, 1), {})(tile(u.numpy()))))
+            for function in (feed_forward.below, feed_forward.density)
+        )
+    exact = u.double().requires_grad_()
+    gelu = F.gelu(exact)
+    (derivative,) = torch.autograd.grad(gelu.sum(), exact)
+    torch.testing.assert_close((u * below).double(), gelu.detach(), rtol=1e-6, atol=3.2e-5)
+    torch.testing.assert_close((below + u * density).double(), derivative, rtol=0, atol=3.2e-5)
 
 
 @pytest.mark.parametrize("pairs", [0, 16, 32])

@@ -154,16 +154,17 @@ def launch_table_gradient(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (rows, d), sequences = dy.shape, 0 if start is None else len(start)
     v, warps, registers, residents = (64, 4, 168, 3) if vocabulary <= 64 else (256, 8, 255, 1)  # v: rows of a table
-    tables, tiles, sides = -(-vocabulary // v), -(-places // (16 * warps)), d // 64
-    parts = max(1, multiprocessors(dy.device) * residents // (tables * sides))
-    if tiles:
-        parts = max(1, min(parts // tiles, sequences)) * tiles
+    m, slices = 16 * warps, d // table.SIDE.value
+    tables, tiles_of_places = -(-vocabulary // v), -(-places // m)
+    parts = max(1, multiprocessors(dy.device) * residents // (tables * slices))
+    if tiles_of_places:
+        parts = max(1, min(parts // tiles_of_places, sequences)) * tiles_of_places
     sums = dy.new_empty(parts, tables, v, d)
-    place_sums = dy.new_empty(parts // tiles if tiles else 0, tiles * 16 * warps, d)
+    place_sums = dy.new_empty(parts // tiles_of_places if tiles_of_places else 0, tiles_of_places * m, d)
     with torch.cuda.device_of(dy):
-        table.table_gradient_kernel[(parts * tables * sides,)](
+        table.table_gradient_kernel[(parts * tables * slices,)](
             dy, ids, keys, start, length, sums, place_sums, rows, sequences, parts, site, threshold,
-            D=d, V=v, TABLES=tables, TILES=tiles, HALF=GLUON[half], DROPOUT=keys is not None,
+            D=d, V=v, TABLES=tables, TILES=tiles_of_places, HALF=GLUON[half], DROPOUT=keys is not None,
             num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
