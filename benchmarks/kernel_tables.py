@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import Measured, read, table
-from benchmarks.randomness import SUSPECT, beyond
+from benchmarks.randomness import LAYERS, SUSPECT, WORDS, beyond
 
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
@@ -46,8 +46,10 @@ def randomness(results: Path) -> str:
         p = [found["p"] for stream in streams for found in stream["p_values"]]
         suspect = sum(len(beyond(stream, SUSPECT)) for stream in streams)
         link = f"[{streams[0]['battery']}](benchmarks/results/{file.name})"
-        rows.append((link, str(len(streams)), f"{len(p):,}", str(suspect), f"{min(min(x, 1 - x) for x in p):.1e}"))
-    return table(("battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)
+        where = streams[0]["words"] if streams[0]["words"] == WORDS[LAYERS] else "of attention"
+        least = f"{min(min(x, 1 - x) for x in p):.1e}"
+        rows.append((where, link, str(len(streams)), f"{len(p):,}", str(suspect), least))
+    return table(("dropout", "battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)
 
 
 def speed(results: Path) -> str:

@@ -18,9 +18,13 @@ from lra.kernels.layers.reference import kept, mix
 def row_keys(batch: Batch) -> Tensor:
     """A hash of (seed, index of the sequence, position) for each row, int32 `[T]`."""
     assert batch.seed is not None, "a training batch carries its step's seed"
-    low, high = ((batch.seed >> shift).to(torch.int32) for shift in (0, 32))
-    sequence_B = mix(mix(batch.index ^ low) ^ high)
-    return mix(batch.per_row(sequence_B) ^ batch.token_positions().to(torch.int32))
+    return mix(batch.per_row(sequence_keys(batch.index, batch.seed)) ^ batch.token_positions().to(torch.int32))
+
+
+def sequence_keys(index_B: Tensor, seed: Tensor) -> Tensor:
+    """A hash of (seed, index of the sequence), int32 `[B]`."""
+    low, high = ((seed >> shift).to(torch.int32) for shift in (0, 32))
+    return mix(mix(index_B ^ low) ^ high)
 
 
 def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:

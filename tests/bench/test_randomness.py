@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from benchmarks import randomness
-from lra.kernels.flash.reference import draw
+from lra.bench.cell import make_batch
+from lra.kernels.flash.reference import LOW_32_BITS, draw
+from lra.kernels.layers import reference as layers
+from lra.models.dropout import row_keys
 
 UNIF01 = """
 #pragma once
@@ -50,20 +54,44 @@ def program(tmp_path_factory):
     return root / "program"
 
 
+def expected(words: torch.Tensor, reverse: int) -> list[int]:
+    return [int(f"{x:032b}"[::-1], 2) if reverse else x for x in words.tolist()]
+
+
 @pytest.mark.parametrize("reverse", [0, 1])
-@pytest.mark.parametrize("columns_first", [0, 1])
-def test_words_of_a_stream(columns_first, reverse, program, monkeypatch):
-    monkeypatch.setattr(randomness, "WIDTH", 5)
+@pytest.mark.parametrize("order", [0, 1])
+def test_words_of_attention(order, reverse, program, monkeypatch):
+    monkeypatch.setattr(randomness, "WIDTHS", (5, 5))
     number = torch.arange(64)
-    row, column = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[columns_first]
-    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key())), row, 2 * column), 1)
+    row, column = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[order]
+    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key(0))), row, 2 * column), 1)
     for word in range(5):
-        expected = (words.flatten()[:64] if word == 4 else words[:, word]).tolist()
-        if reverse:
-            expected = [int(f"{x:032b}"[::-1], 2) for x in expected]
-        found = randomness.run(program, False, (columns_first, reverse, word))["p_values"]
-        assert [each["p"] for each in found] == expected
-        assert {each["test"] for each in found} == {"word"}
+        stream = randomness.run(program, False, (order, reverse, word))
+        assert [each["p"] for each in stream["p_values"]] == expected(
+            words.flatten()[:64] if word == 4 else words[:, word], reverse
+        )
+        assert {each["test"] for each in stream["p_values"]} == {"word"}
+
+
+@pytest.mark.parametrize("reverse", [0, 1])
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_words_between_layers(order, reverse, program, monkeypatch):
+    """Of the first rows of a batch, as the model drops."""
+    monkeypatch.setattr(randomness, "LAYERS_WIDTHS", (5, 5, 5))
+    number, sites = torch.arange(64), randomness.SITES_OF_MODEL
+    row, column, site = {
+        0: (number // 5, number % 5, 0 * number),
+        1: (number % 5, number // 5, 0 * number),
+        2: (number // (5 * sites), number // sites % 5, number % sites),
+    }[order]
+    batch = make_batch((64,), False, torch.device("cpu"), seed=torch.tensor(randomness.SEED))
+    keys = row_keys(dataclasses.replace(batch, index=torch.tensor([randomness.INDEX], dtype=torch.int32)))
+    words = torch.stack(
+        [layers.draw(keys, int(s), column.int())[r, i] for i, (s, r) in enumerate(zip(site, row, strict=True))]
+    )
+    stream = randomness.run(program, False, (order, reverse, randomness.LAYERS))
+    assert (stream["order"], stream["words"]) == (randomness.ORDERS[order], "between layers")
+    assert [each["p"] for each in stream["p_values"]] == expected(words.long() & LOW_32_BITS, reverse)
 
 
 def test_without_testu01(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SITES = 0x1E3779B9  # how far apart the sites in the model are for a row's key, which is a hash
+SITES = 0x3C6EF372  # how far apart the sites in the model are for `draw`: even, and otherwise arbitrary
 SHARES = 16  # of a sequence, whose rows are summed apart
 
 
@@ -150,10 +150,20 @@ def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
     if keys is None or not threshold:
         return x
     feature = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    place = (site * SITES + (1 << 31)) % (1 << 32) - (1 << 31)  # as int32 wraps
-    half = mix((keys + place)[:, None] + (feature >> 2)) >> 16 * (feature & 1) & 0xFFFF
+    half = draw(keys, site, feature >> 2) >> 16 * (feature & 1) & 0xFFFF
     byte = (half << 1 | half >> 15) >> 8 * (feature >> 1 & 1) & 0xFF
     return torch.where(byte >= threshold, x, 0.0)
+
+
+def draw(keys: Tensor, site: int, column: Tensor) -> Tensor:
+    """Random words, int32 `[T, columns]`: a hash of the row's key plus a multiple of that key with its halves swapped.
+
+    How many times, the place says: site and column. Were places the same distance apart in all rows, a row would have
+    words of another some columns on. An even multiple loses nothing of what it is added to. `benchmarks/randomness.py`
+    puts the words to the tests of TestU01.
+    """
+    place = (site * SITES + (1 << 31)) % (1 << 32) - (1 << 31) + 2 * column  # as int32 wraps
+    return mix(keys[:, None] + (keys << 16 | _shift(keys, 16))[:, None] * place)
 
 
 def mix(x: Tensor) -> Tensor:

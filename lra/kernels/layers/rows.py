@@ -101,13 +101,14 @@ def of_features(pointer, N: gl.constexpr, num_warps: gl.constexpr):
 
 @gluon.jit
 def kept(x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
-    """`reference.kept` of a tile of the features from `first` on, a multiple of 4."""
+    """`reference.kept` of a tile of the features from `first` on, a multiple of 4: with the words of its `draw`."""
     if DROPOUT:
         N: gl.constexpr = x_MN.shape[1]
         layout: gl.constexpr = word_layout(N, num_warps)
-        column = (first // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
-        rows = gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True) + (site * SITES).to(gl.uint32)
-        words = mix(rows[:, None] + column[None, :]).to(gl.int32, bitcast=True)
+        keys_M = gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True)
+        place = (site * SITES + first // 2 + 2 * gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
+        swapped_M = keys_M << 16 | keys_M >> 16
+        words = mix(keys_M[:, None] + swapped_M[:, None] * place[None, :]).to(gl.int32, bitcast=True)
         words = gl.join(words, words)
         words = gl.join(words, words).reshape(x_MN.shape[0], N)
         x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True), threshold)
