@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from lra.training.engine import CapturedStep
 from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
 
-PIECE = 1 << 13  # elements that a block updates at a time
+PIECE, PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; into how many pieces a large model is cut
 # a hash of dropout is computed in the kernel that asks for it, never written
 INDUCTOR: dict[str, Any] = {"realize_opcount_threshold": 100}
 
@@ -52,7 +53,8 @@ class AdamW(torch.optim.AdamW):
     """PyTorch's, which leaves an update out if `left_out` is 1, and whose step may be replayed: by `captured`.
 
     The fused kernel has a block for each 65,536 elements of a tensor. Few models here have that many: one block then
-    updates most of the model, longer than some attentions take. So it is given tensors in pieces.
+    updates most of the model, longer than some attentions take. So it is given tensors in pieces, in larger ones where
+    there would be too many: each costs the host views, and a launch takes some dozens.
     """
 
     captured: Callable[[], None] | None = None
@@ -90,8 +92,10 @@ class AdamW(torch.optim.AdamW):
         self._init_group(group, *tensors)
         *updated, _, steps = tensors  # parameters, gradients and both moments
         torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
-        pieces = [[piece for tensor in each for piece in tensor.view(-1).split(PIECE)] for each in updated]
-        of_pieces = [step for tensor, step in zip(updated[0], steps, strict=True) for _ in tensor.view(-1).split(PIECE)]
+        size = max(PIECE, sum(weight.numel() for weight in updated[0]) // PIECES)
+        cut = [[tensor.view(-1).split(size) for tensor in each] for each in updated]
+        pieces = [list(itertools.chain.from_iterable(each)) for each in cut]
+        of_pieces = [step for parts, step in zip(cut[0], steps, strict=True) for _ in parts]
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(  # type: ignore[call-overload]  # pyright: ignore
             *pieces, [], of_pieces, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],

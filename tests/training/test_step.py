@@ -17,7 +17,7 @@ from lra.training import step as step_module
 from lra.training.checkpoints import read
 from lra.training.fit import build
 from lra.training.seeding import derive
-from lra.training.step import PIECE, AdamW, Step, learning_rate
+from lra.training.step import PIECE, PIECES, AdamW, Step, learning_rate
 
 ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
@@ -105,7 +105,14 @@ def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says(
     assert after.state[weight]["step"] == 2
 
 
-def test_the_fused_update_in_pieces_is_that_of_whole_tensors():
+@pytest.mark.parametrize("most", [PIECES, 1])
+def test_the_fused_update_in_pieces_is_that_of_whole_tensors(most, monkeypatch):
+    """As many as they come to, or as few as that many."""
+    cuts, update = [], torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(
+        torch, "_fused_adamw_", lambda *lists, **options: cuts.append(len(lists[0])) or update(*lists, **options)
+    )
+    monkeypatch.setattr(step_module, "PIECES", most)
     torch.manual_seed(0)
     start = [torch.randn(3), torch.randn(2 * PIECE + 5), torch.randn(PIECE // 64, 64), torch.zeros(0, 4)]
     updated = []
@@ -121,6 +128,7 @@ def test_the_fused_update_in_pieces_is_that_of_whole_tensors():
         updated.append([*weights, *moments])
     for ours, theirs in zip(*updated, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert max(cuts) == (6 if most > 1 else 4)
 
 
 def test_an_optimiser_that_was_captured_on_a_gpu_goes_on_on_a_cpu():
