@@ -46,7 +46,8 @@ def randomness(results: Path) -> str:
         p = [found["p"] for stream in streams for found in stream["p_values"]]
         suspect = sum(len(beyond(stream, SUSPECT)) for stream in streams)
         link = f"[{streams[0]['battery']}](benchmarks/results/{file.name})"
-        where = streams[0]["words"] if streams[0]["words"] == WORDS[LAYERS] else "of attention"
+        words = streams[0]["words"]
+        where = words if words == WORDS[LAYERS] else "of attention"
         least = f"{min(min(x, 1 - x) for x in p):.1e}"
         rows.append((where, link, str(len(streams)), f"{len(p):,}", str(suspect), least))
     return table(("dropout", "battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)

@@ -53,6 +53,11 @@ def key(word: int) -> list[int]:
     return [int(word) for word in philox(counter, (torch.tensor(SEED & LOW_32_BITS), torch.tensor(SEED >> 32)))]
 
 
+def widths(word: int) -> tuple[int, ...]:
+    """Of the orders in which there are streams of this word."""
+    return LAYERS_WIDTHS if word == LAYERS else WIDTHS
+
+
 def build(testu01: Path, program: Path) -> None:
     given = {
         "ROW_FACTORS": ",".join(f"{factor}u" for factor in ROW_FACTORS),
@@ -68,8 +73,7 @@ def build(testu01: Path, program: Path) -> None:
 
 def run(program: Path, crush: bool, stream: tuple[int, int, int]) -> dict[str, Any]:
     order, reverse, word = stream
-    width = (LAYERS_WIDTHS if word == LAYERS else WIDTHS)[order]
-    given = [int(crush), order, reverse, word, width, *key(word)]
+    given = [int(crush), order, reverse, word, widths(word)[order], *key(word)]
     done = subprocess.run([str(program), *map(str, given)], capture_output=True, text=True, check=True)
     found = re.findall(r"^p (.*) = (\S+)$", done.stdout, re.MULTILINE)
     return {
@@ -92,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     name = ("layers-" if given.layers else "") + "dropout-" + ("crush-" if given.crush else "") + "randomness.json"
     words = [LAYERS] if given.layers else [WORDS.index("all")] if given.crush else range(LAYERS)
-    streams = [*itertools.product(range(len(LAYERS_WIDTHS if given.layers else WIDTHS)), (0, 1), words)]
+    streams = [*itertools.product(range(len(widths(words[0]))), (0, 1), words)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         program = Path(folder, "randomness")
         build(given.testu01, program)
