@@ -107,12 +107,12 @@ class Registry:
         entry = catalogue.get(name)
         if entry and entry.lacks:  # even if it is imported: another one may have taken its name
             raise UsageError(f"{self.kind} '{name}' lacks {entry.lacks}: rename, mend or remove what declares it")
+        if entry and entry.missing:  # likewise: what can be had does not depend on what is imported
+            packages = " ".join(requirement.split()[0] for requirement in entry.missing)
+            raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
         if name not in self._classes:
             if entry is None:
                 raise UsageError(unknown(self.kind, name, catalogue))
-            if entry.missing:
-                packages = " ".join(requirement.split()[0] for requirement in entry.missing)
-                raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
             importlib.import_module(entry.module)
         return self._classes[name]
 

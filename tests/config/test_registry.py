@@ -93,6 +93,12 @@ def test_a_missing_package_is_named(registry):
         registry.get("ghost")
 
 
+def test_a_missing_package_is_named_after_its_module_was_imported_too(registry):
+    importlib.import_module(registry.catalogue()["ghost"].module)
+    with pytest.raises(UsageError, match="pip install no_such_package"):
+        registry.get("ghost")
+
+
 def test_an_unknown_name_suggests_the_nearest(registry):
     with pytest.raises(UsageError, match="unknown shape 'cub': did you mean 'cube'"):
         registry.get("cub")
