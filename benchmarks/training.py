@@ -29,7 +29,9 @@ HEAD = (
     "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
     "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *profiled* and "
-    "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks."
+    "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
+    "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
+    "*h100-earlier* those before, measured in turns on a GPU whose memory is slower."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
