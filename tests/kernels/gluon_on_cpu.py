@@ -1,7 +1,8 @@
 """Runs Gluon kernels on a CPU, which Triton's interpreter does not: tiles are NumPy arrays, layouts mean nothing.
 
-Programs run one after another, each line at once: copies and products are there when they are begun. What a layout, a
-barrier or a missing one gets wrong is not seen here; what is computed, and where it is read and written, is.
+Programs run one after another, each line at once: copies and products are there when they are begun. What a layout or
+a missing barrier gets wrong is not seen here; what is computed, where it is read and written, and a wait that would
+never end, is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import builtins
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -69,6 +70,43 @@ class Pointer:
         return np.where(real, offset, 0), real
 
 
+class Barriers:
+    """Of Hopper, by their address: a phase is complete with its arrivals and the bytes they announced."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+    states: ClassVar[dict[int, dict[str, int]]] = {}
+
+    @classmethod
+    def of(cls, barrier: Tile) -> dict[str, int]:
+        return cls.states[barrier.ctypes.data]
+
+    @classmethod
+    def init(cls, barrier: Tile, count: int) -> None:
+        cls.states[barrier.ctypes.data] = {"arrivals": count, "missing": count, "bytes": 0, "phase": 0}
+
+    @classmethod
+    def count(cls, barrier: Tile, arrivals: int = 0, bytes: int = 0) -> None:
+        state = cls.of(barrier)
+        state["missing"] -= arrivals
+        state["bytes"] += bytes
+        assert state["missing"] >= 0 and state["bytes"] >= 0, "more than a barrier waits for"
+        if state["missing"] == state["bytes"] == 0:
+            state |= {"missing": state["arrivals"], "phase": state["phase"] ^ 1}
+
+    @classmethod
+    def expect(cls, barrier: Tile, bytes: int, pred: Any = True) -> None:
+        if pred:
+            cls.count(barrier, 1, bytes)
+
+    @classmethod
+    def wait(cls, barrier: Tile, phase: Any, pred: Any = True) -> None:
+        assert not pred or cls.of(barrier)["phase"] != phase, "a wait without end"
+
+    @classmethod
+    def invalidate(cls, barrier: Tile) -> None:
+        del cls.states[barrier.ctypes.data]
+
+
 class Descriptor:
     """What TMA copies from and to: what lies outside is read as zeros, and not written."""
 
@@ -89,6 +127,7 @@ class Descriptor:
             found = self.memory[self.rows(coordinates, buffer)]
             buffer[...] = 0
             buffer[: len(found)] = found
+            Barriers.count(barrier, bytes=-buffer.nbytes)
 
     def add(self, coordinates: Any, buffer: Tile) -> None:
         found = self.memory[self.rows(coordinates, buffer)]
@@ -158,12 +197,10 @@ class Nothing:
 
 
 # what kernels call by name: hardware, and what is written in its assembler or knows where a thread has an element
-BARRIER = types.SimpleNamespace(**dict.fromkeys(("init", "expect", "wait", "invalidate"), lambda *_, **__: None))
-BARRIER.MBarrierLayout = Nothing()
 NAMES = {
     "warpgroup_mma": product, "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
     "fence_async_shared": lambda: None, "barrier": lambda: None, "prefetch_rows": lambda *_: None,
-    "mbarrier": BARRIER, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
+    "mbarrier": Barriers, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
     "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
     "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward, "transpose_blocks": transpose_blocks,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
