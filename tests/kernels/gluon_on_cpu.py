@@ -70,43 +70,6 @@ class Pointer:
         return np.where(real, offset, 0), real
 
 
-class Barriers:
-    """Of Hopper, by their address: a phase is complete with its arrivals and the bytes they announced."""
-
-    MBarrierLayout = staticmethod(lambda: None)
-    states: ClassVar[dict[int, dict[str, int]]] = {}
-
-    @classmethod
-    def of(cls, barrier: Tile) -> dict[str, int]:
-        return cls.states[barrier.ctypes.data]
-
-    @classmethod
-    def init(cls, barrier: Tile, count: int) -> None:
-        cls.states[barrier.ctypes.data] = {"arrivals": count, "missing": count, "bytes": 0, "phase": 0}
-
-    @classmethod
-    def count(cls, barrier: Tile, arrivals: int = 0, bytes: int = 0) -> None:
-        state = cls.of(barrier)
-        state["missing"] -= arrivals
-        state["bytes"] += bytes
-        assert state["missing"] >= 0 and state["bytes"] >= 0, "more than a barrier waits for"
-        if state["missing"] == state["bytes"] == 0:
-            state |= {"missing": state["arrivals"], "phase": state["phase"] ^ 1}
-
-    @classmethod
-    def expect(cls, barrier: Tile, bytes: int, pred: Any = True) -> None:
-        if pred:
-            cls.count(barrier, 1, bytes)
-
-    @classmethod
-    def wait(cls, barrier: Tile, phase: Any, pred: Any = True) -> None:
-        assert not pred or cls.of(barrier)["phase"] != phase, "a wait without end"
-
-    @classmethod
-    def invalidate(cls, barrier: Tile) -> None:
-        del cls.states[barrier.ctypes.data]
-
-
 class Descriptor:
     """What TMA copies from and to: what lies outside is read as zeros, and not written."""
 
@@ -194,6 +157,43 @@ class Nothing:
         return None
 
     get_default_for = __call__
+
+
+class Barriers:
+    """Of Hopper, by their address: a phase is complete with its arrivals and the bytes they announced."""
+
+    MBarrierLayout = Nothing()
+    states: ClassVar[dict[int, dict[str, int]]] = {}
+
+    @classmethod
+    def of(cls, barrier: Tile) -> dict[str, int]:
+        return cls.states[barrier.ctypes.data]
+
+    @classmethod
+    def init(cls, barrier: Tile, count: int) -> None:
+        cls.states[barrier.ctypes.data] = {"arrivals": count, "missing": count, "bytes": 0, "phase": 0}
+
+    @classmethod
+    def count(cls, barrier: Tile, arrivals: int = 0, bytes: int = 0) -> None:
+        state = cls.of(barrier)
+        state["missing"] -= arrivals
+        state["bytes"] += bytes
+        assert state["missing"] >= 0 and state["bytes"] >= 0, "more than a barrier waits for"
+        if state["missing"] == state["bytes"] == 0:
+            state |= {"missing": state["arrivals"], "phase": state["phase"] ^ 1}
+
+    @classmethod
+    def expect(cls, barrier: Tile, bytes: int, pred: Any = True) -> None:
+        if pred:
+            cls.count(barrier, 1, bytes)
+
+    @classmethod
+    def wait(cls, barrier: Tile, phase: Any, pred: Any = True) -> None:
+        assert not pred or cls.of(barrier)["phase"] != phase, "a wait without end"
+
+    @classmethod
+    def invalidate(cls, barrier: Tile) -> None:
+        del cls.states[barrier.ctypes.data]
 
 
 # what kernels call by name: hardware, and what is written in its assembler or knows where a thread has an element
