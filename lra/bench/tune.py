@@ -25,6 +25,7 @@ WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2
 HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
 HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3))
 WIDE_HOPPER_BACKWARD = (*HOPPER_BACKWARD, (64, 128, 8, 2), (64, 128, 8, 3))
+HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
 FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
 
 SPILLING = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
@@ -71,7 +72,7 @@ class Trial:
     fault: str = ""
 
     def __str__(self) -> str:
-        what = f"{self.key.kernel:15} {self.key.dtype:8} d={self.key.block_d:<3} dropout={self.key.dropout!s:5}"
+        what = f"{self.key.kernel:18} {self.key.dtype:8} d={self.key.block_d:<3} dropout={self.key.dropout!s:5}"
         return f"{what} {'x'.join(map(str, self.tile)):13} {self.fault or f'{self.microseconds:,.0f} us'}"
 
 
@@ -95,6 +96,8 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     ):
         if dtype == "float32" and (kernel.startswith("hopper_") or kernel == "dkdv_dq"):
             continue  # those are for 16 bits
+        if kernel == "hopper_specialized" and not tuning.use_specialized(block_dim(head_dim), dropout, None):
+            continue
         key = Key(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
         for candidate in candidates(key):
@@ -142,8 +145,11 @@ def candidates(key: Key) -> list[Tile]:
     if key.dtype == "float32":
         tiles = FLOAT32
     elif key.kernel.startswith("hopper_"):
-        backward = HOPPER_BACKWARD if key.block_d < 64 else WIDE_HOPPER_BACKWARD
-        tiles = HOPPER_FORWARD if key.kernel == "hopper_forward" else backward
+        tiles = {
+            "hopper_forward": HOPPER_FORWARD,
+            "hopper_backward": HOPPER_BACKWARD if key.block_d < 64 else WIDE_HOPPER_BACKWARD,
+            "hopper_specialized": HOPPER_SPECIALIZED,
+        }[key.kernel]
     elif key.kernel == "forward":
         tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
     else:

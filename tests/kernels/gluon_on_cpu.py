@@ -8,6 +8,7 @@ never end, is.
 from __future__ import annotations
 
 import builtins
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -52,6 +53,9 @@ def tile(values: Any, dtype: Any = None) -> Tile:
     return np.asarray(values, dtype).view(Tile)
 
 
+CHANGED = threading.Condition()  # a barrier has
+
+
 class Pointer:
     """Into the elements of a tensor: where they begin, and offsets."""
 
@@ -93,8 +97,9 @@ class Descriptor:
             Barriers.count(barrier, bytes=-buffer.nbytes)
 
     def add(self, coordinates: Any, buffer: Tile) -> None:
-        found = self.memory[self.rows(coordinates, buffer)]
-        found += buffer[: len(found)]
+        with CHANGED:
+            found = self.memory[self.rows(coordinates, buffer)]
+            found += buffer[: len(found)]
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tile:
@@ -106,6 +111,13 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     offset, real = pointer.at(mask)
     values = np.broadcast_to(values, offset.shape).astype(pointer.memory.dtype)
     pointer.memory[offset[real]] = values[real]
+
+
+def atomic_add(pointer: Pointer, value: Any) -> Tile:
+    with CHANGED:
+        before = load(pointer)
+        store(pointer, before + value)
+    return before
 
 
 def product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Tile:
@@ -175,12 +187,14 @@ class Barriers:
 
     @classmethod
     def count(cls, barrier: Tile, arrivals: int = 0, bytes: int = 0) -> None:
-        state = cls.of(barrier)
-        state["missing"] -= arrivals
-        state["bytes"] += bytes
-        assert state["missing"] >= 0 and state["bytes"] >= 0, "more than a barrier waits for"
-        if state["missing"] == state["bytes"] == 0:
-            state |= {"missing": state["arrivals"], "phase": state["phase"] ^ 1}
+        with CHANGED:
+            state = cls.of(barrier)
+            state["missing"] -= arrivals
+            state["bytes"] += bytes
+            assert state["missing"] >= 0 and state["bytes"] >= 0, "more than a barrier waits for"
+            if state["missing"] == state["bytes"] == 0:
+                state |= {"missing": state["arrivals"], "phase": state["phase"] ^ 1}
+                CHANGED.notify_all()
 
     @classmethod
     def expect(cls, barrier: Tile, bytes: int, pred: Any = True) -> None:
@@ -189,11 +203,38 @@ class Barriers:
 
     @classmethod
     def wait(cls, barrier: Tile, phase: Any, pred: Any = True) -> None:
-        assert not pred or cls.of(barrier)["phase"] != phase, "a wait without end"
+        with CHANGED:
+            done = not pred or CHANGED.wait_for(lambda: cls.of(barrier)["phase"] != phase, timeout=20)
+        assert done, "a wait without end"
+
+    @classmethod
+    def arrive(cls, barrier: Tile, count: int = 1, pred: Any = True) -> None:
+        if pred:
+            cls.count(barrier, count)
 
     @classmethod
     def invalidate(cls, barrier: Tile) -> None:
         del cls.states[barrier.ctypes.data]
+
+
+def warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
+    """Each partition in a thread of its own."""
+    failures: list[BaseException] = []
+
+    def guarded(function: Any, arguments: Any) -> None:
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 # what kernels call by name: hardware, and what is written in its assembler or knows where a thread has an element
@@ -221,7 +262,8 @@ class Language:
     constexpr = staticmethod(lambda value: value)
     static_assert = staticmethod(lambda *_: None)
     static_range = staticmethod(range)
-    load, store = staticmethod(load), staticmethod(store)
+    warp_specialize = staticmethod(warp_specialize)
+    load, store, atomic_add = staticmethod(load), staticmethod(store), staticmethod(atomic_add)
     cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
     to_tensor = staticmethod(tile)
     arange = staticmethod(lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)))
@@ -290,7 +332,7 @@ class Emulated:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, maxnreg: int | None, **constants: Any) -> None:
+        def launch(*arguments: Any, maxnreg: int | None = None, **constants: Any) -> None:
             run(self.kernel, *grid, *arguments, **constants)
 
         return launch

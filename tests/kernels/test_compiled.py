@@ -46,6 +46,7 @@ def few(arch: int) -> list[dict[str, Any]]:
 
 FEW_HOPPER = [
     case(90, "bfloat16", 64, 0.1, "hopper"),
+    case(90, "bfloat16", 64, 0.0, "hopper"),
     case(90, "float16", 32, 0.0, "hopper", "deterministic"),
     case(90, "bfloat16", 64, 0.1, "hopper", block=(128, 128)),
 ]

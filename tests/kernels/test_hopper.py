@@ -28,7 +28,11 @@ def hopper(monkeypatch):
             return super().__getitem__(grid)
 
     monkeypatch.setattr(hopper, "use_hopper", lambda q: True)
-    for module, name in ((hopper_forward, "hopper_forward_kernel"), (hopper_backward, "hopper_backward_kernel")):
+    for module, name in (
+        (hopper_forward, "hopper_forward_kernel"),
+        (hopper_backward, "hopper_backward_kernel"),
+        (hopper_backward, "hopper_specialized_kernel"),
+    ):
         monkeypatch.setattr(module, name, Noted(getattr(module, name)))
     return launched
 
@@ -38,6 +42,7 @@ CASES = [
     Case((130, 1, 64), dtype=HALF, dropout=0.5, strides="fused", layout="padded", slack=70),
     Case((70, 193), dtype=HALF, head_dim=64, heads=3, dropout=0.1, spread=4.0),
     Case((300, 5), dtype=HALF, head_dim=64, strides="fused"),
+    Case((130, 1, 0, 64, 450), dtype=HALF, head_dim=64, layout="padded", slack=70, spread=4.0),
     Case((500, 70), dtype=HALF, dropout=0.1, spread=20.0),  # weights far above the first tile's: the second sweep
     Case((129, 257), dtype=HALF, head_dim=128, dropout=0.3, layout="padded"),
     Case((500,), dtype=HALF, heads=1, dropout=0.1, sparse=butterfly(512, (64, 64))),
@@ -49,7 +54,17 @@ CASES = [
 def test_within_budget(case, hopper):
     for name, error in check(case, torch.device("cpu"), "triton").items():
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
-    assert hopper == ["hopper_forward_kernel", "hopper_backward_kernel"]
+    specialized = case.head_dim == 64 and not case.dropout and not case.sparse
+    assert hopper == ["hopper_forward_kernel", f"hopper_{'specialized' if specialized else 'backward'}_kernel"]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_specialized_warps_with_every_number_of_stages(stages, hopper):
+    case = Case((200, 130, 1), dtype=HALF, head_dim=64)
+    with tuning.forced("hopper_specialized", tuning.Tile(64, 128, 4, stages)):
+        for name, error in check(case, torch.device("cpu"), "triton").items():
+            assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
+    assert hopper[-1] == "hopper_specialized_kernel"
 
 
 @pytest.mark.parametrize("columns", [64, 128])

@@ -47,7 +47,7 @@ def delta_kernel(
     out_ptr, do_ptr, delta_ptr, do_row, do_head, do_d, heads, total,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tile, head, _ = program_tile(tl.cdiv(total, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    tile, head, _ = program_tile(tl.program_id(0), tl.cdiv(total, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     rows_M = tile * ROWS + tl.arange(0, ROWS)
     out_row = heads * D
     out_MD = load_rows(head_pointer(out_ptr, 0, head, out_row, D), rows_M, total, out_row, 1, D, BLOCK_D)
@@ -68,7 +68,7 @@ def dkdv_kernel(
     ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+        tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
     if first_column >= owned:
         return
@@ -129,7 +129,7 @@ def dq_kernel(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+        tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
     if first_row >= owned:
         return

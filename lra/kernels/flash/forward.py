@@ -42,7 +42,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+        tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
     if first_row >= owned:
         return

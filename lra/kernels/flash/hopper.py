@@ -113,6 +113,25 @@ def visited(list_ptr, i, n, SIZE: gl.constexpr, LONGEST: gl.constexpr):
     return i * SIZE
 
 
+@gluon.jit
+def place_of(t, n, shift):
+    """Which of its n tiles of queries a tile of keys visits as number `t`: the last one, then from `shift` on.
+
+    Only the last may be partial. All tiles of keys of a head add to the same dQ: so each begins elsewhere.
+    """
+    place = t - 1 + shift
+    place = gl.where(place < n - 1, place, place - (n - 1))
+    return gl.where(t == 0, n - 1, place)
+
+
+@gluon.jit
+def load_statistics(stats_ptr, heads, total, rows, length):
+    """Of a tile's rows; past the length they make every weight 0."""
+    real = rows < length
+    lse = gl.load(stats_ptr + rows, mask=real, other=float("inf"))
+    return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
+
+
 @gluon.constexpr_function
 def row_layout(d, num_warps):
     """Of a tile `[.., d]`: each thread has eight neighbours in a row, and a warp some whole rows."""

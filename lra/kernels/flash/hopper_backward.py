@@ -35,7 +35,9 @@ from lra.kernels.flash.hopper import (
     dropout_key,
     following,
     keep_barriers,
+    load_statistics,
     load_tile,
+    place_of,
     product_layout,
     sequence_tile,
     spread_backward,
@@ -45,6 +47,7 @@ from lra.kernels.flash.hopper import (
     visited,
     zero_past,
 )
+from lra.kernels.flash.hopper_specialized import hopper_specialized_kernel
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
 
@@ -53,10 +56,10 @@ FLAT_ROWS, FLAT_ELEMENTS = 64, 4096
 
 @triton.jit(do_not_specialize=["heads", "total", "threshold"])
 def prepare_kernel(
-    out_ptr, do_ptr, lse_ptr, stats_ptr, dq_ptr, do_row, do_head, heads, total, threshold,
+    out_ptr, do_ptr, lse_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, threshold,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the sum of dQ, and the two statistics of each row of scores, of ROWS of the T * H rows.
+    """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
     needs no factor, and r * delta, where delta = rowsum(dO * O).
@@ -69,6 +72,7 @@ def prepare_kernel(
     out = tl.load(out_ptr + offset, mask=real[:, None], other=0.0)
     do = tl.load(do_ptr + (row * do_row + head * do_head)[:, None] + d, mask=real[:, None], other=0.0)
     tl.store(dq_ptr + offset, tl.zeros([ROWS, D], tl.float32), mask=real[:, None])
+    tl.store(taken_ptr, 0, mask=tl.program_id(0) == 0)
     rate = 1.0 - threshold / 256.0
     place = head * total + row
     second = heads.to(tl.int64) * total
@@ -88,21 +92,8 @@ def finish_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
 
 @gluon.jit
 def row_of(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, LONGEST: gl.constexpr):
-    """Where the tile begins that is visited as number `t`: the last one, then the others, each program from another on.
-
-    All programs of a head add to the same dQ: so they do not do it all at once.
-    """
-    tile = t - 1 + shift
-    tile = gl.where(tile < n - 1, tile, tile - (n - 1))
-    return gl.where(t == 0, last, visited(list_ptr, tile, n, BLOCK_M, LONGEST))
-
-
-@gluon.jit
-def load_statistics(stats_ptr, heads, total, rows, length):
-    """Of a tile's rows; past the length they make every weight 0."""
-    real = rows < length
-    lse = gl.load(stats_ptr + rows, mask=real, other=float("inf"))
-    return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
+    """Where the tile begins that is visited as number `t`."""
+    return gl.where(t == 0, last, visited(list_ptr, place_of(t, n, shift), n, BLOCK_M, LONGEST))
 
 
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -114,7 +105,7 @@ def hopper_backward_kernel(
     DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(
-        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+        gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
     # loads that wait for one another no more than they must: before the return, which waits for the length
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
@@ -284,25 +275,36 @@ def launch_hopper_backward(
         do = do.contiguous()
     dropout = problem.threshold > 0
     stats = torch.empty_like(lse)
+    taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+    specialized = tuning.use_specialized(head_dim, dropout, problem.pattern)
+    name = "hopper_specialized" if specialized else "hopper_backward"
     with torch.cuda.device_of(q):
         prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
-            out, do, lse, stats, dq_sum, do.stride(0), do.stride(1), heads, total, problem.threshold,
+            out, do, lse, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.threshold,
             D=head_dim, ROWS=FLAT_ROWS,
         )  # fmt: skip
-        tile = tuning.tile("hopper_backward", q.dtype, head_dim, dropout, problem.pattern)
-        rows, columns, warps, stages = tile
-        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
-        hopper_backward_kernel[(triton.cdiv(problem.max_length, columns) * heads * problem.size,)](
-            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
-            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-            *visits, heads, total, problem.max_length, problem.padded_length,
-            problem.scale, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
-            num_warps=min(warps, columns // 16),
-            maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
-        )  # fmt: skip
+        rows, columns, warps, stages = tuning.tile(name, q.dtype, head_dim, dropout, problem.pattern)
+        programs = triton.cdiv(problem.max_length, columns) * heads * problem.size
+        scales = problem.scale, problem.scale * LOG2_E
+        if specialized:
+            hopper_specialized_kernel[(min(programs, tuning.multiprocessors(q.device)),)](
+                describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
+                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
+                programs, heads, total, problem.max_length, problem.padded_length, *scales,
+                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
+        else:
+            *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
+            hopper_backward_kernel[(programs,)](
+                describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
+                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
+                *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
+                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+                num_warps=min(warps, columns // 16),
+                maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
+            )  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](
             dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=FLAT_ELEMENTS

@@ -159,7 +159,7 @@ def hopper_forward_kernel(
     DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(
-        start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+        gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
     # loads that wait for one another no more than they must: before the return, which waits for the length
     n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)

@@ -20,16 +20,15 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def program_tile(tiles, heads):
-    """(tile, head, sequence) of this program; tiles of one head are neighbours, so that they share K and V in L2."""
-    program = tl.program_id(0)
+def program_tile(program, tiles, heads):
+    """(tile, head, sequence) of a program; tiles of one head are neighbours, so that they share K and V in L2."""
     return program % tiles, program // tiles % heads, program // tiles // heads
 
 
 @triton.jit
-def sequence_tile(start_ptr, length_ptr, max_length, padded_length, heads, ROWS: tl.constexpr):
-    """(head, sequence, its first row, its length, the rows it owns, where in it this program's tile of ROWS begins)."""
-    tile, head, b = program_tile(tl.cdiv(max_length, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+def sequence_tile(program, start_ptr, length_ptr, max_length, padded_length, heads, ROWS: tl.constexpr):
+    """(head, sequence, its first row, its length, the rows it owns, where in it the program's tile of ROWS begins)."""
+    tile, head, b = program_tile(program, tl.cdiv(max_length, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     length = tl.load(length_ptr + b)
     return head, b, tl.load(start_ptr + b), length, tl.maximum(length, padded_length), tile * ROWS
 

@@ -25,7 +25,7 @@ from lra import environment
 from lra.errors import UsageError
 from lra.kernels.flash.layout import Layout
 
-KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward")
+KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward", "hopper_specialized")
 DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
 HERE = Path(__file__).parent
 
@@ -105,6 +105,12 @@ def use_hopper(q: torch.Tensor) -> bool:
     return _hopper_allowed(capability(q.device))
 
 
+def use_specialized(head_dim: int, dropout: bool, layout: Layout | None) -> bool:
+    """Whether the backward on Hopper is `hopper_specialized`."""
+    allowed = not _forced or "hopper_specialized" in _forced
+    return allowed and head_dim == 64 and not dropout and layout is None
+
+
 @contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
     """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
@@ -146,6 +152,7 @@ def default(kernel: str, dtype: torch.dtype, block_d: int) -> Tile:
         "dkdv_dq": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
         "hopper_forward": Tile(64, 128, 4, 2) if narrow else Tile(64, 64, 4, 2),
         "hopper_backward": Tile(64, 64, 4, 3) if narrow else Tile(64, 128, 8, 2),
+        "hopper_specialized": Tile(64, 128, 4, 3),
     }[kernel]
 
 
@@ -154,6 +161,11 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time if a program takes all of a multiprocessor; 2 on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def hopper_refusal(capability: tuple[int, int]) -> str | None:

@@ -31,7 +31,7 @@ def row_tile(length_ptr, heads, size):
 
     The end is rounded up to 16, so that loads up to there are wide ones; it is 0 where no row is real.
     """
-    tile, head, b = program_tile(size // ROWS, heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    tile, head, b = program_tile(tl.program_id(0), size // ROWS, heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     length = tl.load(length_ptr + b)
     first_row = tile * ROWS
     rows_M = first_row + tl.arange(0, ROWS)

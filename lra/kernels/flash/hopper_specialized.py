@@ -1,0 +1,290 @@
+"""Backward for Hopper GPUs at d = 64 where every query sees every key: warps that each do one part of it.
+
+A program takes tiles of 128 keys one after another. Four warps fetch tiles of queries by TMA, two groups of four have
+64 keys each, and four more multiply what both hand them, the gradients of the scores, with all 128 keys and add the
+share of dQ to memory. So queries and dQ travel half as often as in hopper_backward.py, and no group waits for another
+but for what it needs.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lra.kernels.flash.hopper import (
+    add_tile,
+    barrier,
+    following,
+    load_statistics,
+    load_tile,
+    place_of,
+    product_layout,
+    sequence_tile,
+    store_accumulator,
+    store_tile,
+    zero_past,
+)
+
+GROUP = gl.constexpr(4)  # warps
+HALVES = gl.constexpr(2)
+BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
+
+
+@gluon.jit
+def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
+    n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
+    return n, first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
+
+
+@gluon.jit
+def next_program(next_smem, kv_ready, buffer, phase):
+    """The tile of keys that is in this buffer now, or will be; -1 where there are no more."""
+    mbarrier.wait(kv_ready.index(buffer), phase)
+    return gl.max(next_smem.index(buffer).load(gl.BlockedLayout([1], [32], [GROUP], [0])), 0)
+
+
+@gluon.jit
+def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, tiles, barriers):
+    """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
+    start_ptr, length_ptr, heads, max_length, padded_length = sequences
+    q_smem, k_smem, v_smem, do_smem, _, _, lse_smem, delta_smem, next_smem = tiles
+    kv_ready, kv_freed, q_ready, stats_ready, q_freed, _, _ = barriers
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    BLOCK_N: gl.constexpr = HALVES * KEYS
+    D: gl.constexpr = q_smem.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP], [0])
+    row = gl.arange(0, BLOCK_M, layout)
+    slot, phase = 0, 1
+    buffer, kv_phase = 0, 1
+    program = gl.program_id(0)
+    while program < programs:
+        head, _b, start, length, owned, first_column = sequence_tile(
+            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+        )
+        if first_column < owned:
+            n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+            column = head * D
+            mbarrier.wait(kv_freed.index(buffer), kv_phase)
+            next_smem.index(buffer).store(gl.full([1], program, gl.int32, layout))
+            barrier()
+            mbarrier.expect(kv_ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
+            mbarrier.arrive(kv_ready.index(buffer), count=1, pred=n == 0)
+            for half in gl.static_range(HALVES):
+                keys = [start + first_column + half * KEYS, column]
+                load_tile(k_desc, keys, kv_ready.index(buffer), k_smem.index(HALVES * buffer + half), pred=n > 0)
+                load_tile(v_desc, keys, kv_ready.index(buffer), v_smem.index(HALVES * buffer + half), pred=n > 0)
+            head_stats_ptr = stats_ptr + head.to(gl.int64) * total + start
+            for t in range(n):
+                first_row = place_of(t, n, shift) * BLOCK_M
+                queries = [start + first_row, column]
+                mbarrier.wait(q_freed.index(slot), phase)
+                mbarrier.expect(q_ready.index(slot), 2 * BLOCK_M * D * 2)
+                load_tile(q_desc, queries, q_ready.index(slot), q_smem.index(slot))
+                load_tile(do_desc, queries, q_ready.index(slot), do_smem.index(slot))
+                lse, delta = load_statistics(head_stats_ptr, heads, total, first_row + row, length)
+                lse_smem.index(slot).store(lse)
+                delta_smem.index(slot).store(delta)
+                if t == 0:  # the last tile of queries, which alone may be partial
+                    if first_row + BLOCK_M > length:
+                        mbarrier.wait(q_ready.index(slot), phase ^ 1)
+                        zero_past(q_smem.index(slot), length - first_row, GROUP)
+                        zero_past(do_smem.index(slot), length - first_row, GROUP)
+                    if first_column + BLOCK_N > length:
+                        mbarrier.wait(kv_ready.index(buffer), kv_phase ^ 1)
+                        for half in gl.static_range(HALVES):
+                            past = length - first_column - half * KEYS
+                            zero_past(k_smem.index(HALVES * buffer + half), past, GROUP)
+                barrier()
+                mbarrier.arrive(stats_ready.index(slot), count=1)
+                slot, phase = following(slot, phase, STAGES)
+            buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
+        program = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1)
+    mbarrier.wait(kv_freed.index(buffer), kv_phase)
+    next_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
+    barrier()
+    mbarrier.arrive(kv_ready.index(buffer), count=1)
+
+
+@gluon.jit
+def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, HALF: gl.constexpr):
+    """dK and dV of one half of the keys, and the gradients of their scores."""
+    start_ptr, length_ptr, heads, max_length, padded_length = sequences
+    q_smem, k_smem, v_smem, do_smem, ds_smem, _, lse_smem, delta_smem, next_smem = tiles
+    kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed = barriers
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    BLOCK_N: gl.constexpr = HALVES * KEYS
+    D: gl.constexpr = q_smem.shape[2]
+    dtype: gl.constexpr = k_smem.dtype
+    scores: gl.constexpr = product_layout(BLOCK_M, GROUP)  # [N, M]
+    sums: gl.constexpr = product_layout(D, GROUP)  # [N, D]
+    weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    column_layout: gl.constexpr = gl.SliceLayout(0, scores)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
+    slot, phase = 0, 0
+    buffer, kv_phase = 0, 0
+    ds_buffer, ds_phase = 0, 0
+    program = next_program(next_smem, kv_ready, buffer, kv_phase)
+    while program >= 0:
+        head, _b, start, length, owned, first_column = sequence_tile(
+            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+        )
+        n, _shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+        first_column += HALF * KEYS
+        partial = first_column + KEYS > length
+        mbarrier.wait(q_ready.index(slot), phase, pred=n > 0)
+        mbarrier.wait(stats_ready.index(slot), phase, pred=n > 0)
+        # in registers, which leaves shared memory's bandwidth to the other operand
+        k_a = k_smem.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
+        v_a = v_smem.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
+        dk = gl.zeros([KEYS, D], gl.float32, sums)
+        dv = gl.zeros([KEYS, D], gl.float32, sums)
+        s = warpgroup_mma(k_a, q_smem.index(slot).permute((1, 0)), no_scores, use_acc=False)
+        for t in range(n):
+            next_slot, next_phase = following(slot, phase, STAGES)
+            q_tile = q_smem.index(slot)
+            do_tile = do_smem.index(slot)
+            dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            p = gl.exp2(s * scale_log2 - lse_smem.index(slot).load(column_layout)[None, :])
+            p_a = gl.convert_layout(p.to(dtype), weights)
+            delta_M = delta_smem.index(slot).load(column_layout)[None, :]
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
+            ds = (p * (dp - delta_M)).to(dtype)
+            ds_tile = ds_smem.index(HALVES * ds_buffer + HALF)
+            mbarrier.wait(ds_freed.index(ds_buffer), ds_phase ^ 1)
+            ds_tile.store(ds)
+            if partial:
+                zero_past(ds_tile, length - first_column, GROUP)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(ds_ready.index(ds_buffer), count=1)
+            ds_a = gl.convert_layout(ds, weights)
+            dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
+            mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+            mbarrier.wait(stats_ready.index(next_slot), next_phase, pred=t + 1 < n)
+            q_next = q_smem.index(next_slot).permute((1, 0))
+            s_next = warpgroup_mma(k_a, q_next, no_scores, use_acc=False, is_async=True)
+            dv, dk, p_a, ds_a = warpgroup_mma_wait(1, deps=[dv_next, dk_next, p_a, ds_a])
+            barrier()
+            mbarrier.arrive(q_freed.index(slot), count=1)
+            s = warpgroup_mma_wait(0, deps=[s_next])
+            slot, phase = next_slot, next_phase
+            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+        barrier()
+        mbarrier.arrive(kv_freed.index(buffer), count=1)
+        store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, GROUP)
+        store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, GROUP)
+        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
+        program = next_program(next_smem, kv_ready, buffer, kv_phase)
+
+
+@gluon.jit
+def share_queries(dq_desc, sequences, tiles, barriers):
+    """What the keys add to dQ."""
+    start_ptr, length_ptr, heads, max_length, padded_length = sequences
+    _, k_smem, _, _, ds_smem, dq_smem, _, _, next_smem = tiles
+    kv_ready, kv_freed, _, _, _, ds_ready, ds_freed = barriers
+    BLOCK_M: gl.constexpr = dq_smem.shape[1]
+    BLOCK_N: gl.constexpr = HALVES * k_smem.shape[1]
+    D: gl.constexpr = dq_smem.shape[2]
+    no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
+    buffer, kv_phase = 0, 0
+    ds_buffer, ds_phase = 0, 0
+    program = next_program(next_smem, kv_ready, buffer, kv_phase)
+    while program >= 0:
+        head, _b, start, length, _owned, first_column = sequence_tile(
+            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+        )
+        n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+        for t in range(n):
+            mbarrier.wait(ds_ready.index(ds_buffer), ds_phase)
+            dq = no_dq
+            for half in gl.static_range(HALVES):
+                ds_tile = ds_smem.index(HALVES * ds_buffer + half).permute((1, 0))
+                k_tile = k_smem.index(HALVES * buffer + half)
+                dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=half > 0, is_async=True)
+            tma.store_wait(BUFFERS - 1)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            barrier()
+            mbarrier.arrive(ds_freed.index(ds_buffer), count=1)
+            dq_tile = dq_smem.index(ds_buffer)
+            store_accumulator(dq_tile, dq)
+            fence_async_shared()
+            barrier()
+            add_tile(dq_desc, [start + place_of(t, n, shift) * BLOCK_M, head * D], dq_tile)
+            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+        barrier()
+        mbarrier.arrive(kv_freed.index(buffer), count=1)
+        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
+        program = next_program(next_smem, kv_ready, buffer, kv_phase)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["programs", "heads", "total", "max_length", "padded_length"])
+def hopper_specialized_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr, start_ptr, length_ptr, taken_ptr,
+    programs, heads, total, max_length, padded_length, scale, scale_log2,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """`programs` is how many tiles of keys there are, more than there are programs; `taken_ptr` has a zero."""
+    KEYS: gl.constexpr = BLOCK_N // HALVES
+    gl.static_assert(num_warps == GROUP and KEYS == 64)
+    dtype: gl.constexpr = q_desc.dtype
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * HALVES, KEYS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [BUFFERS * HALVES, KEYS, D], v_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS * HALVES, KEYS, BLOCK_M], ds_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_M, D], dq_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    next_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    kv_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stats_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    ds_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(stats_ready.index(i), count=1)
+        mbarrier.init(q_freed.index(i), count=HALVES)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(kv_ready.index(i), count=1)
+        mbarrier.init(kv_freed.index(i), count=HALVES + 1)
+        mbarrier.init(ds_ready.index(i), count=HALVES)
+        mbarrier.init(ds_freed.index(i), count=1)
+
+    sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
+    tiles = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, next_smem)
+    barriers = (kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed)
+    # registers of a thread in the second group and on; the first has what is left of 512: 208
+    gl.warp_specialize(
+        [
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, gl.constexpr(0))),
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, gl.constexpr(1))),
+            (share_queries, (dq_desc, sequences, tiles, barriers)),
+            (fetch, (
+                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, tiles, barriers,
+            )),
+        ],
+        [GROUP, GROUP, GROUP], [208, 72, 24],
+    )  # fmt: skip
