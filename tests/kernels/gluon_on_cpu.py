@@ -113,11 +113,14 @@ def store(pointer: Pointer, values: Any, mask: Any = None) -> None:
     pointer.memory[offset[real]] = values[real]
 
 
-def atomic_add(pointer: Pointer, value: Any) -> Tile:
-    with CHANGED:
-        before = load(pointer)
-        store(pointer, before + value)
-    return before
+def atomic(operation: Any) -> Callable[..., Tile]:
+    def change(pointer: Pointer, value: Any, sem: str | None = None) -> Tile:
+        with CHANGED:
+            before = load(pointer)
+            store(pointer, operation(before, value))
+        return before
+
+    return change
 
 
 def product(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Tile:
@@ -263,7 +266,8 @@ class Language:
     static_assert = staticmethod(lambda *_: None)
     static_range = staticmethod(range)
     warp_specialize = staticmethod(warp_specialize)
-    load, store, atomic_add = staticmethod(load), staticmethod(store), staticmethod(atomic_add)
+    load, store = staticmethod(load), staticmethod(store)
+    atomic_add, atomic_max = staticmethod(atomic(np.add)), staticmethod(atomic(np.maximum))
     cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
     to_tensor = staticmethod(tile)
     arange = staticmethod(lambda start, end, layout=None: tile(np.arange(start, end, dtype=np.int32)))

@@ -55,10 +55,10 @@ def next_program(next_smem, kv_ready, buffer, phase):
 
 
 @gluon.jit
-def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, tiles, barriers):
+def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, memory, barriers):
     """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
     start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    q_smem, k_smem, v_smem, do_smem, _, _, lse_smem, delta_smem, next_smem = tiles
+    q_smem, k_smem, v_smem, do_smem, _, _, lse_smem, delta_smem, next_smem = memory
     kv_ready, kv_freed, q_ready, stats_ready, q_freed, _, _ = barriers
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
@@ -74,7 +74,7 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total
         head, _b, start, length, owned, first_column = sequence_tile(
             program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
         )
-        if first_column < owned:
+        if first_column < owned:  # else it is empty
             n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(kv_freed.index(buffer), kv_phase)
@@ -111,7 +111,10 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total
                 mbarrier.arrive(stats_ready.index(slot), count=1)
                 slot, phase = following(slot, phase, STAGES)
             buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        program = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1)
+        else:  # and so are this head's tiles after it
+            tiles = gl.cdiv(max_length, BLOCK_N)
+            gl.atomic_max(taken_ptr, (program // tiles + 1) * tiles - gl.num_programs(0), sem="relaxed")
+        program = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
     mbarrier.wait(kv_freed.index(buffer), kv_phase)
     next_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
     barrier()
@@ -119,10 +122,10 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total
 
 
 @gluon.jit
-def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, HALF: gl.constexpr):
+def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, HALF: gl.constexpr):
     """dK and dV of one half of the keys, and the gradients of their scores."""
     start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    q_smem, k_smem, v_smem, do_smem, ds_smem, _, lse_smem, delta_smem, next_smem = tiles
+    q_smem, k_smem, v_smem, do_smem, ds_smem, _, lse_smem, delta_smem, next_smem = memory
     kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed = barriers
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[1]
@@ -194,10 +197,10 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, HA
 
 
 @gluon.jit
-def share_queries(dq_desc, sequences, tiles, barriers):
+def share_queries(dq_desc, sequences, memory, barriers):
     """What the keys add to dQ."""
     start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    _, k_smem, _, _, ds_smem, dq_smem, _, _, next_smem = tiles
+    _, k_smem, _, _, ds_smem, dq_smem, _, _, next_smem = memory
     kv_ready, kv_freed, _, _, _, ds_ready, ds_freed = barriers
     BLOCK_M: gl.constexpr = dq_smem.shape[1]
     BLOCK_N: gl.constexpr = HALVES * k_smem.shape[1]
@@ -274,16 +277,16 @@ def hopper_specialized_kernel(
         mbarrier.init(ds_freed.index(i), count=1)
 
     sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
-    tiles = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, next_smem)
+    memory = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, next_smem)
     barriers = (kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(
         [
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, gl.constexpr(0))),
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, tiles, barriers, gl.constexpr(1))),
-            (share_queries, (dq_desc, sequences, tiles, barriers)),
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, gl.constexpr(0))),
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, gl.constexpr(1))),
+            (share_queries, (dq_desc, sequences, memory, barriers)),
             (fetch, (
-                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, tiles, barriers,
+                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, memory, barriers,
             )),
         ],
         [GROUP, GROUP, GROUP], [208, 72, 24],
