@@ -64,18 +64,20 @@ def _speed(measured: Sequence[Measured]) -> str:
     for file, result in measured:
         ragged = result["options"]["ragged"] != "false"
         for cell in result["cells"]:
-            length = f"IMDB, at most {cell['N']:,}" if ragged else f"{cell['N']:,}"
-            key = (file.name, f"{cell['d']}", f"{cell['dropout']:g}", length, f"{cell['batch']}")
+            key = (ragged, cell["dropout"], cell["d"], cell["N"], cell["batch"], file.name)
             value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
     header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
     return table(
         header,
         (
-            (f"[{d}](benchmarks/results/{name})", dropout, length, batch, *(_both(row, attn) for attn in names))
-            for (name, d, dropout, length, batch), row in rows.items()
+            (
+                f"[{d}](benchmarks/results/{file})", f"{dropout:g}", f"IMDB, at most {n:,}" if ragged else f"{n:,}",
+                f"{batch}", *(_both(row, attention) for attention in names),
+            )
+            for (ragged, dropout, d, n, batch, file), row in sorted(rows.items(), key=lambda pair: pair[0])
         ),
-    )
+    )  # fmt: skip
 
 
 def _both(row: dict[Any, str], attention: str) -> str:
