@@ -2,7 +2,7 @@
 
 As in backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to memory by
 TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products with dO
-and Q, which give dV and dK, want them.
+and Q, which give dV and dK, want them. Where `tuning.use_specialized` says so, hopper_specialized.py has the pass.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -286,18 +286,18 @@ def launch_hopper_backward(
             D=head_dim, ROWS=FLAT_ROWS,
         )  # fmt: skip
         rows, columns, warps, stages = tuning.tile(name, q.dtype, head_dim, dropout, problem.pattern)
-        programs = triton.cdiv(problem.max_length, columns) * heads * problem.size
+        tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
         scales = problem.scale, problem.scale * LOG2_E
         if specialized:
-            hopper_specialized_kernel[(min(programs, tuning.multiprocessors(q.device)),)](
+            hopper_specialized_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
                 describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
                 stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
-                programs, heads, total, problem.max_length, problem.padded_length, *scales,
+                tiles, heads, total, problem.max_length, problem.padded_length, *scales,
                 D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps,
             )  # fmt: skip
         else:
             *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
-            hopper_backward_kernel[(programs,)](
+            hopper_backward_kernel[(tiles,)](
                 describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
                 stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
                 *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,

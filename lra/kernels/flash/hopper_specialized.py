@@ -48,14 +48,14 @@ def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def next_program(next_smem, kv_ready, buffer, phase):
+def next_tile(next_smem, kv_ready, buffer, phase):
     """The tile of keys that is in this buffer now, or will be; -1 where there are no more."""
     mbarrier.wait(kv_ready.index(buffer), phase)
     return gl.max(next_smem.index(buffer).load(gl.BlockedLayout([1], [32], [GROUP], [0])), 0)
 
 
 @gluon.jit
-def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, memory, barriers):
+def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, memory, barriers):
     """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
     start_ptr, length_ptr, heads, max_length, padded_length = sequences
     q_smem, k_smem, v_smem, do_smem, _, _, lse_smem, delta_smem, next_smem = memory
@@ -69,16 +69,16 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total
     row = gl.arange(0, BLOCK_M, layout)
     slot, phase = 0, 1
     buffer, kv_phase = 0, 1
-    program = gl.program_id(0)
-    while program < programs:
+    tile = gl.program_id(0)
+    while tile < tiles:
         head, _b, start, length, owned, first_column = sequence_tile(
-            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
         )
         if first_column < owned:  # else it is empty
             n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(kv_freed.index(buffer), kv_phase)
-            next_smem.index(buffer).store(gl.full([1], program, gl.int32, layout))
+            next_smem.index(buffer).store(gl.full([1], tile, gl.int32, layout))
             barrier()
             mbarrier.expect(kv_ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
             mbarrier.arrive(kv_ready.index(buffer), count=1, pred=n == 0)
@@ -112,9 +112,9 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total
                 slot, phase = following(slot, phase, STAGES)
             buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
         else:  # and so are this head's tiles after it
-            tiles = gl.cdiv(max_length, BLOCK_N)
-            gl.atomic_max(taken_ptr, (program // tiles + 1) * tiles - gl.num_programs(0), sem="relaxed")
-        program = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+            of_head = gl.cdiv(max_length, BLOCK_N)
+            gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
+        tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
     mbarrier.wait(kv_freed.index(buffer), kv_phase)
     next_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
     barrier()
@@ -141,10 +141,10 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    program = next_program(next_smem, kv_ready, buffer, kv_phase)
-    while program >= 0:
+    tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+    while tile >= 0:
         head, _b, start, length, owned, first_column = sequence_tile(
-            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
         )
         n, _shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
         first_column += HALF * KEYS
@@ -193,7 +193,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
         store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, GROUP)
         store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, GROUP)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        program = next_program(next_smem, kv_ready, buffer, kv_phase)
+        tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
 
 
 @gluon.jit
@@ -208,10 +208,10 @@ def share_queries(dq_desc, sequences, memory, barriers):
     no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    program = next_program(next_smem, kv_ready, buffer, kv_phase)
-    while program >= 0:
+    tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+    while tile >= 0:
         head, _b, start, length, _owned, first_column = sequence_tile(
-            program, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
+            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
         )
         n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
         for t in range(n):
@@ -234,17 +234,17 @@ def share_queries(dq_desc, sequences, memory, barriers):
         barrier()
         mbarrier.arrive(kv_freed.index(buffer), count=1)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        program = next_program(next_smem, kv_ready, buffer, kv_phase)
+        tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["programs", "heads", "total", "max_length", "padded_length"])
+@gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length"])
 def hopper_specialized_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr, start_ptr, length_ptr, taken_ptr,
-    programs, heads, total, max_length, padded_length, scale, scale_log2,
+    tiles, heads, total, max_length, padded_length, scale, scale_log2,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`programs` is how many tiles of keys there are, more than there are programs; `taken_ptr` has a zero."""
+    """`tiles` of keys are there in all; `taken_ptr` counts those that programs took beside their first, from zero."""
     KEYS: gl.constexpr = BLOCK_N // HALVES
     gl.static_assert(num_warps == GROUP and KEYS == 64)
     dtype: gl.constexpr = q_desc.dtype
@@ -286,7 +286,7 @@ def hopper_specialized_kernel(
             (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, gl.constexpr(1))),
             (share_queries, (dq_desc, sequences, memory, barriers)),
             (fetch, (
-                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, programs, total, sequences, memory, barriers,
+                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, memory, barriers,
             )),
         ],
         [GROUP, GROUP, GROUP], [208, 72, 24],
