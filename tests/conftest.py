@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA GPU"
-    if "LRA_TEST_DATA" not in os.environ:
+    if not os.environ.get("LRA_TEST_DATA"):
         missing["realdata"] = "needs the real data sets: LRA_TEST_DATA names no folder"
     for item in items:
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
