@@ -1,8 +1,8 @@
 """Runs Gluon kernels on a CPU, which Triton's interpreter does not: tiles are NumPy arrays, layouts mean nothing.
 
-Programs run one after another, each line at once: copies and products are there when they are begun. What a layout or
-a missing barrier gets wrong is not seen here; what is computed, where it is read and written, and a wait that would
-never end, is.
+Programs run one after another, each line at once: copies and products are there when they are begun. Warps that
+specialise are threads. What a layout or a missing barrier gets wrong is not seen here; what is computed, where it is
+read and written, and a wait that would never end, is.
 """
 
 from __future__ import annotations

@@ -114,10 +114,16 @@ def visited(list_ptr, i, n, SIZE: gl.constexpr, LONGEST: gl.constexpr):
 
 
 @gluon.jit
+def shift_of(first_column, n, max_length, BLOCK_N: gl.constexpr):
+    """The `shift` of `place_of`. All tiles of keys of a head add to the same dQ: so each begins elsewhere."""
+    return first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
+
+
+@gluon.jit
 def place_of(t, n, shift):
     """Which of its n tiles of queries a tile of keys visits as number `t`: the last one, then from `shift` on.
 
-    Only the last may be partial. All tiles of keys of a head add to the same dQ: so each begins elsewhere.
+    Only the last may be partial.
     """
     place = t - 1 + shift
     place = gl.where(place < n - 1, place, place - (n - 1))

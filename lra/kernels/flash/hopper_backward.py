@@ -40,6 +40,7 @@ from lra.kernels.flash.hopper import (
     place_of,
     product_layout,
     sequence_tile,
+    shift_of,
     spread_backward,
     store_accumulator,
     store_tile,
@@ -162,7 +163,7 @@ def hopper_backward_kernel(
         load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
         load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
         last = visited(visits_ptr, n - 1, n, BLOCK_M, LONGEST)
-        shift = first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
+        shift = shift_of(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
             from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
             mbarrier.expect(q_ready.index(i), BYTES, pred=i < n)

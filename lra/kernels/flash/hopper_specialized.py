@@ -30,6 +30,7 @@ from lra.kernels.flash.hopper import (
     place_of,
     product_layout,
     sequence_tile,
+    shift_of,
     store_accumulator,
     store_tile,
     zero_past,
@@ -44,7 +45,7 @@ BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
 def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
-    return n, first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
+    return n, shift_of(first_column, n, max_length, BLOCK_N)
 
 
 @gluon.jit
