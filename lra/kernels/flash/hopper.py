@@ -211,16 +211,19 @@ def draw_forward(
 def draw_backward(key, first_row, first_column, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr):
     """int32 `[M, N / 4]` for `spread_backward`, M / 2 rows for the keys 0 to 7 of each 16 and M / 2 for the others.
 
-    Two warps, which have 16 keys each, make one half of the draws for both, as the forward pass has them; then each
-    transposes its 8 x 8 blocks, of which a thread has two weights, and those of the rows 8 below, in a word.
+    Of a draw two warps, which have 16 keys each, want two words each: so both make it, as the forward pass has it. To
+    make one half each and exchange them through shared memory takes longer. Then a warp transposes its 8 x 8 blocks, of
+    which a thread has two weights, and those of the rows 8 below, in a word.
     """
-    layout: gl.constexpr = draw_layout(M // 2, N // 8, 2, num_warps // 2)
+    layout: gl.constexpr = draw_layout(M // 2, N // 4, 1, num_warps)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
-    columns = first_column // 4 + 2 * gl.arange(0, N // 8, gl.SliceLayout(0, layout))
+    i = gl.arange(0, N // 4, gl.SliceLayout(0, layout))
+    columns = first_column // 4 + 2 * (i // 8 * 4 + i % 4)
     w0, w1, w2, w3 = draw_down(key, rows[:, None], columns[None, :])
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)
-    words = words.reshape(M // 2, N // 32, 4, 2, 2).permute(4, 0, 1, 3, 2).reshape(M, N // 4)
-    return transpose_blocks(gl.convert_layout(words, draw_layout(M, N // 4, 1, num_warps)))
+    second = (i // 4 % 2 == 1)[None, :]  # of the two warps
+    words = gl.join(gl.where(second, w2, w0), gl.where(second, w3, w1)).to(gl.int32, bitcast=True)
+    words = words.permute(2, 0, 1).reshape(M, N // 4)
+    return transpose_blocks(gl.convert_layout(words, draw_layout(M, N // 4, 1, num_warps), assert_trivial=True))
 
 
 @gluon.jit

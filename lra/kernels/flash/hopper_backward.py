@@ -147,12 +147,10 @@ def hopper_backward_kernel(
     )
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], dq_desc.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(k_ready.index(0), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
 
     column = head * D
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
@@ -166,10 +164,9 @@ def hopper_backward_kernel(
         shift = shift_of(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
             from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
-            mbarrier.expect(q_ready.index(i), BYTES, pred=i < n)
-            mbarrier.expect(do_ready.index(i), BYTES, pred=i < n)
-            load_tile(q_desc, [from_row, column], q_ready.index(i), q_smem.index(i), pred=i < n)
-            load_tile(do_desc, [from_row, column], do_ready.index(i), do_smem.index(i), pred=i < n)
+            mbarrier.expect(ready.index(i), 2 * BYTES, pred=i < n)
+            load_tile(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
+            load_tile(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
         stats_ptr += head.to(gl.int64) * total + start
         row = gl.arange(0, BLOCK_M, row_layout)
         lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
@@ -177,8 +174,7 @@ def hopper_backward_kernel(
         partial = first_column + BLOCK_N > length
         if partial:
             zero_past(k_tile, length - first_column, num_warps)
-        mbarrier.wait(q_ready.index(0), 0)
-        mbarrier.wait(do_ready.index(0), 0)
+        mbarrier.wait(ready.index(0), 0)
         if last + BLOCK_M > length:
             zero_past(q_smem.index(0), length - last, num_warps)
             zero_past(do_smem.index(0), length - last, num_warps)
@@ -207,24 +203,22 @@ def hopper_backward_kernel(
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
             q_next = q_smem.index(next_slot)
-            mbarrier.wait(do_ready.index(slot), phase)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
             kept = p
             if DROPOUT:
                 kept = drop_backward(p, spread_backward(drawn, scores), threshold)
-            p_a = gl.convert_layout(kept.to(dtype), weights)
             delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
-            dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
-            ds_smem.store(ds)
+            ds_smem.store(ds)  # which takes as long as dV's product to begin
+            p_a = gl.convert_layout(kept.to(dtype), weights)
+            dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
                 zero_past(ds_smem, length - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
-            mbarrier.expect(q_ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
-            mbarrier.expect(do_ready.index(slot), BYTES, pred=t + STAGES < n)
+            mbarrier.expect(ready.index(slot), 2 * BYTES, pred=t + STAGES < n)  # for the refill of the next round
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
             if not AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
@@ -233,25 +227,22 @@ def hopper_backward_kernel(
             refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
             after_row = row_of(visits_ptr, t + 2, n, last, shift, BLOCK_M, LONGEST)
             refill_row = start + (next_row if STAGES == 2 else after_row)
-            load_tile(q_desc, [refill_row, column], q_ready.index(before), q_smem.index(before), pred=refill)
-            load_tile(do_desc, [refill_row, column], do_ready.index(before), do_smem.index(before), pred=refill)
+            load_tile(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
+            load_tile(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
             if AHEAD:
-                lse_smem.store(next_lse)
-                delta_smem.store(next_delta)
-                mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+                mbarrier.wait(ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 dq = warpgroup_mma_wait(2, deps=[dq])
             else:
                 dq = warpgroup_mma_wait(1, deps=[dq])
             store_accumulator(dq_smem, dq)
-            if not AHEAD:
-                lse_smem.store(next_lse)
-                delta_smem.store(next_delta)
+            lse_smem.store(next_lse)
+            delta_smem.store(next_delta)
             fence_async_shared()
             add_tile(dq_desc, [start + first_row, column], dq_smem)
             if not AHEAD:
                 dv_next, dk_next, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
-                mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
+                mbarrier.wait(ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if DROPOUT:
                 drawn = draw_backward(key, next_row, first_column, BLOCK_M, BLOCK_N, num_warps)
@@ -263,8 +254,7 @@ def hopper_backward_kernel(
     store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
     store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
     keep_barriers(k_ready)
-    keep_barriers(q_ready)
-    keep_barriers(do_ready)
+    keep_barriers(ready)
 
 
 def launch_hopper_backward(
