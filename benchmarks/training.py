@@ -31,7 +31,8 @@ HEAD = (
     "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *profiled* and "
     "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
     "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
-    "*h100-earlier* those before, measured in turns on a GPU whose memory is slower."
+    "*h100-earlier* those before, measured in turns on a GPU whose memory is slower. *h100-latest* alone has the "
+    "attention's backward and the feed-forward as they are since 2026-11-27 ([kernels.md](kernels.md))."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
