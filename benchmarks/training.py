@@ -32,7 +32,8 @@ HEAD = (
     "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
     "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
     "*h100-earlier* those before, measured in turns on a GPU whose memory is slower. *h100-latest* alone has the "
-    "attention's backward and the feed-forward as they are since 2026-11-27 ([kernels.md](kernels.md))."
+    "attention's backward as it is since 2026-11-27, and biases of the feed-forward asked for ahead, in its backward, "
+    "too, where they no longer are ([kernels.md](kernels.md))."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "

@@ -111,7 +111,7 @@ def feed_forward_kernel(
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(F // C):
             u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
-            bias_C = of_features(up_bias_ptr + (i + 1) % (F // C) * C, C, num_warps)  # before this chunk's stores
+            bias_C = of_features(up_bias_ptr + (i + 1) % (F // C) * C, C, num_warps)  # of the next chunk
             h_MC = (u_MC * below(u_MC)).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
             y_MD = warpgroup_mma(operand(h_MC, sums), down.index(i).permute((1, 0)), y_MD)
@@ -132,7 +132,6 @@ def feed_forward_backward_kernel(
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    bias_C = of_features(up_bias_ptr, C, num_warps)
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
@@ -144,8 +143,8 @@ def feed_forward_backward_kernel(
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(F // C):
+            bias_C = of_features(up_bias_ptr + i * C, C, num_warps)
             u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
-            bias_C = of_features(up_bias_ptr + (i + 1) % (F // C) * C, C, num_warps)  # before this chunk's stores
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
