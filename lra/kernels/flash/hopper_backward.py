@@ -211,7 +211,7 @@ def hopper_backward_kernel(
             delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
-            ds_smem.store(ds)  # which takes as long as dV's product to begin
+            ds_smem.store(ds)  # before dV's product begins: the fence waits for it
             p_a = gl.convert_layout(kept.to(dtype), weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
