@@ -129,7 +129,7 @@ def hopper_backward_kernel(
     )  # [M, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
-    BYTES: gl.constexpr = BLOCK_M * D * 2
+    BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of queries and of one of dO, which arrive together
     # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand, and the next
     # tile's scores while this one's dQ is stored. Where these are not begun, its row statistics come as late, too.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
@@ -164,7 +164,7 @@ def hopper_backward_kernel(
         shift = shift_of(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
             from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
-            mbarrier.expect(ready.index(i), 2 * BYTES, pred=i < n)
+            mbarrier.expect(ready.index(i), BYTES, pred=i < n)
             load_tile(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
             load_tile(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
         stats_ptr += head.to(gl.int64) * total + start
@@ -218,7 +218,7 @@ def hopper_backward_kernel(
                 zero_past(ds_smem, length - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
-            mbarrier.expect(ready.index(slot), 2 * BYTES, pred=t + STAGES < n)  # for the refill of the next round
+            mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
             if not AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)

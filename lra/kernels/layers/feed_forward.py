@@ -143,7 +143,7 @@ def feed_forward_backward_kernel(
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(F // C):
-            bias_C = of_features(up_bias_ptr + i * C, C, num_warps)
+            bias_C = of_features(up_bias_ptr + i * C, C, num_warps)  # not ahead: registers are for others
             u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
