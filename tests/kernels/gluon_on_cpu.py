@@ -151,6 +151,11 @@ def drop_backward(p: Tile, words: Tile, threshold: Any) -> Tile:
     return tile(np.where(kept(words, rows, rows, threshold), p, 0))
 
 
+def score_gradient(kept: Tile, p: Tile, dp: Tile, minus_delta: Tile) -> Tile:
+    """Rounded twice: the product that is added, and the result."""
+    return tile((kept.astype(np.float64) * dp + p * minus_delta).astype(p.dtype))
+
+
 def transpose_blocks(words: Tile) -> Tile:
     """8 rows of 4 words, each two elements of 16 bits, are a matrix."""
     rows, columns = words.shape
@@ -246,7 +251,8 @@ NAMES = {
     "fence_async_shared": lambda: None, "barrier": lambda: None, "prefetch_rows": lambda *_: None,
     "mbarrier": Barriers, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
     "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
-    "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward, "transpose_blocks": transpose_blocks,
+    "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward,
+    "score_gradient": score_gradient, "transpose_blocks": transpose_blocks,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
 }  # fmt: skip
 

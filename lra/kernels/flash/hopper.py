@@ -132,7 +132,7 @@ def place_of(t, n, shift):
 
 @gluon.jit
 def load_statistics(stats_ptr, heads, total, rows, length):
-    """Of a tile's rows; past the length they make every weight 0."""
+    """Of a tile's rows the two of `prepare_kernel`; past the length they make every weight 0."""
     real = rows < length
     lse = gl.load(stats_ptr + rows, mask=real, other=float("inf"))
     return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
@@ -256,14 +256,13 @@ abs.f16x2 x, $4;  set.geu.u32.f16x2 kept, x, $8;  and.b32 $1, $3, kept;
 }""")
 
 DROP_BACKWARD = gl.constexpr("""{
-.reg .b32 x;
-.reg .pred p, q;
-prmt.b32 x, $16, 0, 0x2301;
-abs.f16x2 x, x;    setp.geu.f16x2 p|q, x, $24;  selp.f32 $0, $8, 0f00000000, p;   selp.f32 $1, $9, 0f00000000, q;
-abs.f16x2 x, $16;  setp.geu.f16x2 p|q, x, $24;  selp.f32 $4, $12, 0f00000000, p;  selp.f32 $5, $13, 0f00000000, q;
-prmt.b32 x, $18, 0, 0x2301;
-abs.f16x2 x, x;    setp.geu.f16x2 p|q, x, $24;  selp.f32 $2, $10, 0f00000000, p;  selp.f32 $3, $11, 0f00000000, q;
-abs.f16x2 x, $18;  setp.geu.f16x2 p|q, x, $24;  selp.f32 $6, $14, 0f00000000, p;  selp.f32 $7, $15, 0f00000000, q;
+.reg .b32 x, kept;
+prmt.b32 x, $8, 0, 0x2301;
+abs.f16x2 x, x;    set.geu.u32.f16x2 kept, x, $16;  and.b32 $0, $4, kept;
+abs.f16x2 x, $8;   set.geu.u32.f16x2 kept, x, $16;  and.b32 $2, $6, kept;
+prmt.b32 x, $10, 0, 0x2301;
+abs.f16x2 x, x;    set.geu.u32.f16x2 kept, x, $16;  and.b32 $1, $5, kept;
+abs.f16x2 x, $10;  set.geu.u32.f16x2 kept, x, $16;  and.b32 $3, $7, kept;
 }""")
 
 
@@ -283,11 +282,28 @@ def drop_forward(p, words, threshold):
 
 @gluon.jit
 def drop_backward(p, words, threshold):
-    """Weights `[N, M]`, fp32."""
+    """Weights `[N, M]`, 16-bit, likewise."""
     return gl.inline_asm_elementwise(
-        DROP_BACKWARD, "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [p, words, limit(threshold)], dtype=gl.float32, is_pure=True, pack=8,
+        DROP_BACKWARD, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words, limit(threshold)],
+        dtype=p.dtype, is_pure=True, pack=8,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def gradient_assembly(dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"{{ .reg .b32 x;  mul.rn.{kind} x, $2, $4;  fma.rn.{kind} $0, $1, $3, x; }}"
+
+
+@gluon.jit
+def score_gradient(kept, p, dp, minus_delta):
+    """dS = kept * dP - p * delta, two 16-bit elements in an instruction.
+
+    One product is rounded before it is added, as dP and delta are. In fp32 it takes four to six instructions for two.
+    """
+    return gl.inline_asm_elementwise(
+        gradient_assembly(p.dtype), "=r,r,r,r,r", [kept, p, dp, minus_delta], dtype=p.dtype, is_pure=True, pack=2
+    )
 
 
 # fp32 tiles for TMA have 128 bytes a row and the 16 bytes of index i of row r at i ^ r % 8. Of a product's accumulator,

@@ -39,6 +39,7 @@ from lra.kernels.flash.hopper import (
     load_tile,
     place_of,
     product_layout,
+    score_gradient,
     sequence_tile,
     shift_of,
     spread_backward,
@@ -63,7 +64,7 @@ def prepare_kernel(
     """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
-    needs no factor, and r * delta, where delta = rowsum(dO * O).
+    needs no factor, and -r * delta, where delta = rowsum(dO * O).
     """
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
@@ -79,7 +80,7 @@ def prepare_kernel(
     second = heads.to(tl.int64) * total
     lse = tl.load(lse_ptr + place, mask=real) + tl.load(lse_ptr + second + place, mask=real)
     tl.store(stats_ptr + place, lse + tl.log2(rate), mask=real)
-    tl.store(stats_ptr + second + place, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1) * rate, mask=real)
+    tl.store(stats_ptr + second + place, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1) * -rate, mask=real)
 
 
 @triton.jit
@@ -130,13 +131,15 @@ def hopper_backward_kernel(
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
     BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of queries and of one of dO, which arrive together
-    # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand, and the next
-    # tile's scores while this one's dQ is stored. Where these are not begun, its row statistics come as late, too.
+    # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand; the next
+    # tile's scores while this one's dQ is stored (where these are not begun, its row statistics come as late, too);
+    # its log-sum-exps while products of this one are in flight.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
-    AHEAD: gl.constexpr = D < 128
+    AHEAD: gl.constexpr = D == 64 or (D == 32 and DROPOUT)
+    LSE_AHEAD: gl.constexpr = D != 64
     row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_smem = gl.allocate_shared_memory(dtype, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     k_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
@@ -188,13 +191,14 @@ def hopper_backward_kernel(
         no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
         no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
         lse_smem.store(lse)
-        delta_smem.store(delta)
+        delta_smem.store(delta.to(dtype))
         drawn = 0
         if DROPOUT:
             drawn = draw_backward(key, last, first_column, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
+        lse_M = lse_smem.load(column_layout)[None, :]
         first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)
@@ -204,15 +208,17 @@ def hopper_backward_kernel(
             do_tile = do_smem.index(slot)
             q_next = q_smem.index(next_slot)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            p = gl.exp2(s * scale_log2 - lse_smem.load(column_layout)[None, :])
+            if not LSE_AHEAD:
+                lse_M = lse_smem.load(column_layout)[None, :]
+            p = gl.exp2(s * scale_log2 - lse_M).to(dtype)
             kept = p
             if DROPOUT:
                 kept = drop_backward(p, spread_backward(drawn, scores), threshold)
-            delta_M = delta_smem.load(column_layout)[None, :]
+            minus_delta_M = delta_smem.load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
-            ds = (kept * dp - p * delta_M if DROPOUT else p * (dp - delta_M)).to(dtype)
+            ds = score_gradient(kept, p, dp.to(dtype), minus_delta_M)
             ds_smem.store(ds)  # before dV's product begins: the fence waits for it
-            p_a = gl.convert_layout(kept.to(dtype), weights)
+            p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
                 zero_past(ds_smem, length - first_column, num_warps)
@@ -237,9 +243,11 @@ def hopper_backward_kernel(
                 dq = warpgroup_mma_wait(1, deps=[dq])
             store_accumulator(dq_smem, dq)
             lse_smem.store(next_lse)
-            delta_smem.store(next_delta)
+            delta_smem.store(next_delta.to(dtype))
             fence_async_shared()
             add_tile(dq_desc, [start + first_row, column], dq_smem)
+            if LSE_AHEAD:
+                lse_M = lse_smem.load(column_layout)[None, :]
             if not AHEAD:
                 dv_next, dk_next, p_a, ds_a = warpgroup_mma_wait(0, deps=[dv_next, dk_next, p_a, ds_a])
                 mbarrier.wait(ready.index(next_slot), next_phase, pred=t + 1 < n)
@@ -294,7 +302,7 @@ def launch_hopper_backward(
                 *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
                 D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
                 num_warps=min(warps, columns // 16),
-                maxnreg=168 if head_dim == 32 else None,  # three programs on a multiprocessor
+                maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
             )  # fmt: skip
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](

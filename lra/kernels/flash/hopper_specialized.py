@@ -29,6 +29,7 @@ from lra.kernels.flash.hopper import (
     load_tile,
     place_of,
     product_layout,
+    score_gradient,
     sequence_tile,
     shift_of,
     store_accumulator,
@@ -97,7 +98,7 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, s
                 load_tile(do_desc, queries, q_ready.index(slot), do_smem.index(slot))
                 lse, delta = load_statistics(head_stats_ptr, heads, total, first_row + row, length)
                 lse_smem.index(slot).store(lse)
-                delta_smem.index(slot).store(delta)
+                delta_smem.index(slot).store(delta.to(delta_smem.dtype))
                 if t == 0:  # the last tile of queries, which alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(q_ready.index(slot), phase ^ 1)
@@ -163,12 +164,12 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            p = gl.exp2(s * scale_log2 - lse_smem.index(slot).load(column_layout)[None, :])
-            p_a = gl.convert_layout(p.to(dtype), weights)
-            delta_M = delta_smem.index(slot).load(column_layout)[None, :]
+            p = gl.exp2(s * scale_log2 - lse_smem.index(slot).load(column_layout)[None, :]).to(dtype)
+            p_a = gl.convert_layout(p, weights)
+            minus_delta_M = delta_smem.index(slot).load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = (p * (dp - delta_M)).to(dtype)
+            ds = score_gradient(p, p, dp.to(dtype), minus_delta_M)
             ds_tile = ds_smem.index(HALVES * ds_buffer + HALF)
             mbarrier.wait(ds_freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
@@ -258,7 +259,7 @@ def hopper_specialized_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS * HALVES, KEYS, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_M, D], dq_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    delta_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M], flat)
     next_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
     kv_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     kv_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())

@@ -60,7 +60,9 @@ def below(u):
 
 
 @gluon.jit
-def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
+def load_weights(
+    out_ptr, up_ptr, down_ptr, up_bias_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr
+):
     """`out` [D, D], and of each chunk of hidden features `up` [C, D] and `down` [D, C], in shared memory."""
     half: gl.constexpr = out_ptr.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], half)
@@ -69,13 +71,16 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
     out = gl.allocate_shared_memory(half, [D, D], square)
     up = gl.allocate_shared_memory(half, [F // C, C, D], tall)
     down = gl.allocate_shared_memory(half, [F // C, D, C], flat)
+    spread: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    up_bias = gl.allocate_shared_memory(gl.float32, [F // C, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     load_weight(out, out_ptr, D, num_warps)
     for i in range(F // C):
         load_weight(up.index(i), up_ptr + i * C * D, D, num_warps)
         load_weight(down.index(i), down_ptr + i * C, F, num_warps)
+        up_bias.index(i).store(gl.load(up_bias_ptr + i * C + gl.arange(0, C, spread)))
     fence_async_shared()
     barrier()
-    return out, up, down
+    return out, up, down, up_bias
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
@@ -89,8 +94,7 @@ def feed_forward_kernel(
     half: gl.constexpr = o_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    bias_C = of_features(up_bias_ptr, C, num_warps)
+    out, up, down, up_bias = load_weights(out_ptr, up_ptr, down_ptr, up_bias_ptr, D, F, C, num_warps)
     ahead = gl.num_programs(0).to(gl.int64) * M  # of this program's next tile
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
@@ -110,8 +114,8 @@ def feed_forward_kernel(
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(F // C):
+            bias_C = up_bias.index(i).load(gl.SliceLayout(0, row_layout(C, num_warps)))[None, :]
             u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
-            bias_C = of_features(up_bias_ptr + (i + 1) % (F // C) * C, C, num_warps)  # of the next chunk
             h_MC = (u_MC * below(u_MC)).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
             y_MD = warpgroup_mma(operand(h_MC, sums), down.index(i).permute((1, 0)), y_MD)
@@ -131,19 +135,20 @@ def feed_forward_backward_kernel(
     half: gl.constexpr = unit_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    out, up, down, up_bias = load_weights(out_ptr, up_ptr, down_ptr, up_bias_ptr, D, F, C, num_warps)
     for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
+        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
         ddown_MD = kept(dy_MD.to(half), keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
         store_rows(ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(F // C):
-            bias_C = of_features(up_bias_ptr + i * C, C, num_warps)  # not ahead: registers are for others
+            bias_C = up_bias.index(i).load(gl.SliceLayout(0, row_layout(C, num_warps)))[None, :]
             u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
@@ -154,7 +159,6 @@ def feed_forward_backward_kernel(
             store_rows(du_ptr + i * C, du_MC, first, real_M, F, num_warps)
             dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
 
-        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
         dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
         dz_MD += load_rows(dy_ptr, first, real_M, D, D, num_warps)  # in the cache still: registers are for others
         store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
