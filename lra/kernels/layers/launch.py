@@ -13,7 +13,7 @@ from torch import Tensor
 from lra.kernels.flash.hopper import GLUON
 from lra.kernels.layers import feed_forward, pooling, projection, reference, table, weights
 
-SUMMING = {64: (132, 128, 4), 128: (264, 64, 3)}  # by the model's width: programs that sum, rows at a time, stages
+SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
 POOLED = 4096  # elements of a tile of rows that are pooled
