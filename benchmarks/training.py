@@ -32,8 +32,7 @@ HEAD = (
     "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
     "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
     "*h100-earlier* those before, measured in turns on a GPU whose memory is slower. *h100-latest* alone has the "
-    "attention's backward as it is since 2026-11-27, and biases of the feed-forward asked for ahead, in its backward, "
-    "too, where they no longer are ([kernels.md](kernels.md))."
+    "kernels as they are since 2026-11-27 ([kernels.md](kernels.md))."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
@@ -53,8 +52,9 @@ KINKS = (
 NOISE = (
     "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
     "with a slash between runs of the same arguments, the earliest first; those of 2026-11-21 drop other elements than "
-    "later ones, and all of them others between layers than runs do now, 0.1 and not 26/256 of them. Whether one "
-    "of ListOps' seed 2 has left the plateau of this recipe when it ends is chance."
+    "later ones, and those before 2026-11-27 others between layers than runs do now, 0.1 and not 26/256 of them. "
+    "*failed*: no memory was left, four runs shared a GPU. Whether one of ListOps' seed 2 has left the plateau of this "
+    "recipe when it ends is chance."
 )
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
