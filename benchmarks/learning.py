@@ -27,10 +27,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from lra import environment
 from lra.bench.files import write
+from lra.experiments.launch import slots
 from lra.training import curves
 from lra.training.fit import configure
 
@@ -80,19 +79,19 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """GPUs that jobs take and give back, so many jobs at once on each; without GPUs one place for one job."""
+    """GPUs by name that jobs take and give back, so many jobs at once on each; without GPUs one place for one job."""
 
-    def __init__(self, count: int, each: int):
-        self.count, self.free, self.change = count, Counter(dict.fromkeys(range(count), each)), threading.Condition()
+    def __init__(self, names: Sequence[str], each: int):
+        self.count, self.free, self.change = len(names), Counter(dict.fromkeys(names, each)), threading.Condition()
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[str]:
         with self.change:
             self.change.wait_for(lambda: sum(free > 0 for free in self.free.values()) >= count)
             taken = [gpu for gpu, _ in self.free.most_common(count)]
             self.free.subtract(taken)
             return taken
 
-    def give(self, gpus: list[int]) -> None:
+    def give(self, gpus: list[str]) -> None:
         with self.change:
             self.free.update(gpus)
             self.change.notify_all()
@@ -124,7 +123,7 @@ def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequenc
 def run(job: Job, pool: Pool) -> dict[str, Any]:
     """What a run ended with: its test accuracy, or its losses of every step."""
     gpus = pool.take(min(job.devices, pool.count))
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     try:
         with tempfile.TemporaryDirectory(prefix="lra-learning-") as folder:
             command = [sys.executable, "-m", "lra", "fit", *job.args, "name=run"]
@@ -175,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.per_device < 1:
         parser.error("--per-device must be at least 1")
-    pool = Pool(torch.cuda.device_count(), options.per_device)
+    pool = Pool([name for name in slots(None) if name], options.per_device)
     planned = jobs(options.part, options.tasks, options.seeds, options.fields)
     found = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
     records: list[dict[str, Any]] = [record for record in found if record["status"] == "finished"]

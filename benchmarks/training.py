@@ -53,8 +53,8 @@ NOISE = (
     "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
     "with a slash between runs of the same arguments, the earliest first; those of 2026-11-21 drop other elements than "
     "later ones, and those before 2026-11-27 others between layers than runs do now, 0.1 and not 26/256 of them. "
-    "*failed*: no memory was left, four runs shared a GPU. Whether one of ListOps' seed 2 has left the plateau of this "
-    "recipe when it ends is chance."
+    "*failed*: no memory was left beside other programs on that GPU. Whether one of ListOps' seed 2 has left the "
+    "plateau of this recipe when it ends is chance."
 )
 LONG = (
     "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "

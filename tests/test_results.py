@@ -310,6 +310,22 @@ def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike(script):
     assert torch.equal(torch.stack(hidden), whole) and "watched" not in torch.nn.ReLU.forward.__qualname__
 
 
+def test_runs_share_the_gpus_that_are_visible(script, monkeypatch):
+    learning, really, found = script("learning"), subprocess.run, []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+
+    def run(command, **options):
+        if "fit" not in command:
+            return really(command, **options)
+        found.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+        return subprocess.CompletedProcess(command, 1, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert learning.main(["--part", "noise", "--tasks", "listops", "--seeds", "2"]) == 1  # as every run failed
+    assert {*found} <= {"2", "3", "2,3", "3,2"} and len(found) == 8 and any("," in gpus for gpus in found)
+
+
 def test_halves_of_each_task_are_half_its_batch(script):
     learning = script("learning")
     for job in learning.jobs(["exact"], list(learning.TASKS), 1, []):
