@@ -198,7 +198,8 @@ def hopper_backward_kernel(
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
         barrier()  # or one would be in the loop
-        lse_M = lse_smem.load(column_layout)[None, :]
+        if LSE_AHEAD:
+            lse_M = lse_smem.load(column_layout)[None, :]
         first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)

@@ -153,9 +153,9 @@ def feed_forward_backward_kernel(
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
-            store_rows(h_ptr + i * C, h_MC, first, real_M, F, num_warps)
             du_MC = multiply(ddown_MD, down.index(i), num_warps) * (below_MC + u_MC * density(u_MC))
             du_MC = kept(du_MC.to(half), keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
+            store_rows(h_ptr + i * C, h_MC, first, real_M, F, num_warps)
             store_rows(du_ptr + i * C, du_MC, first, real_M, F, num_warps)
             dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
 
