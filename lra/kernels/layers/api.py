@@ -38,7 +38,7 @@ def takes_pooling(x: Tensor, d: int) -> bool:
 
 
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    return half in (torch.float16, torch.bfloat16) and takes_pooling(x, d)
+    return half in (torch.float16, torch.bfloat16) and x.numel() > 0 and takes_pooling(x, d)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -21,23 +21,28 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, product_layout
+from lra.kernels.flash.hopper import barrier, keep_barriers, product_layout
 from lra.kernels.layers.rows import (
     from_product,
     kept,
+    load_bias,
     load_keys,
     load_rows,
     load_weight,
     multiply,
+    new_barriers,
     normalise,
     normalise_backward,
     of_features,
     operand,
+    own_tiles,
     prefetch_rows,
+    request_rows,
     row_layout,
     store_rows,
+    take_rows,
 )
 
 
@@ -60,9 +65,7 @@ def below(u):
 
 
 @gluon.jit
-def load_weights(
-    out_ptr, up_ptr, down_ptr, up_bias_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr
-):
+def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
     """`out` [D, D], and of each chunk of hidden features `up` [C, D] and `down` [D, C], in shared memory."""
     half: gl.constexpr = out_ptr.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], half)
@@ -71,41 +74,45 @@ def load_weights(
     out = gl.allocate_shared_memory(half, [D, D], square)
     up = gl.allocate_shared_memory(half, [F // C, C, D], tall)
     down = gl.allocate_shared_memory(half, [F // C, D, C], flat)
-    spread: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    up_bias = gl.allocate_shared_memory(gl.float32, [F // C, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     load_weight(out, out_ptr, D, num_warps)
     for i in range(F // C):
         load_weight(up.index(i), up_ptr + i * C * D, D, num_warps)
         load_weight(down.index(i), down_ptr + i * C, F, num_warps)
-        up_bias.index(i).store(gl.load(up_bias_ptr + i * C + gl.arange(0, C, spread)))
     fence_async_shared()
     barrier()
-    return out, up, down, up_bias
+    return out, up, down
 
 
-@gluon.jit(do_not_specialize=["rows", "site", "threshold"])
-def feed_forward_kernel(
-    o_ptr, x_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr, down_ptr,
-    down_bias_ptr, rows, eps, site, threshold,
-    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted."""
-    M: gl.constexpr = 16 * num_warps
+@gluon.jit
+def forward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+    """The tiles of a group of warps."""
+    pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold = arguments
+    o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr = pointers
+    out, out_bias, up, up_bias, down, down_bias = weights
+    M: gl.constexpr = x_tiles.shape[1]
+    D: gl.constexpr = x_tiles.shape[2]
+    CHUNKS: gl.constexpr = up.shape[0]
+    C: gl.constexpr = up.shape[1]
     half: gl.constexpr = o_ptr.dtype.element_ty
+    layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
-    m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    out, up, down, up_bias = load_weights(out_ptr, up_ptr, down_ptr, up_bias_ptr, D, F, C, num_warps)
-    ahead = gl.num_programs(0).to(gl.int64) * M  # of this program's next tile
-    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+    m = gl.arange(0, M, gl.SliceLayout(1, layout))
+    x_tile, x_ready = x_tiles.index(GROUP), ready.index(GROUP)
+    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    ahead = step.to(gl.int64) * M
+    first = begin.to(gl.int64) * M
+    phase = 0
+    request_rows(x_desc, first, x_tile, x_ready, first < rows)
+    o_MD = load_rows(o_ptr, first, m < rows - first, D, D, num_warps)
+    for tile in range(begin, tiles, step):
         first = tile.to(gl.int64) * M
+        following = first + ahead
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        o_MD = load_rows(o_ptr, first, real_M, D, D, num_warps)
-        x_MD = load_rows(x_ptr, first, real_M, D, D, num_warps)
-        prefetch_rows(o_ptr, first + ahead, rows, D, num_warps)
-        prefetch_rows(x_ptr, first + ahead, rows, D, num_warps)
-
-        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + of_features(out_bias_ptr, D, num_warps)
+        prefetch_rows(o_ptr, following, rows, D, num_warps)
+        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + of_features(out_bias.index(0), num_warps)
+        x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
+        phase = phase ^ 1
         z_MD = x_MD + kept(z_MD, keys_M, site, 0, threshold, DROPOUT, num_warps)
         unit_MD, rstd_M = normalise(z_MD, eps, D)
         unit_MD = unit_MD.to(half)
@@ -113,55 +120,125 @@ def feed_forward_kernel(
         store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
-        for i in range(F // C):
-            bias_C = up_bias.index(i).load(gl.SliceLayout(0, row_layout(C, num_warps)))[None, :]
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
+        for i in range(CHUNKS):
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + of_features(up_bias.index(i), num_warps)
             h_MC = (u_MC * below(u_MC)).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
             y_MD = warpgroup_mma(operand(h_MC, sums), down.index(i).permute((1, 0)), y_MD)
-        dy_MD = from_product(y_MD, num_warps) + of_features(down_bias_ptr, D, num_warps)
+        o_MD = load_rows(o_ptr, following, m < rows - following, D, D, num_warps)
+        dy_MD = from_product(y_MD, num_warps) + of_features(down_bias.index(0), num_warps)
         z_MD += kept(dy_MD, keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
         store_rows(y_ptr, z_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
-def feed_forward_backward_kernel(
-    dy_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr, up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr,
-    h_ptr, ddown_ptr, rows, site, threshold,
-    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+def feed_forward_kernel(
+    o_ptr, x_desc, y_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr, down_ptr,
+    down_bias_ptr, rows, eps, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, GROUPS: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given."""
-    M: gl.constexpr = 16 * num_warps
+    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted."""
+    x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
+    ready = new_barriers(GROUPS)
+    out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
+    up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
+    down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
+    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    pointers = (o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr)
+    weights = (out, out_bias, up, up_bias, down, down_bias)
+    arguments = (pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold)
+    if GROUPS == 1:
+        forward_rows(arguments, DROPOUT, 0, GROUPS, num_warps)
+    else:
+        gl.warp_specialize(
+            [
+                (forward_rows, (arguments, DROPOUT, gl.constexpr(0), GROUPS, num_warps)),
+                (forward_rows, (arguments, DROPOUT, gl.constexpr(1), GROUPS, num_warps)),
+            ],
+            [num_warps], [256],
+        )  # fmt: skip
+    keep_barriers(ready)
+
+
+@gluon.jit
+def backward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+    """The tiles of a group of warps."""
+    pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
+    unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr = pointers
+    out, up, up_bias, down = weights
+    M: gl.constexpr = dy_tiles.shape[1]
+    D: gl.constexpr = dy_tiles.shape[2]
+    CHUNKS: gl.constexpr = up.shape[0]
+    C: gl.constexpr = up.shape[1]
     half: gl.constexpr = unit_ptr.dtype.element_ty
+    layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
-    m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    out, up, down, up_bias = load_weights(out_ptr, up_ptr, down_ptr, up_bias_ptr, D, F, C, num_warps)
-    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+    m = gl.arange(0, M, gl.SliceLayout(1, layout))
+    dy_tile, dy_ready = dy_tiles.index(GROUP), ready.index(GROUP)
+    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    ahead = step.to(gl.int64) * M
+    first = begin.to(gl.int64) * M
+    phase = 0
+    request_rows(dy_desc, first, dy_tile, dy_ready, first < rows)
+    for tile in range(begin, tiles, step):
         first = tile.to(gl.int64) * M
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
-        ddown_MD = kept(dy_MD.to(half), keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
+        mbarrier.wait(dy_ready, phase)
+        ddown_MD = kept(dy_tile.load(layout).to(half), keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
         store_rows(ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
-        for i in range(F // C):
-            bias_C = up_bias.index(i).load(gl.SliceLayout(0, row_layout(C, num_warps)))[None, :]
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
+        for i in range(CHUNKS):
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + of_features(up_bias.index(i), num_warps)
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
             du_MC = multiply(ddown_MD, down.index(i), num_warps) * (below_MC + u_MC * density(u_MC))
             du_MC = kept(du_MC.to(half), keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
-            store_rows(h_ptr + i * C, h_MC, first, real_M, F, num_warps)
-            store_rows(du_ptr + i * C, du_MC, first, real_M, F, num_warps)
+            store_rows(h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
+            store_rows(du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
             dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
 
         dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
-        dz_MD += load_rows(dy_ptr, first, real_M, D, D, num_warps)  # in the cache still: registers are for others
+        mbarrier.wait(dy_ready, phase)  # or a compiler would keep what is read first: registers are for others
+        phase = phase ^ 1
+        dz_MD += dy_tile.load(layout)
+        barrier()
+        following = first + ahead
+        request_rows(dy_desc, following, dy_tile, dy_ready, following < rows)
         store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
         dout_MD = kept(dz_MD.to(half), keys_M, site, 0, threshold, DROPOUT, num_warps)
         store_rows(dout_ptr, dout_MD, first, real_M, D, num_warps)
         store_rows(do_ptr, multiply(dout_MD, out, num_warps).to(half), first, real_M, D, num_warps)
+
+
+@gluon.jit(do_not_specialize=["rows", "site", "threshold"])
+def feed_forward_backward_kernel(
+    dy_desc, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr, up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr,
+    h_ptr, ddown_ptr, rows, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, GROUPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given."""
+    dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], dy_desc.layout)
+    ready = new_barriers(GROUPS)
+    up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
+    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    pointers = (unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr)
+    weights = (out, up, up_bias, down)
+    arguments = (pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold)
+    if GROUPS == 1:
+        backward_rows(arguments, DROPOUT, 0, GROUPS, num_warps)
+    else:
+        gl.warp_specialize(
+            [
+                (backward_rows, (arguments, DROPOUT, gl.constexpr(0), GROUPS, num_warps)),
+                (backward_rows, (arguments, DROPOUT, gl.constexpr(1), GROUPS, num_warps)),
+            ],
+            [num_warps], [256],
+        )  # fmt: skip
+    keep_barriers(ready)

@@ -10,6 +10,7 @@ turn by their angles (Su et al. 2021, arXiv 2104.09864).
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -17,18 +18,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, product_layout
+from lra.kernels.flash.hopper import barrier, keep_barriers, product_layout
 from lra.kernels.layers.rows import (
     from_product,
+    load_bias,
+    load_from,
     load_rows,
     load_weight,
     multiply,
+    new_barriers,
     normalise,
     normalise_backward,
     of_features,
     operand,
+    own_tiles,
+    request_rows,
     row_layout,
     store_rows,
+    take_rows,
 )
 
 
@@ -51,83 +58,155 @@ def turn(x_MC, cos_MP, sin_MP, num_warps: gl.constexpr):
     M: gl.constexpr = x_MC.shape[0]
     C: gl.constexpr = x_MC.shape[1]
     P: gl.constexpr = cos_MP.shape[1]
+    x_MC = gl.convert_layout(x_MC, pair_layout(C, P, num_warps))
     a_MHP, b_MHP = gl.split(x_MC.reshape(M, C // (2 * P), 2, P).permute(0, 1, 3, 2))
     layout: gl.constexpr = gl.SliceLayout(1, a_MHP.type.layout)
     cos = gl.convert_layout(cos_MP, layout, assert_trivial=True)[:, None, :]
     sin = gl.convert_layout(sin_MP, layout, assert_trivial=True)[:, None, :]
     turned = gl.join(a_MHP * cos - b_MHP * sin, a_MHP * sin + b_MHP * cos).permute(0, 1, 3, 2).reshape(M, C)
-    return gl.convert_layout(turned, row_layout(C, num_warps), assert_trivial=True)
+    return gl.convert_layout(turned, row_layout(C, num_warps))
 
 
-@gluon.jit(do_not_specialize=["rows"])
-def project_kernel(
-    x_ptr, q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, rows, eps,
-    D: gl.constexpr, C: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """`unit_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
-    M: gl.constexpr = 16 * num_warps
+@gluon.constexpr_function
+def pair_layout(n, pairs, num_warps):
+    """Of n features whose pairs are so many apart: both of one are in a thread."""
+    return row_layout(n, num_warps, pairs // 4)
+
+
+@gluon.jit
+def load_angles(pointer, first, real_M, P: gl.constexpr, num_warps: gl.constexpr):
+    return load_from(pointer, first, real_M, P, P, pair_layout(P, P, num_warps), num_warps)
+
+
+@gluon.jit
+def project_rows(arguments, P: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+    """The tiles of a group of warps."""
+    pointers, x_desc, weight, bias, x_tiles, ready, rows, eps = arguments
+    q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr = pointers
+    M: gl.constexpr = x_tiles.shape[1]
+    D: gl.constexpr = x_tiles.shape[2]
+    C: gl.constexpr = weight.shape[1]
     half: gl.constexpr = q_ptr.dtype.element_ty
-    m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    weight = load_weights(weight_ptr, D, C, num_warps)
-    ahead = gl.num_programs(0).to(gl.int64) * M  # of this program's next tile
-    AHEAD: gl.constexpr = D == 64  # the next tile's rows are loaded with this one at work; wider, registers are full
-    if AHEAD:
-        first = gl.program_id(0).to(gl.int64) * M
-        x_MD = load_rows(x_ptr, first, m < rows - first, D, D, num_warps)
-    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+    layout: gl.constexpr = row_layout(D, num_warps)
+    m = gl.arange(0, M, gl.SliceLayout(1, layout))
+    x_tile, x_ready = x_tiles.index(GROUP), ready.index(GROUP)
+    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    ahead = step.to(gl.int64) * M
+    first = begin.to(gl.int64) * M
+    phase = 0
+    request_rows(x_desc, first, x_tile, x_ready, first < rows)
+    for tile in range(begin, tiles, step):
         first = tile.to(gl.int64) * M
+        following = first + ahead
         real_M = m < rows - first
-        if not AHEAD:
-            x_MD = load_rows(x_ptr, first, real_M, D, D, num_warps)
+        x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
+        phase = phase ^ 1
         unit_MD, rstd_M = normalise(x_MD, eps, D)
         unit_MD = unit_MD.to(half)
-        if AHEAD:
-            x_MD = load_rows(x_ptr, first + ahead, m < rows - first - ahead, D, D, num_warps)
         gl.store(rstd_ptr + first + m, rstd_M, mask=real_M)
         store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
         if P:
-            cos_MP = load_rows(cos_ptr, first, real_M, P, P, num_warps)
-            sin_MP = load_rows(sin_ptr, first, real_M, P, P, num_warps)
+            cos_MP = load_angles(cos_ptr, first, real_M, P, num_warps)
+            sin_MP = load_angles(sin_ptr, first, real_M, P, num_warps)
         for part in gl.static_range(3):
             for i in range(D // C):
                 chunk = part * (D // C) + i
-                bias_C = of_features(bias_ptr + chunk * C, C, num_warps)
-                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps) + bias_C
+                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps)
+                y_MC += of_features(bias.index(chunk), num_warps)
                 if P and part < 2:
                     y_MC = turn(y_MC, cos_MP, sin_MP, num_warps)
                 store_rows((q_ptr, k_ptr, v_ptr)[part] + i * C, y_MC.to(half), first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def project_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dy_ptr, unit_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
-    rows, D: gl.constexpr, P: gl.constexpr, num_warps: gl.constexpr,
+def project_kernel(
+    x_desc, q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, rows, eps,
+    D: gl.constexpr, C: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
-    M: gl.constexpr = 16 * num_warps
-    half: gl.constexpr = dq_ptr.dtype.element_ty
+    """`unit_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
+    x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
+    ready = new_barriers(GROUPS)
+    bias = load_bias(bias_ptr, 3 * D // C, C, num_warps)
+    weight = load_weights(weight_ptr, D, C, num_warps)
+    pointers = (q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr)
+    arguments = (pointers, x_desc, weight, bias, x_tiles, ready, rows, eps)
+    if GROUPS == 1:
+        project_rows(arguments, P, 0, GROUPS, num_warps)
+    else:
+        gl.warp_specialize(
+            [
+                (project_rows, (arguments, P, gl.constexpr(0), GROUPS, num_warps)),
+                (project_rows, (arguments, P, gl.constexpr(1), GROUPS, num_warps)),
+                (project_rows, (arguments, P, gl.constexpr(2), GROUPS, num_warps)),
+                (project_rows, (arguments, P, gl.constexpr(3), GROUPS, num_warps)),
+            ],
+            [num_warps, num_warps, num_warps], [128, 128, 128],
+        )  # fmt: skip
+    keep_barriers(ready)
+
+
+@gluon.jit
+def project_backward_rows(
+    arguments, P: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr
+):
+    """The tiles of a group of warps."""
+    pointers, descs, weight, buffers, ready, rows = arguments
+    dy_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr = pointers
+    M: gl.constexpr = buffers.shape[1]
+    D: gl.constexpr = buffers.shape[2]
+    half: gl.constexpr = unit_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    weight = load_weights(weight_ptr, D, D, num_warps)
-    for tile in range(gl.program_id(0), gl.cdiv(rows, M), gl.num_programs(0)):
+    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    ahead = step.to(gl.int64) * M
+    first = begin.to(gl.int64) * M
+    phase = 0
+    for part in gl.static_range(3):
+        request_rows(descs[part], first, buffers.index(3 * GROUP + part), ready.index(3 * GROUP + part), first < rows)
+    for tile in range(begin, tiles, step):
         first = tile.to(gl.int64) * M
+        following = first + ahead
         real_M = m < rows - first
-        dq_MD = load_rows(dq_ptr, first, real_M, D, D, num_warps)  # all that registers hold is asked for at once
-        dk_MD = load_rows(dk_ptr, first, real_M, D, D, num_warps)
-        dv_MD = load_rows(dv_ptr, first, real_M, D, D, num_warps)
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
-        if P:
-            cos_MP = load_rows(cos_ptr, first, real_M, P, P, num_warps)
-            sin_MP = load_rows(sin_ptr, first, real_M, P, P, num_warps)
-            dq_MD = turn(dq_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
-            store_rows(back_q_ptr, dq_MD, first, real_M, D, num_warps)
-            dk_MD = turn(dk_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
-            store_rows(back_k_ptr, dk_MD, first, real_M, D, num_warps)
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
-        dunit_MD = warpgroup_mma(operand(dq_MD, sums), weight.index(0), dunit_MD)
-        dunit_MD = warpgroup_mma(operand(dk_MD, sums), weight.index(1), dunit_MD)
-        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)
+        for part in gl.static_range(2):
+            buffer, arrived = buffers.index(3 * GROUP + part), ready.index(3 * GROUP + part)
+            d_MD = take_rows(descs[part], following, rows, buffer, arrived, phase, num_warps)
+            if P:
+                cos_MP = load_angles(cos_ptr, first, real_M, P, num_warps)
+                sin_MP = load_angles(sin_ptr, first, real_M, P, num_warps)
+                d_MD = turn(d_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
+                store_rows((back_q_ptr, back_k_ptr)[part], d_MD, first, real_M, D, num_warps)
+            dunit_MD = warpgroup_mma(operand(d_MD, sums), weight.index(part), dunit_MD)
+        buffer, arrived = buffers.index(3 * GROUP + 2), ready.index(3 * GROUP + 2)
+        dv_MD = take_rows(descs[2], following, rows, buffer, arrived, phase, num_warps)
+        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
         dunit_MD = warpgroup_mma(operand(dv_MD, sums), weight.index(2), dunit_MD)
-        dx_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
-        store_rows(dx_ptr, dx_MD + dy_MD, first, real_M, D, num_warps)
+        phase = phase ^ 1
+        dx_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D) + dy_MD
+        store_rows(dx_ptr, dx_MD, first, real_M, D, num_warps)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def project_backward_kernel(
+    dq_desc, dk_desc, dv_desc, dy_ptr, unit_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
+    rows, D: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
+    buffers = gl.allocate_shared_memory(dq_desc.dtype, [3 * GROUPS, 16 * num_warps, D], dq_desc.layout)
+    ready = new_barriers(3 * GROUPS)
+    weight = load_weights(weight_ptr, D, D, num_warps)
+    pointers = (dy_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr)
+    arguments = (pointers, (dq_desc, dk_desc, dv_desc), weight, buffers, ready, rows)
+    if GROUPS == 1:
+        project_backward_rows(arguments, P, 0, GROUPS, num_warps)
+    else:
+        gl.warp_specialize(
+            [
+                (project_backward_rows, (arguments, P, gl.constexpr(0), GROUPS, num_warps)),
+                (project_backward_rows, (arguments, P, gl.constexpr(1), GROUPS, num_warps)),
+            ],
+            [num_warps], [256],
+        )  # fmt: skip
+    keep_barriers(ready)

@@ -1,9 +1,10 @@
 """What the Gluon kernels around attention share: rows in registers, weights in shared memory, dropout, the norm.
 
-A program of `num_warps` warps takes 16 rows a warp at a time, whole, each row in four threads: of every 16 features a
-thread has four neighbours, so that loads and stores are of 16 bytes in fp32 and a row's sum takes two shuffles. A
-product on tensor cores wants of 16 features two pairs that are eight apart: so features are renamed inside each 16, for
-all rows and weights alike, and what one product gives is the next one's operand as it is.
+Groups of four warps, of which a program has one or several, each take a tile of rows after another: 16 rows a warp,
+whole, each in four threads. Of every 32 features a thread has eight neighbours, so that loads and stores of 16-bit rows
+are of 16 bytes; those of fp32 arrive by TMA, one tile ahead, or in threads that have four neighbours, which pairs of
+threads exchange. A product on tensor cores wants of 32 features four pairs that are eight apart: so features are
+renamed inside each 32, for all rows and weights alike, and what one product gives is the next one's operand as it is.
 
 Shape suffixes: M rows, D model features, N features of any tile.
 """
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import drop_forward, limit, product_layout
+from lra.kernels.flash.hopper import barrier, drop_forward, limit, load_tile, product_layout
 from lra.kernels.layers import reference
 
 SITES = gl.constexpr(reference.SITES)
@@ -32,27 +33,32 @@ def mix(x):
 
 
 @gluon.constexpr_function
-def row_layout(n, num_warps):
-    """Of `[16 * num_warps, n]`, as it lies in memory."""
-    wide = [[0, 16 * 2**i] for i in range((n // 16).bit_length() - 1)]
+def row_layout(n, num_warps, together=8):
+    """Of `[16 * num_warps, n]`: a thread has so many neighbours of every four times as many features."""
+    bits = together.bit_length() - 1
+    neighbours = [[0, 2**i] for i in range(bits)]
+    wide = [[0, 4 * together * 2**i] for i in range((n // (4 * together)).bit_length() - 1)]
     warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
-    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n])
+    lanes = [[0, together], [0, 2 * together], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*neighbours, *wide, [8, 0]], lanes, warps, [], [16 * num_warps, n])
 
 
 @gluon.constexpr_function
 def word_layout(n, num_warps):
     """Of `[16 * num_warps, n / 4]`: a word for four neighbours of `row_layout(n)`, in their thread."""
-    wide = [[0, 4 * 2**i] for i in range((n // 16).bit_length() - 1)]
-    warps = [[16 * 2**i, 0] for i in range(num_warps.bit_length() - 1)]
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([*wide, [8, 0]], lanes, warps, [], [16 * num_warps, n // 4])
+    return row_layout(n // 4, num_warps, 2)
+
+
+@gluon.constexpr_function
+def memory_layout(n, num_warps, dtype):
+    """As rows are loaded and stored, 16 bytes a thread."""
+    return row_layout(n, num_warps, 4 if dtype == gl.float32 else 8)
 
 
 @gluon.jit
 def renamed(i):
     """The feature that products know as number `i`."""
-    return i // 16 * 16 + i % 8 // 2 * 4 + i // 8 % 2 * 2 + i % 2
+    return i // 32 * 32 + i % 8 // 2 * 8 + i // 8 % 4 * 2 + i % 2
 
 
 @gluon.jit
@@ -63,7 +69,7 @@ def load_weight(buffer, pointer, row_stride, num_warps: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [num_warps, 1], [1, 0])
     r, c = renamed(gl.arange(0, R, gl.SliceLayout(1, layout))), gl.arange(0, C, gl.SliceLayout(0, layout))
     values = gl.load(pointer + r[:, None] * row_stride + c[None, :])
-    buffer.store(values.reshape(R, C // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(R, C))  # 16 bytes are loaded whole
+    buffer.store(values.reshape(R, C // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(R, C))  # 16 bytes are loaded whole
 
 
 @gluon.jit
@@ -80,7 +86,7 @@ def operand(x_MK, product: gl.constexpr):
     """Rows of 16 bits as the left operand of a product with this layout."""
     M: gl.constexpr = x_MK.shape[0]
     K: gl.constexpr = x_MK.shape[1]
-    x_MK = x_MK.reshape(M, K // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(M, K)
+    x_MK = x_MK.reshape(M, K // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(M, K)
     return gl.convert_layout(x_MK, gl.DotOperandLayout(0, product, 2), assert_trivial=True)
 
 
@@ -89,14 +95,24 @@ def from_product(x_MN, num_warps: gl.constexpr):
     """An accumulator as rows."""
     M: gl.constexpr = x_MN.shape[0]
     N: gl.constexpr = x_MN.shape[1]
-    x_MN = x_MN.reshape(M, N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(M, N)
+    x_MN = x_MN.reshape(M, N // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(M, N)
     return gl.convert_layout(x_MN, row_layout(N, num_warps), assert_trivial=True)
 
 
 @gluon.jit
-def of_features(pointer, N: gl.constexpr, num_warps: gl.constexpr):
-    """N values, such as a bias, to be added to rows."""
-    return gl.load(pointer + gl.arange(0, N, gl.SliceLayout(0, row_layout(N, num_warps))))[None, :]
+def load_bias(pointer, CHUNKS: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
+    """A bias of `[CHUNKS, C]` features in shared memory: loads of it from elsewhere would queue behind rows' stores."""
+    bias = gl.allocate_shared_memory(gl.float32, [CHUNKS, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    c = gl.arange(0, C, gl.BlockedLayout([1], [32], [num_warps], [0]))
+    for i in range(CHUNKS):
+        bias.index(i).store(gl.load(pointer + i * C + c))
+    return bias
+
+
+@gluon.jit
+def of_features(bias, num_warps: gl.constexpr):
+    """A bias in shared memory, to be added to rows."""
+    return bias.load(gl.SliceLayout(0, row_layout(bias.shape[0], num_warps)))[None, :]
 
 
 @gluon.jit
@@ -165,23 +181,66 @@ def normalise_backward(dunit_MD, unit_MD, rstd_M, D: gl.constexpr):
 
 
 @gluon.jit
-def tile_offset(N: gl.constexpr, stride: gl.constexpr, num_warps: gl.constexpr):
-    layout: gl.constexpr = row_layout(N, num_warps)
+def tile_offset(N: gl.constexpr, stride: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr):
     m = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout))
     return m[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
+def load_from(
+    pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr
+):
+    """As `load_rows`, in this layout."""
+    real = gl.convert_layout(real_M, gl.SliceLayout(1, layout))
+    return gl.load(pointer + first * stride + tile_offset(N, stride, layout, num_warps), mask=real[:, None], other=0.0)
+
+
+@gluon.jit
 def load_rows(pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, num_warps: gl.constexpr):
     """N features of the rows from `first` on, `stride` elements apart; zeros where they are not real."""
-    real = gl.convert_layout(real_M, gl.SliceLayout(1, row_layout(N, num_warps)), assert_trivial=True)
-    return gl.load(pointer + first * stride + tile_offset(N, stride, num_warps), mask=real[:, None], other=0.0)
+    layout: gl.constexpr = memory_layout(N, num_warps, pointer.dtype.element_ty)
+    return gl.convert_layout(load_from(pointer, first, real_M, N, stride, layout, num_warps), row_layout(N, num_warps))
 
 
 @gluon.jit
 def store_rows(pointer, x_MN, first, real_M, stride: gl.constexpr, num_warps: gl.constexpr):
-    real = gl.convert_layout(real_M, gl.SliceLayout(1, row_layout(x_MN.shape[1], num_warps)), assert_trivial=True)
-    gl.store(pointer + first * stride + tile_offset(x_MN.shape[1], stride, num_warps), x_MN, mask=real[:, None])
+    N: gl.constexpr = x_MN.shape[1]
+    layout: gl.constexpr = memory_layout(N, num_warps, pointer.dtype.element_ty)
+    real = gl.convert_layout(real_M, gl.SliceLayout(1, layout))
+    x_MN = gl.convert_layout(x_MN, layout)
+    gl.store(pointer + first * stride + tile_offset(N, stride, layout, num_warps), x_MN, mask=real[:, None])
+
+
+@gluon.jit
+def own_tiles(rows, M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Which tiles of M rows a group has: (first, number of all, one in how many)."""
+    return gl.program_id(0) * GROUPS + GROUP, gl.cdiv(rows, M), gl.num_programs(0) * GROUPS
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(ready.index(i), count=1)
+    return ready
+
+
+@gluon.jit
+def request_rows(desc, first, buffer, ready, wanted):
+    """Start to copy the rows from `first` on to a tile of shared memory; past the last one are zeros."""
+    BYTES: gl.constexpr = 4 if buffer.dtype == gl.float32 else 2  # of an element
+    mbarrier.expect(ready, BYTES * buffer.shape[0] * buffer.shape[1], pred=wanted)
+    load_tile(desc, [first.to(gl.int32), 0], ready, buffer, pred=wanted)
+
+
+@gluon.jit
+def take_rows(desc, following, rows, buffer, ready, phase, num_warps: gl.constexpr):
+    """The rows that were requested; those from `following` on are, if there are any."""
+    mbarrier.wait(ready, phase)
+    x_MN = buffer.load(row_layout(buffer.shape[1], num_warps))
+    barrier()
+    request_rows(desc, following, buffer, ready, following < rows)
+    return x_MN
 
 
 @gluon.jit
