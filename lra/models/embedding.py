@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.flash.problem import dropout_threshold
-from lra.kernels.layers.api import product_dtype, table_gradient, takes_table
+from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
 from lra.models.dropout import drop, keep_scale
 
 SITE = 0  # of dropout, the model's first
@@ -21,7 +21,7 @@ class Embedding(nn.Embedding):
     pixels of Pathfinder are black, and that addition alone took a tenth of its training step.
     """
 
-    fused = True  # by one kernel that makes the one-hot ids itself, where that takes it
+    fused = True  # one kernel looks up, another makes the one-hot ids itself, where they take it
 
     def forward(
         self,
@@ -105,6 +105,10 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(ids_T, keys_T, places_ND, place_T, start_B, length_B)
         ctx.dtype = product_dtype(table_VD)
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
+        dropped = dropout_threshold(rate)
+        if fused and added_TD is None and takes_embedding(table_VD, dropped):
+            dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=SITE)
+            return embed(table_VD, ids_T, places_ND, place_T, **dropout)
         if places_ND is not None:
             added_TD = nn.functional.embedding(place_T, places_ND)
         return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)

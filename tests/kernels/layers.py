@@ -145,6 +145,17 @@ def sequences(lengths: tuple[int, ...], d: int, padded: bool, device: Any = "cpu
     return Sequences(drawn(rows, d).to(device), drawn(len(lengths), d).to(device), norm, *placed, longest * padded)
 
 
+def embedding_case(rows: int, d: int, placed: bool, rate: float, device: Any = "cpu") -> tuple[Any, ...]:
+    """Arguments of `embed`."""
+    dropped = dropout_threshold(rate)
+    ids, place = torch.randint(9, (rows,), dtype=torch.int32), torch.randint(70, (rows,))
+    keys = torch.randint(-(2**31), 2**31 - 1, (rows,)).to(torch.int32)
+    given = drawn(9, d), ids, drawn(70, d) if placed else None, place if placed else None
+    moved = (None if each is None else each.to(device) for each in (*given, keys if rate else None))
+    *given, keys = moved
+    return *given, keep_scale(dropped), dropped, keys, 0
+
+
 def table_case(
     lengths: tuple[int, ...], d: int, vocabulary: int, half: torch.dtype, padded: bool | None, rate: float,
     device: Any = "cpu",

@@ -20,6 +20,7 @@ from lra.kernels.layers.api import (
     WIDTHS,
     on_hopper,
     project,
+    takes_embedding,
     takes_feed_forward,
     takes_pooling,
     takes_projection,
@@ -40,6 +41,7 @@ from tests.kernels.layers import (
     angles,
     assert_same,
     assert_within_budget,
+    embedding_case,
     feed_forward_case,
     fused_feed_forward,
     fused_mean,
@@ -82,7 +84,7 @@ def emulated(monkeypatch, rows):
     for module, names in (
         (feed_forward, ("feed_forward_kernel", "feed_forward_backward_kernel")),
         (projection, ("project_kernel", "project_backward_kernel")),
-        (table, ("table_gradient_kernel",)),
+        (table, ("embed_kernel", "table_gradient_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
@@ -142,6 +144,26 @@ def test_projection_kernels_compute_the_definition(rows, d, pairs, emulated):
     backward = (dq, dk, dv, dy, *kept, gain, shift, weight, cos, sin)
     with poisoned_empty():
         assert_same(emulated.launch_project_backward(*backward), reference.project_backward(*backward))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize(("rows", "d"), [(1, 64), (130, 64), (70, 128)])
+def test_what_is_looked_up(rows, d, placed, rate, emulated):
+    given = embedding_case(rows, d, placed, rate)
+    with poisoned_empty():
+        actual = emulated.launch_embed(*given)
+    torch.testing.assert_close(actual, reference.embed(*given), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3])
+@pytest.mark.parametrize("which", [1, 3])
+def test_what_a_table_lacks_is_nan(which, rows, emulated):
+    given = embedding_case(rows, 64, True, 0.3)
+    given[which][:2] = torch.tensor([-1, 70])
+    x = emulated.launch_embed(*given)
+    kept = reference.kept(torch.ones_like(x), given[6], 0, given[5]) != 0
+    assert torch.equal(x.isnan()[:2], kept[:2]) and not x[2].isnan().any()
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -210,6 +232,7 @@ def test_operators_keep_their_contracts():
     q, k, v, *kept = ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
     library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
     given = sequences((40, 0, 30), 64, False)
+    library.opcheck(ops.embed, embedding_case(70, 64, True, 0.1))
     library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout))
     library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
     library.opcheck(ops.pool, (given.x, given.start, given.length, EPS))
@@ -268,6 +291,8 @@ def test_what_the_kernels_take(monkeypatch):
     assert not any([takes_pooling(OnGPU(BF16), 64), takes_pooling(OnGPU(FP32), 96), takes_pooling(torch.zeros(1), 64)])  # type: ignore[arg-type]
     assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
     assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
+    assert takes_embedding(OnGPU(FP32, 64), MOST_DROPPED) and not takes_embedding(OnGPU(FP32, 64), MOST_DROPPED + 1)  # type: ignore[arg-type]
+    assert not takes_embedding(OnGPU(FP32, 96))  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
     assert not follows() and not takes_pooling(OnGPU(FP32), 64)  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):
@@ -301,8 +326,8 @@ COMPILED = [
 GRADIENTS = ["sum_kernel", "unfold_kernel"]
 ORDER = [
     "fold_kernel", "project_kernel", "fold_kernel", "feed_forward_kernel", "feed_forward_backward_kernel", *GRADIENTS,
-    "project_backward_kernel", *GRADIENTS, "table_gradient_kernel", "table_gradient_kernel", "pool_kernel",
-    "pool_backward_kernel",
+    "project_backward_kernel", *GRADIENTS, "embed_kernel", "table_gradient_kernel", "table_gradient_kernel",
+    "pool_kernel", "pool_backward_kernel",
 ]  # fmt: skip
 
 
@@ -313,7 +338,7 @@ def test_kernels_compile():
         for kernel in kernels:
             where = f"{case}: {kernel}"
             assert kernel["stack"] <= 128, where
-            assert bool(kernel["wgmma"]) == (not re.search("fold|pool", kernel["name"])), where
+            assert bool(kernel["wgmma"]) == (not re.search("fold|pool|embed", kernel["name"])), where
             assert not kernel["mma"] and not kernel["atomics"], where
             assert kernel["shared"] <= 227 * 1024, where
 
@@ -333,6 +358,7 @@ def launch_case(case: dict[str, Any]) -> None:
     _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+    launch.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
     given = sequences((rows - 7, 7), d, False)
     for vocabulary, places in ((256, 0), (18, rows)):
         ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)

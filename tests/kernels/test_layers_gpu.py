@@ -26,6 +26,7 @@ from tests.kernels.layers import (
     Case,
     angles,
     assert_within_budget,
+    embedding_case,
     feed_forward_case,
     fused_feed_forward,
     fused_mean,
@@ -76,6 +77,16 @@ def test_the_gradients_of_tables_of_many_rows(d, vocabulary, padded, rate):
     for a, again, e in zip(first, second, reference.table_gradient(*given), strict=True):
         assert torch.equal(a, again)
         torch.testing.assert_close(a, e, atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_what_is_looked_up_for_many_rows(d, placed, rate):
+    given = embedding_case(30_001, d, placed, rate, "cuda")
+    with poisoned_empty():
+        actual = ops.embed(*given)
+    torch.testing.assert_close(actual, reference.embed(*given), atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 129, 20_000])

@@ -1,4 +1,4 @@
-"""The layers around attention: `project` and `feed_forward` of a block, `normed_mean` after all, a table's gradient."""
+"""The layers around attention: `embed` before all, `project` and `feed_forward` of a block, `normed_mean` after all."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
     return threshold <= MOST_DROPPED and _takes(dy, half, dy.shape[1])
 
 
+def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
+    """Whether `embed` computes this."""
+    return threshold <= MOST_DROPPED and takes_pooling(table, table.shape[1])
+
+
 def takes_pooling(x: Tensor, d: int) -> bool:
     """Whether `normed_mean` computes this: of widths that the kernels have, on a GPU they are faster on."""
     return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
 
 
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    return half in (torch.float16, torch.bfloat16) and x.numel() > 0 and takes_pooling(x, d)
+    return half in (torch.float16, torch.bfloat16) and takes_pooling(x, d)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -110,6 +115,27 @@ def normed_mean(x: Tensor, norm: nn.LayerNorm, start: Tensor, length: Tensor, pa
     total = NormedSum.apply(x.contiguous(), start, length, padded_length, norm.eps)
     mean = total / length.clamp(min=1)[:, None] * norm.weight + norm.bias  # type: ignore[operator]
     return mean.where(length[:, None] > 0, 0)
+
+
+def embed(
+    table: Tensor,
+    ids: Tensor,
+    of_places: Tensor | None = None,
+    place: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    threshold: int = 0,
+    keys: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """`drop(table[ids] + of_places[place])`, `[T, D]` in fp32; without keys nothing is dropped. Not differentiable.
+
+    Args:
+        table, ids: `[V, D]` in fp32, and `[T]`. On a GPU the row of an id that the table lacks is NaN.
+        of_places, place: likewise, added where they are given.
+    """
+    rows = [None if each is None else each.contiguous() for each in (table, ids, of_places, place)]
+    return ops.embed(*rows, 1.0 if keys is None else scale, threshold, keys, site)  # type: ignore[no-any-return]
 
 
 def table_gradient(

@@ -154,6 +154,21 @@ def tiles(layers: Sequence[Tensor], d: int) -> int:
     return sum(weight.numel() for weight in layers) // d**2
 
 
+def launch_embed(
+    vectors: Tensor, ids: Tensor, of_places: Tensor | None, place: Tensor | None,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> Tensor:  # fmt: skip
+    (vocabulary, d), rows = vectors.shape, len(ids)
+    x, places = vectors.new_empty(rows, d), 0 if of_places is None else len(of_places)
+    if rows:
+        with torch.cuda.device_of(x):
+            table.embed_kernel[(-(-rows // (16 * GROUP)),)](
+                vectors, ids, of_places, place, keys, x, rows, vocabulary, places, scale, site, threshold,
+                D=d, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP,
+            )  # fmt: skip
+    return x
+
+
 def launch_table_gradient(
     dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, start: Tensor | None, length: Tensor | None,
     places: int, threshold: int, keys: Tensor | None, site: int,
@@ -197,8 +212,8 @@ def launch_pool_backward(
 
 
 def tiles_of(x: Tensor) -> TensorDescriptor:
-    """Of a group of warps, for TMA."""
-    return describe(x[:, None], 16 * GROUP)
+    """Of a group of warps, for TMA, which wants a row even where there is none to fetch."""
+    return describe((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP)
 
 
 def programs(x: Tensor, residents: int) -> tuple[int]:

@@ -119,6 +119,10 @@ def fake_feed_forward_backward(dy: Tensor, o: Tensor, *given: Any) -> tuple[Tens
     return o.new_empty(o.shape), dy.new_empty(dy.shape), *weights, *biases, gain.new_empty(2, gain.shape[0])
 
 
+def fake_embed(table: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    return table.new_empty(ids.shape[0], table.shape[1])
+
+
 def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *given: Any) -> tuple[Tensor, Tensor]:
     places = given[3]
     return dy.new_empty(vocabulary, dy.shape[1]), dy.new_empty(places, dy.shape[1])
@@ -163,6 +167,12 @@ feed_forward_backward = define(
     "Tensor ddown_bias, Tensor dnorm)",
     computed_by("feed_forward_backward"),
     fake_feed_forward_backward,
+)
+embed = define(
+    "embed",
+    f"(Tensor table, Tensor ids, Tensor? of_places, Tensor? place, float scale, {DROPOUT}) -> Tensor",
+    computed_by("embed"),
+    fake_embed,
 )
 table_gradient = define(
     "table_gradient",

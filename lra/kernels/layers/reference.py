@@ -84,6 +84,16 @@ def through_norm(by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, s
     return by_unit * gain + dbias[:, None] * shift, dnorm
 
 
+def embed(
+    table: Tensor, ids: Tensor, of_places: Tensor | None, place: Tensor | None,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> Tensor:  # fmt: skip
+    x = F.embedding(ids, table)
+    if of_places is not None and place is not None:
+        x = x + F.embedding(place, of_places)
+    return kept(x * scale, keys, site, threshold)
+
+
 def table_gradient(
     dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, start: Tensor | None, length: Tensor | None,
     places: int, threshold: int, keys: Tensor | None, site: int,

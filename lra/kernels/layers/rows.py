@@ -44,9 +44,9 @@ def row_layout(n, num_warps, together=8):
 
 
 @gluon.constexpr_function
-def word_layout(n, num_warps):
-    """Of `[16 * num_warps, n / 4]`: a word for four neighbours of `row_layout(n)`, in their thread."""
-    return row_layout(n // 4, num_warps, 2)
+def word_layout(n, num_warps, together=8):
+    """Of `[16 * num_warps, n / 4]`: a word for four neighbours of `row_layout`, in their thread."""
+    return row_layout(n // 4, num_warps, together // 4)
 
 
 @gluon.constexpr_function
@@ -116,18 +116,20 @@ def of_features(bias, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def kept(x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
+def kept(
+    x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr, TOGETHER: gl.constexpr = 8
+):
     """`reference.kept` of a tile of the features from `first` on, a multiple of 4: with the words of its `draw`."""
     if DROPOUT:
         N: gl.constexpr = x_MN.shape[1]
-        layout: gl.constexpr = word_layout(N, num_warps)
+        layout: gl.constexpr = word_layout(N, num_warps, TOGETHER)
         keys_M = gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True)
         place = (site * SITES + first // 2 + 2 * gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
         swapped_M = keys_M << 16 | keys_M >> 16
         words = mix(keys_M[:, None] + swapped_M[:, None] * place[None, :]).to(gl.int32, bitcast=True)
         words = gl.join(words, words)
         words = gl.join(words, words).reshape(x_MN.shape[0], N)
-        x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps), assert_trivial=True), threshold)
+        x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps, TOGETHER), assert_trivial=True), threshold)
     return x_MN
 
 
@@ -157,9 +159,11 @@ def keep(x, words, threshold):
 @gluon.jit
 def load_keys(keys_ptr, first, real_M, D: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr):
     """The rows' keys of dropout, uint32; zeros without it."""
-    m = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, row_layout(D, num_warps)))
+    layout: gl.constexpr = gl.SliceLayout(1, row_layout(D, num_warps))
+    m = gl.arange(0, 16 * num_warps, layout)
     keys_M = gl.zeros_like(m).to(gl.uint32)
     if DROPOUT:
+        real_M = gl.convert_layout(real_M, layout, assert_trivial=True)
         keys_M = gl.load(keys_ptr + first + m, mask=real_M, other=0).to(gl.uint32, bitcast=True)
     return keys_M
 

@@ -1,4 +1,4 @@
-"""The gradients of tables whose rows were looked up: the tokens' vectors, and those of the places added to them."""
+"""Tables whose rows are looked up, and their gradients: the tokens' vectors, and those of the places added to them."""
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -10,9 +10,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from lra.kernels.flash.hopper import barrier, product_layout
-from lra.kernels.layers.rows import kept, load_keys, load_rows, row_layout
+from lra.kernels.layers.rows import kept, load_from, load_keys, row_layout, tile_offset
 
-SIDE = gl.constexpr(64)  # features of a program
+SIDE = gl.constexpr(64)  # features of a program that sums
+WIDE = gl.constexpr(4)  # neighbours that a thread has: rows are of fp32, and no operands
+
+
+@gluon.jit
+def look_up(table_ptr, ids_ptr, first, real_M, count, D: gl.constexpr, num_warps: gl.constexpr):
+    """The rows of a table of `count` that these ids name, NaN for others."""
+    layout: gl.constexpr = row_layout(D, num_warps, WIDE)
+    m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
+    ids_M = gl.load(ids_ptr + first + m, mask=real_M, other=0).to(gl.int64)
+    found_M = (ids_M >= 0) & (ids_M < count)
+    return gl.load(table_ptr + (ids_M * D)[:, None] + d[None, :], mask=found_M[:, None], other=float("nan"))
+
+
+@gluon.jit(do_not_specialize=["rows", "vocabulary", "places", "site", "threshold"])
+def embed_kernel(
+    table_ptr, ids_ptr, of_places_ptr, place_ptr, keys_ptr, x_ptr, rows, vocabulary, places, scale, site, threshold,
+    D: gl.constexpr, PLACES: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    M: gl.constexpr = 16 * num_warps
+    layout: gl.constexpr = row_layout(D, num_warps, WIDE)
+    first = gl.program_id(0).to(gl.int64) * M
+    real_M = gl.arange(0, M, gl.SliceLayout(1, layout)) < rows - first
+    keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
+    x_MD = look_up(table_ptr, ids_ptr, first, real_M, vocabulary, D, num_warps)
+    if PLACES:
+        x_MD += look_up(of_places_ptr, place_ptr, first, real_M, places, D, num_warps)
+    x_MD = kept(x_MD * scale, keys_M, site, 0, threshold, DROPOUT, num_warps, WIDE)
+    gl.store(x_ptr + first * D + tile_offset(D, D, layout, num_warps), x_MD, mask=real_M[:, None])
 
 
 @gluon.jit
@@ -42,7 +70,7 @@ def table_gradient_kernel(
     """
     M: gl.constexpr = 16 * num_warps
     PLACES: gl.constexpr = TILES > 0
-    layout: gl.constexpr = row_layout(SIDE, num_warps)
+    layout: gl.constexpr = row_layout(SIDE, num_warps, WIDE)
     product: gl.constexpr = product_layout(SIDE, num_warps)
     one_hot: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     part, table = gl.program_id(0) // TABLES, gl.program_id(0) % TABLES
@@ -58,17 +86,19 @@ def table_gradient_kernel(
     total = gl.zeros([V, SIDE], gl.float32, product)
     of_places = gl.zeros([M, SIDE], gl.float32, layout)
     first, count = tile_of(first_tile, end, place, rows, start_ptr, length_ptr, M, PLACES)
-    dy = load_rows(dy_ptr + feature, first, m < count, SIDE, D, num_warps)
+    keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
+    dy = load_from(dy_ptr + feature, first, m < count, SIDE, D, layout, num_warps)
     slot = 0
     for i in range(first_tile, end, step):
-        keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
         ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
-        dy = kept(dy, keys_M, site, feature, threshold, DROPOUT, num_warps)
+        dy = kept(dy, keys_M, site, feature, threshold, DROPOUT, num_warps, WIDE)
         if PLACES:
             of_places += dy
         dy_smem.index(slot).store(dy.to(HALF))
         first, count = tile_of(i + step, end, place, rows, start_ptr, length_ptr, M, PLACES)
-        dy = load_rows(dy_ptr + feature, first, m < count, SIDE, D, num_warps)  # the next, while this one is summed
+        # the next, while this one is summed
+        keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
+        dy = load_from(dy_ptr + feature, first, m < count, SIDE, D, layout, num_warps)
         fence_async_shared()
         barrier()  # and the last product has read the other slot
         total = warpgroup_mma((v[:, None] == ids[None, :]).to(HALF), dy_smem.index(slot), total)
