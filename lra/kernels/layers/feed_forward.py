@@ -110,7 +110,8 @@ def forward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: 
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         prefetch_rows(o_ptr, following, rows, D, num_warps)
-        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + of_features(out_bias.index(0), num_warps)
+        bias_D = of_features(out_bias.index(0), num_warps)
+        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + bias_D
         x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
         z_MD = x_MD + kept(z_MD, keys_M, site, 0, threshold, DROPOUT, num_warps)
@@ -121,7 +122,8 @@ def forward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: 
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + of_features(up_bias.index(i), num_warps)
+            bias_C = of_features(up_bias.index(i), num_warps)
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
             h_MC = (u_MC * below(u_MC)).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
             y_MD = warpgroup_mma(operand(h_MC, sums), down.index(i).permute((1, 0)), y_MD)
@@ -193,7 +195,8 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS:
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + of_features(up_bias.index(i), num_warps)
+            bias_C = of_features(up_bias.index(i), num_warps)
+            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
             h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
