@@ -84,7 +84,7 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
 
 
 @gluon.jit
-def forward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def forward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
     """The tiles of a group of warps."""
     pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold = arguments
     o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr = pointers
@@ -97,8 +97,8 @@ def forward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: 
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    x_tile, x_ready = x_tiles.index(GROUP), ready.index(GROUP)
-    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
+    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     ahead = step.to(gl.int64) * M
     first = begin.to(gl.int64) * M
     phase = 0
@@ -164,7 +164,7 @@ def feed_forward_kernel(
 
 
 @gluon.jit
-def backward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
     """The tiles of a group of warps."""
     pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
     unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr = pointers
@@ -177,8 +177,8 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, GROUP: gl.constexpr, GROUPS:
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    dy_tile, dy_ready = dy_tiles.index(GROUP), ready.index(GROUP)
-    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    dy_tile, dy_ready = dy_tiles.index(INDEX), ready.index(INDEX)
+    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     ahead = step.to(gl.int64) * M
     first = begin.to(gl.int64) * M
     phase = 0

@@ -79,7 +79,7 @@ def load_angles(pointer, first, real_M, P: gl.constexpr, num_warps: gl.constexpr
 
 
 @gluon.jit
-def project_rows(arguments, P: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def project_rows(arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
     """The tiles of a group of warps."""
     pointers, x_desc, weight, bias, x_tiles, ready, rows, eps = arguments
     q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr = pointers
@@ -89,8 +89,8 @@ def project_rows(arguments, P: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.con
     half: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    x_tile, x_ready = x_tiles.index(GROUP), ready.index(GROUP)
-    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
+    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     ahead = step.to(gl.int64) * M
     first = begin.to(gl.int64) * M
     phase = 0
@@ -147,7 +147,7 @@ def project_kernel(
 
 @gluon.jit
 def project_backward_rows(
-    arguments, P: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr
+    arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr
 ):
     """The tiles of a group of warps."""
     pointers, descs, weight, buffers, ready, rows = arguments
@@ -157,12 +157,12 @@ def project_backward_rows(
     half: gl.constexpr = unit_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
-    begin, tiles, step = own_tiles(rows, M, GROUP, GROUPS)
+    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     ahead = step.to(gl.int64) * M
     first = begin.to(gl.int64) * M
     phase = 0
     for part in gl.static_range(3):
-        request_rows(descs[part], first, buffers.index(3 * GROUP + part), ready.index(3 * GROUP + part), first < rows)
+        request_rows(descs[part], first, buffers.index(3 * INDEX + part), ready.index(3 * INDEX + part), first < rows)
     for tile in range(begin, tiles, step):
         first = tile.to(gl.int64) * M
         following = first + ahead
@@ -171,7 +171,7 @@ def project_backward_rows(
         rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for part in gl.static_range(2):
-            buffer, arrived = buffers.index(3 * GROUP + part), ready.index(3 * GROUP + part)
+            buffer, arrived = buffers.index(3 * INDEX + part), ready.index(3 * INDEX + part)
             d_MD = take_rows(descs[part], following, rows, buffer, arrived, phase, num_warps)
             if P:
                 cos_MP = load_angles(cos_ptr, first, real_M, P, num_warps)
@@ -179,7 +179,7 @@ def project_backward_rows(
                 d_MD = turn(d_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
                 store_rows((back_q_ptr, back_k_ptr)[part], d_MD, first, real_M, D, num_warps)
             dunit_MD = warpgroup_mma(operand(d_MD, sums), weight.index(part), dunit_MD)
-        buffer, arrived = buffers.index(3 * GROUP + 2), ready.index(3 * GROUP + 2)
+        buffer, arrived = buffers.index(3 * INDEX + 2), ready.index(3 * INDEX + 2)
         dv_MD = take_rows(descs[2], following, rows, buffer, arrived, phase, num_warps)
         dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
         dunit_MD = warpgroup_mma(operand(dv_MD, sums), weight.index(2), dunit_MD)

@@ -216,9 +216,9 @@ def store_rows(pointer, x_MN, first, real_M, stride: gl.constexpr, num_warps: gl
 
 
 @gluon.jit
-def own_tiles(rows, M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def own_tiles(rows, M: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr):
     """Which tiles of M rows a group has: (first, number of all, one in how many)."""
-    return gl.program_id(0) * GROUPS + GROUP, gl.cdiv(rows, M), gl.num_programs(0) * GROUPS
+    return gl.program_id(0) * GROUPS + INDEX, gl.cdiv(rows, M), gl.num_programs(0) * GROUPS
 
 
 @gluon.jit
