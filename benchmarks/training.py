@@ -32,7 +32,8 @@ HEAD = (
     "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
     "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
     "*h100-earlier* those before, measured in turns on a GPU whose memory is slower. *h100-latest* alone has the "
-    "kernels as they are since 2026-11-27 ([kernels.md](kernels.md))."
+    "kernels of 2026-11-27 ([kernels.md](kernels.md)), but Path-X with `flash` not the present ones around "
+    "attention."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 # operators has no kernels of its own: its products are matrix products, the rest is layers. Ours have theirs inside.
 GROUPS = {
     # templates are products
-    "layers": r"^(fold|unfold|sum|(project|feed_forward|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
+    "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
     "attention": r"^(hopper_\w+|forward|backward|prepare|finish|delta|dkdv|dq)_kernel|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
     "optimiser": r"multi_tensor|foreach|adam|CatArray",  # sums of gradients and their norm, too

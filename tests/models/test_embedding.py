@@ -74,6 +74,7 @@ def test_dropout_and_what_is_added():
 def test_places_are_added_and_their_gradients_summed(padded, fused, monkeypatch):
     """By the kernel's definition, and by what is done where it is not taken."""
     monkeypatch.setattr(embedding, "takes_table", lambda *_: fused)
+    monkeypatch.setattr(embedding, "takes_embedding", lambda *_: fused)
     length = torch.tensor([5, 0, 9, 4], dtype=torch.int32)
     start = 9 * torch.arange(4).int() if padded else (length.cumsum(0) - length).int()
     place = torch.arange(9).repeat(4) if padded else torch.cat([torch.arange(n) for n in length.tolist()])
