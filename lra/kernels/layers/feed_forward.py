@@ -85,7 +85,7 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
 
 @gluon.jit
 def forward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
-    """The tiles of a group of warps."""
+    """The tiles of group INDEX of a program's GROUPS."""
     pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold = arguments
     o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr = pointers
     out, out_bias, up, up_bias, down, down_bias = weights
@@ -158,14 +158,14 @@ def feed_forward_kernel(
                 (forward_rows, (arguments, DROPOUT, gl.constexpr(0), GROUPS, num_warps)),
                 (forward_rows, (arguments, DROPOUT, gl.constexpr(1), GROUPS, num_warps)),
             ],
-            [num_warps], [256],
+            [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
     keep_barriers(ready)
 
 
 @gluon.jit
 def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
-    """The tiles of a group of warps."""
+    """The tiles of group INDEX of a program's GROUPS."""
     pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
     unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr = pointers
     out, up, up_bias, down = weights

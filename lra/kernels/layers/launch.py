@@ -18,7 +18,8 @@ SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: progr
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
 POOLED = 4096  # elements of a tile of rows that are pooled
-FEED_FORWARD = {64: (1, 168, 3), 128: (2, None, 1)}  # by the model's width: groups, registers of a thread, residents
+# by the model's width: groups, residents, and registers of a thread, which several groups share as the kernel says
+FEED_FORWARD = {64: (1, 3, 168), 128: (2, 1, None)}
 GROUP = 4  # warps that take a tile of rows together
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
@@ -31,7 +32,7 @@ def launch_feed_forward(
     y, unit, rstd = torch.empty_like(x), torch.empty_like(o), x.new_empty(rows)
     halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
     layers = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
-    groups, registers, residents = FEED_FORWARD[d]
+    groups, residents, registers = FEED_FORWARD[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
             o, tiles_of(x), y, unit, rstd, keys, *layers, rows, eps, site, threshold,
@@ -49,7 +50,7 @@ def launch_feed_forward_backward(
     (rows, d), f = dy.shape, len(up)
     dx, (do, dout, ddown) = torch.empty_like(dy), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
-    groups, registers, residents = FEED_FORWARD[d]
+    groups, residents, registers = FEED_FORWARD[d]
     with torch.cuda.device_of(dy):
         feed_forward.feed_forward_backward_kernel[programs(dy, residents)](
             tiles_of(dy), unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,
@@ -73,12 +74,11 @@ def launch_project(
     rstd = x.new_empty(rows)
     folded, biases = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
     fold(weight.chunk(3), bias.chunk(3), gain, shift, half, 1.0, ALL, folded.chunk(3), biases.chunk(3))
-    groups, residents = (1, 4) if d == 64 else (4, 1)
+    groups, residents, registers = (1, 4, 128) if d == 64 else (4, 1, None)
     with torch.cuda.device_of(x):
         projection.project_kernel[programs(x, residents)](
             tiles_of(x), q, k, v, unit, rstd, folded, biases, cos, sin, rows, eps,
-            D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP,
-            maxnreg=128 if groups == 1 else None,
+            D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
     return q, k, v, unit, rstd, folded
 
@@ -90,12 +90,11 @@ def launch_project_backward(
     rows, d = dy.shape
     dx = torch.empty_like(dy)
     back_q, back_k = (dq, dk) if cos is None else (torch.empty_like(dq), torch.empty_like(dk))
-    groups, residents = (1, 4) if d == 64 else (2, 1)
+    groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
     with torch.cuda.device_of(dy):
         projection.project_backward_kernel[programs(dy, residents)](
             tiles_of(dq), tiles_of(dk), tiles_of(dv), dy, unit, rstd, folded, cos, sin, dx, back_q, back_k, rows,
-            D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP,
-            maxnreg=128 if groups == 1 else None,
+            D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
     pairs = (back_q, unit), (back_k, unit), (dv, unit)

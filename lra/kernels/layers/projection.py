@@ -80,7 +80,7 @@ def load_angles(pointer, first, real_M, P: gl.constexpr, num_warps: gl.constexpr
 
 @gluon.jit
 def project_rows(arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
-    """The tiles of a group of warps."""
+    """The tiles of group INDEX of a program's GROUPS."""
     pointers, x_desc, weight, bias, x_tiles, ready, rows, eps = arguments
     q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr = pointers
     M: gl.constexpr = x_tiles.shape[1]
@@ -140,7 +140,7 @@ def project_kernel(
                 (project_rows, (arguments, P, gl.constexpr(2), GROUPS, num_warps)),
                 (project_rows, (arguments, P, gl.constexpr(3), GROUPS, num_warps)),
             ],
-            [num_warps, num_warps, num_warps], [128, 128, 128],
+            [num_warps, num_warps, num_warps], [128, 128, 128],  # registers of a thread; the first has the rest of 512
         )  # fmt: skip
     keep_barriers(ready)
 
@@ -149,7 +149,7 @@ def project_kernel(
 def project_backward_rows(
     arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr
 ):
-    """The tiles of a group of warps."""
+    """The tiles of group INDEX of a program's GROUPS."""
     pointers, descs, weight, buffers, ready, rows = arguments
     dy_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr = pointers
     M: gl.constexpr = buffers.shape[1]
@@ -207,6 +207,6 @@ def project_backward_kernel(
                 (project_backward_rows, (arguments, P, gl.constexpr(0), GROUPS, num_warps)),
                 (project_backward_rows, (arguments, P, gl.constexpr(1), GROUPS, num_warps)),
             ],
-            [num_warps], [256],
+            [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
     keep_barriers(ready)
