@@ -51,6 +51,7 @@ class Stopwatch:
         blocks = min(BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
         self.stamps: list[Any] = []  # at the bounds: events of a GPU, else seconds
+        self.built: list[int] = []  # `builds` so far, there
         self.launches: list[float] = []  # seconds until a step that is alone was launched
         self.idle = 0.0  # when the GPU had done all
 
@@ -64,8 +65,8 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def tick(self) -> bool:
-        """Whether this was the last step."""
+    def tick(self, built: int = 0) -> bool:
+        """Whether this was the last step; `built` are `builds` so far."""
         launched, before = time.perf_counter(), self.idle
         self.done += 1
         if self.done == 1:
@@ -76,6 +77,7 @@ class Stopwatch:
             self._synchronize()
         if self.done in self.bounds:
             self.stamps.append(self._stamp())
+            self.built.append(built)
         if self.done == self.bounds[-1]:
             self._synchronize()
         return self.done == self.bounds[-1] + ALONE
@@ -84,6 +86,10 @@ class Stopwatch:
         """Milliseconds of a step, in each block."""
         pairs = zip(itertools.pairwise(self.bounds), itertools.pairwise(self.stamps), strict=True)
         return [self._ms(begin, end) / (last - first) for (first, last), (begin, end) in pairs]
+
+    def steady(self) -> list[bool]:
+        """Of each block, whether no shape of batches was compiled or captured in it."""
+        return [before == after for before, after in itertools.pairwise(self.built)]
 
     def memory_mb(self) -> float | None:
         """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
@@ -120,6 +126,13 @@ class Loop(NamedTuple):
     further: Iterator[None]  # goes on with a step at each `next`; none of `fit`
 
 
+def builds(step: Step) -> int:
+    """How often a step for a shape of batches was compiled, which its first one is, or captured, as its second."""
+    if step.engine is None:
+        return 0
+    return sum(1 + (graph.graph is not None) for _, graph in step.engine.micro_batches.values())
+
+
 class _Watched(Step):
     """Step that is timed."""
 
@@ -131,7 +144,7 @@ class _Watched(Step):
         if module.trainer.global_step == 0:
             self.watch.start()
         super().__call__(module, batches)
-        if not self.ended and self.watch.tick():
+        if not self.ended and self.watch.tick(builds(self)):
             module.trainer.should_stop = self.ended = True
 
 
@@ -183,7 +196,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     loop = _taken(module, optimizer, steps)
     watch.start()
     for _ in loop:
-        if watch.tick():
+        if watch.tick(builds(step)):
             break
     assert step.tally is not None
     return Loop(module, *work, float(step.tally.total) / watch.done, loop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +116,8 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
 def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
     """The record of one loop; its numbers are null if it has none, and `reason` says why."""
     keys = (
-        "engine", "ms", "blocks_ms", "host_ms", "tokens_per_second", "rows_per_second", "tokens", "rows", "memory_mb",
-        "first_seconds", "shapes", "captured", "loss", "where",
+        "engine", "ms", "blocks_ms", "steady", "host_ms", "tokens_per_second", "rows_per_second", "tokens", "rows",
+        "memory_mb", "first_seconds", "shapes", "captured", "loss", "where",
     )  # fmt: skip
     empty: dict[str, Any] = dict.fromkeys(keys)
     try:
@@ -134,16 +135,17 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
 def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
     done = loops.fit(composed, watch) if loop == "fit" else loops.by_hand(loop, composed.config, watch)
-    blocks = watch.block_ms()
-    ms = statistics.median(blocks)
+    blocks, steady = watch.block_ms(), watch.steady()
+    ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
     engine = getattr(done.module.step, "engine", None)
     graphs = [graph.graph for _, graph in engine.micro_batches.values()] if engine else []
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return {
         "engine": "captured" if engine else "eager",
-        "ms": _four(ms),  # median of the blocks
+        "ms": _four(ms),  # median of the steady blocks, if there are any
         "blocks_ms": [_four(block) for block in blocks],
+        "steady": steady,  # of each block, whether no shape of batches was compiled or captured in it
         "host_ms": _four(watch.host_ms()),  # until a step is launched, on an idle GPU
         "tokens_per_second": round(1e3 * tokens / ms),  # without padding and filling
         "rows_per_second": round(1e3 * rows / ms),
@@ -192,6 +194,12 @@ def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[s
 def notes(result: dict[str, Any]) -> list[str]:
     """What Lightning costs, and why loops have no numbers."""
     lines = [f"{r['loop']}: {r['status']}: {r['reason']}" for r in result["loops"] if r["reason"]]
+    for record in result["loops"]:
+        steady = record["steady"] or [True]
+        if not all(steady):
+            share = f"{steady.count(False)} of {len(steady)}"
+            mend = ", which do not count" if any(steady) else ": raise warmup="
+            lines.append(f"{record['loop']}: in {share} blocks shapes of batches were captured{mend}")
     if result["lightning"] is None:
         return lines
     return [f"Lightning: fit takes {100 * result['lightning']:+.1f}% against its engine's loop by hand", *lines]

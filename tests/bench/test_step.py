@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -72,6 +73,7 @@ def test_loops_on_a_cpu(tmp_path, monkeypatch):
     for record in (fit, eager):
         assert record["status"] == "ok" and record["engine"] == "eager" and not record["reason"]
         assert len(record["blocks_ms"]) == BLOCKS and record["ms"] == sorted(record["blocks_ms"])[BLOCKS // 2]
+        assert record["steady"] == [True] * BLOCKS
         assert record["host_ms"] > 0 and record["first_seconds"] > 0 and record["memory_mb"] is None
         assert 8 * 8 < record["tokens"] == record["rows"] <= 8 * 32
         assert record["tokens_per_second"] == pytest.approx(1e3 * record["tokens"] / record["ms"], rel=2e-3)
@@ -102,7 +104,24 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
     (_, header, rows), (_, groups, shares) = tables(result)
     assert all(len(row) == len(header) for row in rows) and groups == ["group", "captured", "bare"]
     assert [row[0] for row in shares] == [*GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
-    assert len(notes(result)) == 1
+    assert not any(note.startswith(("eager", "bare")) for note in notes(result))
+
+
+def test_blocks_in_which_shapes_are_captured_do_not_count(without_graphs, monkeypatch):
+    """Unless there are no others, of which the user is told."""
+    counts: Iterator[int] = iter(())
+    monkeypatch.setattr(loops, "builds", lambda _: next(counts))
+    monkeypatch.setattr(Stopwatch, "block_ms", lambda _: [9.0, 1.0, 3.0, 2.0, 8.0])
+    # 2 steps, 5 blocks of 2, and those alone
+    for built, ms, note in (
+        ([1] * 2 + [3] * 8 + [4] * 99, 2.0, "captured: in 2 of 5 blocks shapes of batches were captured, which do not"),
+        (range(99), 3.0, "captured: in 5 of 5 blocks shapes of batches were captured: raise warmup="),
+        ([5] * 99, 3.0, None),
+    ):
+        counts = iter(built)
+        result = bench(tiny("loops=captured", "steps=10", "profile=false"))
+        assert result["loops"][0]["ms"] == ms
+        assert [text[: len(note or "")] for text in notes(result)] == [note] * bool(note)
 
 
 @pytest.mark.parametrize("loop", ["captured", "eager"])
