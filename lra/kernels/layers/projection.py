@@ -111,8 +111,8 @@ def project_rows(arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.con
         for part in gl.static_range(3):
             for i in range(D // C):
                 chunk = part * (D // C) + i
-                bias_C = of_features(bias.index(chunk), num_warps)  # before the product, for which it need not wait
-                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps) + bias_C
+                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps)
+                y_MC += of_features(bias.index(chunk), num_warps)
                 if P and part < 2:
                     y_MC = turn(y_MC, cos_MP, sin_MP, num_warps)
                 store_rows((q_ptr, k_ptr, v_ptr)[part] + i * C, y_MC.to(half), first, real_M, D, num_warps)
