@@ -51,7 +51,7 @@ class Stopwatch:
         blocks = min(BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
         self.stamps: list[Any] = []  # at the bounds: events of a GPU, else seconds
-        self.built: list[int] = []  # `builds` so far, there
+        self.shapes: list[tuple[int, int] | None] = []  # there, too
         self.launches: list[float] = []  # seconds until a step that is alone was launched
         self.idle = 0.0  # when the GPU had done all
 
@@ -65,8 +65,8 @@ class Stopwatch:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def tick(self, built: int = 0) -> bool:
-        """Whether this was the last step; `built` are `builds` so far."""
+    def tick(self, step: Step | None = None) -> bool:
+        """Whether this was the last step, which `step` took."""
         launched, before = time.perf_counter(), self.idle
         self.done += 1
         if self.done == 1:
@@ -77,7 +77,7 @@ class Stopwatch:
             self._synchronize()
         if self.done in self.bounds:
             self.stamps.append(self._stamp())
-            self.built.append(built)
+            self.shapes.append(shapes(step))
         if self.done == self.bounds[-1]:
             self._synchronize()
         return self.done == self.bounds[-1] + ALONE
@@ -89,7 +89,7 @@ class Stopwatch:
 
     def steady(self) -> list[bool]:
         """Of each block, whether no shape of batches was compiled or captured in it."""
-        return [before == after for before, after in itertools.pairwise(self.built)]
+        return [before == after for before, after in itertools.pairwise(self.shapes)]
 
     def memory_mb(self) -> float | None:
         """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
@@ -126,11 +126,12 @@ class Loop(NamedTuple):
     further: Iterator[None]  # goes on with a step at each `next`; none of `fit`
 
 
-def builds(step: Step) -> int:
-    """How often a step for a shape of batches was compiled, which its first one is, or captured, as its second."""
-    if step.engine is None:
-        return 0
-    return sum(1 + (graph.graph is not None) for _, graph in step.engine.micro_batches.values())
+def shapes(step: Step | None) -> tuple[int, int] | None:
+    """Of a captured step, how many shapes of batches came, and how many are graphs, as those that came again."""
+    if step is None or step.engine is None:
+        return None
+    graphs = [graph.graph for _, graph in step.engine.micro_batches.values()]
+    return len(graphs), sum(graph is not None for graph in graphs)
 
 
 class _Watched(Step):
@@ -144,7 +145,7 @@ class _Watched(Step):
         if module.trainer.global_step == 0:
             self.watch.start()
         super().__call__(module, batches)
-        if not self.ended and self.watch.tick(builds(self)):
+        if not self.ended and self.watch.tick(self):
             module.trainer.should_stop = self.ended = True
 
 
@@ -196,7 +197,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     loop = _taken(module, optimizer, steps)
     watch.start()
     for _ in loop:
-        if watch.tick(builds(step)):
+        if watch.tick(step):
             break
     assert step.tally is not None
     return Loop(module, *work, float(step.tally.total) / watch.done, loop)

@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
 from lra.training.fit import build, configure, quiet, resolve_attention
 from lra.training.hardware import hardware
+from lra.training.step import Step
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -138,11 +139,10 @@ def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    engine = getattr(done.module.step, "engine", None)
-    graphs = [graph.graph for _, graph in engine.micro_batches.values()] if engine else []
+    shapes = loops.shapes(cast(Step, done.module.step))
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return {
-        "engine": "captured" if engine else "eager",
+        "engine": "captured" if shapes else "eager",
         "ms": _four(ms),  # median of the steady blocks, if there are any
         "blocks_ms": [_four(block) for block in blocks],
         "steady": steady,  # of each block, whether no shape of batches was compiled or captured in it
@@ -153,8 +153,8 @@ def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.
         "rows": _four(rows),
         "memory_mb": memory and _four(memory),  # peak of what is allocated, in 10^6 bytes
         "first_seconds": _four(watch.first_seconds),
-        "shapes": len(graphs) if engine else None,  # of batches that came
-        "captured": sum(graph is not None for graph in graphs) if engine else None,
+        "shapes": shapes and shapes[0],  # of batches that came
+        "captured": shapes and shapes[1],
         "loss": done.loss and _four(done.loss),
     }
 
