@@ -28,12 +28,11 @@ HEAD = (
     "make docs -->\n\nA step is forward, backward and update of one batch, as `lra fit` takes it in steady state. "
     "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
-    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *profiled* and "
-    "*earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
-    "Since the rows of an H200 the words of dropout between layers have changed; *h100* has the present ones, "
-    "*h100-earlier* those before, measured in turns on a GPU whose memory is slower. *h100-latest* alone has the "
-    "kernels of 2026-11-27 ([kernels.md](kernels.md)), but Path-X with `flash` not the present ones around "
-    "attention."
+    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *first step*: until "
+    "the first step of *fit* is done, with capturing, and compiling what no cache had; *warm* has all of it there. "
+    "*latest* has the kernels of 2026-11-27 ([kernels.md](kernels.md)), the others those of the day before; *profiled* "
+    "and *earlier* are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. "
+    "*h100* is a GPU whose memory is slower."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
@@ -91,6 +90,7 @@ def _steps(measured: Sequence[Measured]) -> Iterator[str]:
         *times,
         "tokens/s of fit",
         "Lightning",
+        "first step, s",
         "made with",
     ]
     yield table(header, [_step(*each) for each in measured])
@@ -121,7 +121,8 @@ def _step(path: Path, result: dict[str, Any]) -> list[str]:
         f"{model['layers']} layers of {model['d_model']}, {model['heads']} heads",
         f"{run['attn']['name']}, {model['attn_dropout']:g}",
         *times, "" if speed is None else f"{speed:,}",
-        "" if result["lightning"] is None else f"{100 * result['lightning']:+.1f}%", _made_with(environment),
+        "" if result["lightning"] is None else f"{100 * result['lightning']:+.1f}%",
+        f"{loops['fit']['first_seconds']:.1f}" if "fit" in loops else "", _made_with(environment),
     ]  # fmt: skip
 
 
