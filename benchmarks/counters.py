@@ -78,7 +78,9 @@ def launch_feed_forward(d: int, dropout: float) -> None:
 
 PARTS = {
     "flash": Part(
-        ("hopper_forward_kernel", "hopper_backward_kernel", "hopper_specialized_kernel"), (32, 64, 128), launch_flash
+        ("hopper_forward_kernel", "hopper_shared_kernel", "hopper_backward_kernel", "hopper_specialized_kernel"),
+        (32, 64, 128),
+        launch_flash,
     ),
     "feed-forward": Part(("feed_forward_kernel", "feed_forward_backward_kernel"), (64, 128), launch_feed_forward),
 }

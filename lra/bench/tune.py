@@ -23,6 +23,14 @@ WIDE_FORWARD = ((128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 
 NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 4, 2), (32, 64, 4, 3))
 WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))
 HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
+HOPPER_SHARED = (
+    (192, 128, 12, 3),
+    (192, 128, 12, 4),
+    (192, 128, 12, 5),
+    (256, 64, 16, 6),
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+)
 HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3))
 WIDE_HOPPER_BACKWARD = (*HOPPER_BACKWARD, (64, 128, 8, 2), (64, 128, 8, 3))
 HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
@@ -34,7 +42,7 @@ SPILLING = {  # tiles a little faster on the GPU, for which one of the supported
     Key("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
 }
 
-HEADS, LENGTHS = 8, (4096,) * 8  # what is timed
+HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 32  # what is timed
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,10 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
             continue  # those are for 16 bits
         if kernel == "hopper_specialized" and not tuning.use_specialized(block_dim(head_dim), dropout, None):
             continue
+        if kernel.startswith("hopper_shared") and not tuning.may_share(
+            block_dim(head_dim), dropout, _lengths(kernel)[0]
+        ):
+            continue
         key = Key(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
         for candidate in candidates(key):
@@ -147,6 +159,8 @@ def candidates(key: Key) -> list[Tile]:
     elif key.kernel.startswith("hopper_"):
         tiles = {
             "hopper_forward": HOPPER_FORWARD,
+            "hopper_shared": HOPPER_SHARED,
+            "hopper_shared_short": HOPPER_SHARED,
             "hopper_backward": HOPPER_BACKWARD if key.block_d < 64 else WIDE_HOPPER_BACKWARD,
             "hopper_specialized": HOPPER_SPECIALIZED,
         }[key.kernel]
@@ -185,20 +199,21 @@ def time(key: Key, head_dim: int, tile: Tile) -> float:
     """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
     from triton.testing import do_bench
 
-    rows = sum(LENGTHS)
+    lengths = _lengths(key.kernel)
+    rows = sum(lengths)
     make = lambda: torch.randn(rows, HEADS, head_dim, device="cuda").to(getattr(torch, key.dtype))  # noqa: E731
     qkv, do = [make().requires_grad_() for _ in range(3)], make()
-    length = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
     def forward() -> torch.Tensor:
         return flash_attention(
-            *qkv, start=length.cumsum(0, dtype=torch.int32) - length, length=length, max_length=max(LENGTHS),
+            *qkv, start=length.cumsum(0, dtype=torch.int32) - length, length=length, max_length=max(lengths),
             dropout=0.1 * key.dropout, seed=torch.zeros((), dtype=torch.int64, device="cuda"), impl="triton",
             deterministic=_deterministic(key),
         )  # fmt: skip
 
     with tuning.forced(key.kernel, tile):
-        if key.kernel.endswith("forward"):
+        if key.kernel.endswith("forward") or key.kernel.startswith("hopper_shared"):
             with torch.no_grad():
                 milliseconds: Any = do_bench(forward, warmup=10, rep=50, return_mode="median")
         else:
@@ -206,6 +221,10 @@ def time(key: Key, head_dim: int, tile: Tile) -> float:
             backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)  # noqa: E731
             milliseconds = do_bench(backward, warmup=10, rep=50, return_mode="median")
     return round(1000 * milliseconds, 1)
+
+
+def _lengths(kernel: str) -> tuple[int, ...]:
+    return SHORT_LENGTHS if kernel.endswith("short") else LENGTHS
 
 
 def _deterministic(key: Key) -> bool:

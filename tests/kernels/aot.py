@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -66,9 +67,19 @@ def choose(arch: int, hopper: bool) -> None:
 
 
 def launch(
-    dtype: str, head_dim: int, dropout: float, causal: bool, deterministic: bool, block: list[int] | None, rules: bool
+    dtype: str,
+    head_dim: int,
+    dropout: float,
+    causal: bool,
+    deterministic: bool,
+    block: list[int] | None,
+    rules: bool,
+    shared: str = "",
 ) -> None:
-    """One forward and backward of a fused projection; with a butterfly of blocks of this size, if one is given."""
+    """One forward and backward of a fused projection; with a butterfly of blocks of this size, if one is given.
+
+    `shared`: whose tile groups have that share keys; such batches are too large to make here.
+    """
     layout = None
     if block:
         rule: dict[str, Any] = dict(band=20, globals=3, causal=True) if rules else {}
@@ -82,7 +93,8 @@ def launch(
         index=torch.arange(2, dtype=torch.int32) if dropout else None,
         deterministic=deterministic, layout=layout and layout.key,
     )  # fmt: skip
-    out, lse = launch_forward(q, k, v, problem)
+    with tuning.forced(shared, tuning.tile(shared, q.dtype, head_dim, dropout > 0)) if shared else nullcontext():
+        out, lse = launch_forward(q, k, v, problem)
     launch_backward(q, k, v, out, lse, torch.zeros_like(out), problem)
 
 

@@ -20,15 +20,17 @@ PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mm
 HELPERS = {"delta_kernel", "prepare_kernel", "finish_kernel"}  # kernels that multiply no tiles
 
 
+SHARED = {"hopper_shared": 2 * tuning.SHORT, "hopper_shared_short": tuning.SHORT}  # for sequences of this length
 FLAGS = ("hopper", "causal", "deterministic", "rules")
 
 
 def case(
-    arch: int, dtype: str, head_dim: int, dropout: float, *flags: str, block: tuple[int, int] | None = None
-) -> dict[str, Any]:
+    arch: int, dtype: str, head_dim: int, dropout: float, *flags: str, block: tuple[int, int] | None = None,
+    shared: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """`flags`: hopper (the kernels that Hopper alone has), causal, deterministic, rules (of a block-sparse layout)."""
     assert set(flags) <= set(FLAGS)
-    return dict(arch=arch, dtype=dtype, head_dim=head_dim, dropout=dropout, block=block) | {
+    return dict(arch=arch, dtype=dtype, head_dim=head_dim, dropout=dropout, block=block, shared=shared) | {
         flag: flag in flags for flag in FLAGS
     }
 
@@ -49,6 +51,7 @@ FEW_HOPPER = [
     case(90, "bfloat16", 64, 0.0, "hopper"),
     case(90, "float16", 32, 0.0, "hopper", "deterministic"),
     case(90, "bfloat16", 64, 0.1, "hopper", block=(128, 128)),
+    case(90, "bfloat16", 32, 0.1, "hopper", shared="hopper_shared_short"),
 ]
 
 
@@ -61,6 +64,9 @@ def every() -> list[dict[str, Any]]:
             cases.append(case(90, dtype, head_dim, dropout, *flags))
             if dtype != "float32" and head_dim > 16:
                 cases.append(case(90, dtype, head_dim, dropout, "hopper", *flags))
+    for head_dim, dropout, (name, length) in itertools.product((32, 64, 128), (0.0, 0.1), SHARED.items()):
+        if tuning.may_share(head_dim, dropout > 0, length):
+            cases.append(case(90, "bfloat16", head_dim, dropout, "hopper", shared=name))
     return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1), *block_sparse()]
 
 
@@ -107,6 +113,7 @@ def check(cases: list[dict[str, Any]]) -> None:
     for result, found in compiled(cases, "tests.kernels.aot"):
         kernels = {kernel.pop("name"): kernel for kernel in found}
         atomic = {name for name, kernel in kernels.items() if kernel["atomics"]}
+        atomic -= {"hopper_shared_kernel"}  # which counts the tiles that were taken
         adds = not result["deterministic"] and result["dtype"] != "float32"
         assert len(atomic) == adds, f"{result}: atomics in {atomic}, of {sorted(kernels)}"
         assert any(name.startswith("hopper") for name in kernels) == result["hopper"], f"{result}: {sorted(kernels)}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
+from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
 from lra.kernels.testing import Case, Inputs, check, compare, random_case, run
@@ -62,6 +63,28 @@ def test_scores_far_above_those_of_the_first_tile(dtype, head_dim):
         )  # fmt: skip
         for name, error in check(case, "cuda", "triton").items():
             assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(32, (192, 128, 12, 3)), (32, (256, 64, 16, 4)), (64, (192, 128, 12, 3)), (128, (128, 64, 8, 3))],
+)
+def test_groups_that_share_keys(head_dim, tile, dtype):
+    """Few of the others are large enough for them. Programs take many tiles, and with the spread sweep many again."""
+    lengths = tuple(random.Random(head_dim).randint(1, 2048) for _ in range(40))
+    batches = ((1024,) * 24, "packed", 0), (lengths, "packed", 0), ((500, 0, 70), "padded", 300)
+    with tuning.forced("hopper_shared", tuning.Tile(*tile)) as launched:
+        check_all(
+            Case(
+                rows, heads=4, head_dim=head_dim, dtype=dtype, strides="fused", dropout=dropout, spread=spread,
+                layout=layout, slack=slack,
+            )
+            for rows, layout, slack in batches
+            for dropout in (0.0, 0.1)
+            for spread in (1.0, 60.0)
+        )  # fmt: skip
+        assert "hopper_shared" in launched
 
 
 @memory(40)

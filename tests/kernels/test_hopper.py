@@ -18,7 +18,7 @@ HALF = torch.float16
 @pytest.fixture
 def hopper(monkeypatch):
     """The kernels take what they can; the names of those that did."""
-    from lra.kernels.flash import hopper, hopper_backward, hopper_forward
+    from lra.kernels.flash import hopper, hopper_backward, hopper_forward, hopper_shared
 
     launched: list[str] = []
 
@@ -30,6 +30,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(hopper, "use_hopper", lambda q: True)
     for module, name in (
         (hopper_forward, "hopper_forward_kernel"),
+        (hopper_shared, "hopper_shared_kernel"),
+        (hopper_shared, "hopper_again_kernel"),
         (hopper_backward, "hopper_backward_kernel"),
         (hopper_backward, "hopper_specialized_kernel"),
     ):
@@ -76,6 +78,17 @@ def test_every_shape_of_tiles(columns, stages, hopper):
         with tuning.forced(kernel, tuning.Tile(64, columns, 4, stages)):
             for name, error in check(case, torch.device("cpu"), "triton").items():
                 assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_every_number_of_groups_that_share_keys(rows, layout, hopper):
+    """With tiles in which groups have no queries, whole and partial tiles of keys, and rows that are swept again."""
+    case = Case((500, 0, 130, 1), dtype=HALF, dropout=0.3, layout=layout, slack=200, spread=20.0)
+    with tuning.forced("hopper_shared", tuning.Tile(rows, 64, rows // 16, 2)):
+        for name, error in check(case, torch.device("cpu"), "triton").items():
+            assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
+    assert hopper[:2] == ["hopper_shared_kernel", "hopper_again_kernel"]
 
 
 @pytest.mark.parametrize(("threshold", "taken"), [(248, True), (249, False)])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lra.kernels.flash import hopper, tuning
 from lra.kernels.flash.hopper_forward import launch_hopper_forward
+from lra.kernels.flash.hopper_shared import launch_hopper_shared
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -99,7 +100,12 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     rounded once more. Rows past a length are left unwritten and never read.
     """
     if hopper.takes(problem, q, k, v):
-        return launch_hopper_forward(q, k, v, problem)
+        with torch.cuda.device_of(q):
+            shared = tuning.shared_forward(
+                q.dtype, q.shape[2], problem.threshold > 0, problem.pattern, problem.max_length,
+                q.shape[0] * q.shape[1], q.device,
+            )  # fmt: skip
+        return launch_hopper_shared(q, k, v, problem, shared) if shared else launch_hopper_forward(q, k, v, problem)
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)

@@ -76,6 +76,15 @@ def add_tile(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr = 1):
+    """COUNT barriers, each complete with so many arrivals, and the bytes that these announce."""
+    ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(ready.index(i), count=arrivals)
+    return ready
+
+
+@gluon.jit
 def keep_barriers(buffer):
     """Where they are done with: no other data may share the memory of these barriers before.
 

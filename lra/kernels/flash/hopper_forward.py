@@ -150,6 +150,32 @@ def sweep(
     return acc, sums, top
 
 
+@gluon.constexpr_function
+def most(dtype):
+    """A sum of weights up to it says that the first tile's maximum was right for its row.
+
+    No weight then is beyond its dtype, and in bf16 fp32 takes them times values up to 2^63.
+    """
+    return 2.0**15 if dtype == gl.float16 else 2.0**64
+
+
+@gluon.jit
+def store_result(
+    out_ptr, lse_ptr, acc, sums, offset, rows, first_row, start, length, owned, heads, head, total, threshold,
+    dtype: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The rows of the result, and their log-sum-exp in its two parts."""
+    sums = gl.maximum(gl.convert_layout(gl.sum(sums, 1), rows.type.layout), 1e-30)
+    norm = 1.0 / sums
+    if DROPOUT:
+        norm = norm * (256.0 / (256 - threshold))
+    lse_ptr += head.to(gl.int64) * total + start
+    gl.store(lse_ptr + rows, offset, mask=rows < length)
+    gl.store(lse_ptr + heads.to(gl.int64) * total + rows, gl.log2(sums), mask=rows < length)
+    acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout))[:, None]
+    store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
+
+
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr,
@@ -176,8 +202,6 @@ def hopper_forward_kernel(
     scores: gl.constexpr = product_layout(BLOCK_N, num_warps)
     outputs: gl.constexpr = product_layout(D, num_warps)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
-    # a sum up to it has no weight beyond its dtype, and in bf16 fp32 takes them times values up to 2^63
-    LIMIT: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**64
 
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
@@ -197,22 +221,16 @@ def hopper_forward_kernel(
             key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, False, num_warps,
         )  # fmt: skip
         largest = gl.where(rows < length, gl.convert_layout(gl.max(sums, 1), row_layout), 0.0)
-        if gl.max(largest, 0) > LIMIT:
+        if gl.max(largest, 0) > most(dtype):
             acc, sums, top = sweep(
                 q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
                 key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, True, num_warps,
             )  # fmt: skip
 
-    sums = gl.maximum(gl.convert_layout(gl.sum(sums, 1), row_layout), 1e-30)
-    norm = 1.0 / sums
-    if DROPOUT:
-        norm = norm * (256.0 / (256 - threshold))
-    lse_ptr += head.to(gl.int64) * total + start
-    gl.store(lse_ptr + rows, top * scale_log2, mask=rows < length)
-    gl.store(lse_ptr + heads.to(gl.int64) * total + rows, gl.log2(sums), mask=rows < length)
-
-    acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, outputs))[:, None]
-    store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
+    store_result(
+        out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head, total,
+        threshold, dtype, DROPOUT, num_warps,
+    )  # fmt: skip
     keep_barriers(q_ready)
 
 

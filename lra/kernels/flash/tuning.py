@@ -25,7 +25,11 @@ from lra import environment
 from lra.errors import UsageError
 from lra.kernels.flash.layout import Layout
 
-KERNELS = ("forward", "dkdv", "dq", "dkdv_dq", "hopper_forward", "hopper_backward", "hopper_specialized")
+KERNELS = (
+    "forward", "dkdv", "dq", "dkdv_dq",
+    "hopper_forward", "hopper_shared", "hopper_shared_short", "hopper_backward", "hopper_specialized",
+)  # fmt: skip
+SHORT = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
 DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
 HERE = Path(__file__).parent
 
@@ -35,7 +39,10 @@ TRUSTED_PTXAS = (13, 3)
 
 
 class Tile(NamedTuple):
-    """Tile of scores that a program works on at a time, and how. All are powers of two but the stages."""
+    """Tile of scores that a program works on at a time, and how.
+
+    All are powers of two but the stages, and the rows and warps of `hopper_shared`: 64 and 4 for each group.
+    """
 
     rows: int  # queries
     columns: int  # keys, a multiple of 16
@@ -111,6 +118,35 @@ def use_specialized(head_dim: int, dropout: bool, layout: Layout | None) -> bool
     return allowed and head_dim == 64 and not dropout and layout is None
 
 
+def may_share(head_dim: int, dropout: bool, length: int) -> bool:
+    """Whether sequences of this length may gain by `hopper_shared`."""
+    return head_dim != 64 or (dropout and length > SHORT)
+
+
+def shared_forward(
+    dtype: torch.dtype,
+    head_dim: int,
+    dropout: bool,
+    layout: Layout | None,
+    length: int,
+    rows: int,
+    device: torch.device,
+) -> str | None:
+    """Whose tiles the forward on Hopper has, if it is `hopper_shared`; else None.
+
+    It has fewer and larger tiles: of `rows`, those of all heads, there must be enough that no multiprocessor is without
+    one for long, and sequences of this length must fill theirs.
+    """
+    if forced := {name for name in _forced if name.startswith("hopper_shared")}:
+        return forced.pop()
+    if "hopper_forward" in _forced or layout is not None or not may_share(head_dim, dropout, length):
+        return None
+    name = "hopper_shared_short" if length <= SHORT else "hopper_shared"
+    own = tile(name, dtype, head_dim, dropout).rows
+    filled = 8 * own * math.ceil(length / own) <= 9 * length
+    return name if filled and rows >= 8 * own * multiprocessors(device) else None
+
+
 @contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
     """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
@@ -151,6 +187,8 @@ def default(kernel: str, dtype: torch.dtype, block_d: int) -> Tile:
         "dq": Tile(64, 64, 4 if narrow else 8, 2),
         "dkdv_dq": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
         "hopper_forward": Tile(64, 128, 4, 2) if narrow else Tile(64, 64, 4, 2),
+        "hopper_shared": Tile(192, 128, 12, 4 if block_d <= 32 else 3) if narrow else Tile(128, 64, 8, 3),
+        "hopper_shared_short": Tile(256, 64, 16, 6) if narrow else Tile(128, 64, 8, 3),
         "hopper_backward": Tile(64, 64, 4, 3) if narrow else Tile(64, 128, 8, 2),
         "hopper_specialized": Tile(64, 128, 4, 3),
     }[kernel]

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, keep_barriers, product_layout
+from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
     from_product,
     kept,
@@ -32,7 +32,6 @@ from lra.kernels.layers.rows import (
     load_rows,
     load_weight,
     multiply,
-    new_barriers,
     normalise,
     normalise_backward,
     of_features,

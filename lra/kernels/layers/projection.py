@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, keep_barriers, product_layout
+from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
     from_product,
     load_bias,
@@ -26,7 +26,6 @@ from lra.kernels.layers.rows import (
     load_rows,
     load_weight,
     multiply,
-    new_barriers,
     normalise,
     normalise_backward,
     of_features,

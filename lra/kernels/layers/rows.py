@@ -222,14 +222,6 @@ def own_tiles(rows, M: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr):
-    ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(ready.index(i), count=1)
-    return ready
-
-
-@gluon.jit
 def request_rows(desc, first, buffer, ready, wanted):
     """Start to copy the rows from `first` on to a tile of shared memory; past the last one are zeros."""
     BYTES: gl.constexpr = 4 if buffer.dtype == gl.float32 else 2  # of an element

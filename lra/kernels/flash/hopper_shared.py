@@ -1,0 +1,347 @@
+"""Forward for Hopper GPUs where every query sees every key: groups of warps that share what one more warp fetches.
+
+A program takes one tile of queries after another. Groups of four warps have 64 of them each, and compute as a program
+of hopper_forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
+or a quarter as often, and no group waits for the first ones.
+"""
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from lra.kernels.flash import tuning
+from lra.kernels.flash.hopper import (
+    barrier,
+    describe,
+    dropout_key,
+    following,
+    keep_barriers,
+    load_tile,
+    new_barriers,
+    product_layout,
+    sequence_tile,
+    zero_past,
+)
+from lra.kernels.flash.hopper_forward import dropped, fetch, most, store_result, thread_sums
+from lra.kernels.flash.hopper_forward import sweep as sweep_alone
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E
+
+GROUP = gl.constexpr(4)  # warps
+QUERIES = gl.constexpr(64)  # of a group
+BUFFERS = gl.constexpr(2)  # of queries
+FETCHING = gl.constexpr(24)  # registers of a thread that fetches
+NOTED = gl.constexpr(128)  # places for notes that a program looks at
+
+
+@gluon.constexpr_function
+def registers(groups):
+    """Of a thread that attends: what those that fetch leave. At the start all threads have as many, a multiple of 8."""
+    fours = groups + 1  # of warps
+    return (65536 // (128 * fours) // 8 * 8 * fours - FETCHING) // groups // 8 * 8
+
+
+@gluon.jit
+def fetch_tiles(descriptors, taken_ptr, tiles, sequences, memory, barriers):
+    """Tiles of queries that no program has taken yet, and the keys they see, as far ahead as there is room."""
+    q_desc, k_desc, v_desc = descriptors
+    q_smem, k_smem, v_smem, tile_smem = memory
+    q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed = barriers
+    start_ptr, length_ptr, heads, max_length, padded_length = sequences
+    GROUPS: gl.constexpr = q_smem.shape[0] // BUFFERS
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    D: gl.constexpr = k_smem.shape[2]
+    ROWS: gl.constexpr = GROUPS * QUERIES
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot, phase = 0, 1
+    buffer, q_phase = 0, 1
+    last_phase = 1
+    tile = gl.program_id(0)
+    while tile < tiles:
+        head, _b, start, length, owned, first_row = sequence_tile(
+            tile, start_ptr, length_ptr, max_length, padded_length, heads, ROWS
+        )
+        if first_row < owned:  # else it is empty
+            n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
+            column = head * D
+            mbarrier.wait(q_freed.index(buffer), q_phase)
+            tile_smem.index(buffer).store(gl.full([1], tile, gl.int32, layout))
+            barrier()
+            mbarrier.expect(q_ready.index(buffer), ROWS * D * 2, pred=n > 0)
+            mbarrier.arrive(q_ready.index(buffer), count=1, pred=n == 0)
+            for group in gl.static_range(GROUPS):
+                place = [start + first_row + group * QUERIES, column]
+                load_tile(q_desc, place, q_ready.index(buffer), q_smem.index(GROUPS * buffer + group), pred=n > 0)
+            for t in range(n):
+                # The last tile, which alone may be partial, comes first: a group's loop masks nothing.
+                first = gl.where(t == 0, n - 1, t - 1) * BLOCK_N
+                mbarrier.wait(k_freed.index(slot), phase)
+                fetch(k_desc, start + first, column, k_ready, k_smem, slot, True)
+                mbarrier.wait(v_freed.index(slot), phase)
+                if first + BLOCK_N > length:  # not ready before a group has blanked out what belongs to others
+                    mbarrier.wait(last_freed.index(0), last_phase)
+                    last_phase ^= 1
+                    mbarrier.expect(last_ready.index(0), BLOCK_N * D * 2)
+                    load_tile(v_desc, [start + first, column], last_ready.index(0), v_smem.index(slot))
+                else:
+                    fetch(v_desc, start + first, column, v_ready, v_smem, slot, True)
+                slot, phase = following(slot, phase, STAGES)
+            buffer, q_phase = following(buffer, q_phase, BUFFERS)
+        else:  # and so are this head's tiles after it
+            of_head = gl.cdiv(max_length, ROWS)
+            gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
+        tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    mbarrier.wait(q_freed.index(buffer), q_phase)
+    tile_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
+    barrier()
+    mbarrier.arrive(q_ready.index(buffer), count=1)
+
+
+@gluon.jit
+def next_tile(tile_smem, q_ready, buffer, phase):
+    """The tile of queries that is in this buffer now, or will be; -1 where there are no more."""
+    mbarrier.wait(q_ready.index(buffer), phase)
+    return gl.max(tile_smem.index(buffer).load(gl.BlockedLayout([1], [32], [GROUP], [0])), 0)
+
+
+@gluon.jit
+def sweep(
+    q_tile, q_freed, ring, last, slot, phase, last_phase, n, length, first_row, key, scale_log2, threshold,
+    INDEX: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """Over the n tiles of keys: the sums of weights times V, of weights, and each row's maximum in the first tile."""
+    k_smem, v_smem, k_ready, k_freed, v_ready, v_freed = ring
+    last_ready, last_freed = last
+    dtype: gl.constexpr = q_tile.dtype
+    D: gl.constexpr = q_tile.shape[1]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    scores: gl.constexpr = product_layout(BLOCK_N, GROUP)
+    outputs: gl.constexpr = product_layout(D, GROUP)
+    weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
+    nothing = gl.zeros([QUERIES, BLOCK_N], gl.float32, scores)
+    acc = gl.zeros([QUERIES, D], gl.float32, outputs)
+
+    first = (n - 1) * BLOCK_N
+    mbarrier.wait(k_ready.index(slot), phase)
+    s = warpgroup_mma(q_tile, k_smem.index(slot).permute((1, 0)), nothing, use_acc=False)
+    barrier()
+    mbarrier.arrive(k_freed.index(slot), count=1)
+    if first + BLOCK_N > length:
+        columns = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+        s = gl.where((columns < length)[None, :], s, float("-inf"))
+        if INDEX == 0:
+            mbarrier.wait(last_ready.index(0), last_phase)
+            last_phase ^= 1
+            zero_past(v_smem.index(slot), length - first, GROUP)
+            barrier()
+            mbarrier.arrive(last_freed.index(0), count=1)
+            mbarrier.arrive(v_ready.index(slot), count=1)
+    top = gl.max(s, 1)
+    p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+    sums = thread_sums(p32)
+    p = p32.to(dtype)
+    for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
+        next_slot, next_phase = following(slot, phase, STAGES)
+        mbarrier.wait(k_ready.index(next_slot), next_phase)
+        next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if DROPOUT:
+            p = dropped(p, key, first_row, first, threshold, GROUP)
+        p = gl.convert_layout(p, weights)
+        mbarrier.wait(v_ready.index(slot), phase)
+        out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[next_s])
+        barrier()
+        mbarrier.arrive(k_freed.index(next_slot), count=1)
+        p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+        sums += thread_sums(p32)
+        p_next = p32.to(dtype)
+        acc, _ = warpgroup_mma_wait(0, deps=[out, p])
+        barrier()
+        mbarrier.arrive(v_freed.index(slot), count=1)
+        p, first = p_next, (t - 1) * BLOCK_N
+        slot, phase = next_slot, next_phase
+    barrier()
+    mbarrier.arrive(q_freed, count=1)
+    if DROPOUT:
+        p = dropped(p, key, first_row, first, threshold, GROUP)
+    mbarrier.wait(v_ready.index(slot), phase)
+    acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
+    barrier()
+    mbarrier.arrive(v_freed.index(slot), count=1)
+    slot, phase = following(slot, phase, STAGES)
+    return acc, sums, top, slot, phase, last_phase
+
+
+@gluon.jit
+def pass_over(ring, slot, phase, n):
+    """Of a group without queries: leaves the n tiles of keys to the others."""
+    k_smem, _, k_ready, k_freed, v_ready, v_freed = ring
+    for _t in range(n):
+        mbarrier.wait(k_ready.index(slot), phase)
+        mbarrier.wait(v_ready.index(slot), phase)
+        barrier()
+        mbarrier.arrive(k_freed.index(slot), count=1)
+        mbarrier.arrive(v_freed.index(slot), count=1)
+        slot, phase = following(slot, phase, k_smem.shape[0])
+    return slot, phase
+
+
+@gluon.jit
+def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl.constexpr):
+    """Group INDEX of a program: its 64 queries of each tile."""
+    out_ptr, lse_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold = others
+    q_smem, k_smem, v_smem, tile_smem = memory
+    q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed = barriers
+    ring, last = (k_smem, v_smem, k_ready, k_freed, v_ready, v_freed), (last_ready, last_freed)
+    start_ptr, length_ptr, heads, max_length, padded_length = sequences
+    GROUPS: gl.constexpr = q_smem.shape[0] // BUFFERS
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    D: gl.constexpr = k_smem.shape[2]
+    dtype: gl.constexpr = q_smem.dtype
+    scores: gl.constexpr = product_layout(BLOCK_N, GROUP)
+    outputs: gl.constexpr = product_layout(D, GROUP)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores)
+    slot, phase = 0, 0
+    buffer, q_phase = 0, 0
+    last_phase = 0
+    tile = next_tile(tile_smem, q_ready, buffer, q_phase)
+    while tile >= 0:
+        head, b, start, length, owned, first_row = sequence_tile(
+            tile, start_ptr, length_ptr, max_length, padded_length, heads, GROUPS * QUERIES
+        )
+        n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
+        first_row += INDEX * QUERIES
+        key = dropout_key(gl.load(seed_ptr), gl.load(index_ptr + b), head) if DROPOUT else 0
+        top = gl.full([QUERIES], float("-inf"), gl.float32, row_layout)
+        sums = thread_sums(gl.zeros([QUERIES, BLOCK_N], gl.float32, scores))
+        acc = gl.zeros([QUERIES, D], gl.float32, outputs)
+        if first_row < length:
+            q_tile = q_smem.index(GROUPS * buffer + INDEX)
+            acc, sums, top, slot, phase, last_phase = sweep(
+                q_tile, q_freed.index(buffer), ring, last, slot, phase, last_phase, n, length, first_row,
+                key, scale_log2, threshold, INDEX, DROPOUT,
+            )  # fmt: skip
+        else:
+            barrier()
+            mbarrier.arrive(q_freed.index(buffer), count=1)
+            slot, phase = pass_over(ring, slot, phase, n)
+
+        real = first_row + gl.arange(0, QUERIES, gl.SliceLayout(1, sums.type.layout)) < length
+        place = gl.full([QUERIES, 4], GROUPS * tile + INDEX, gl.int32, sums.type.layout)
+        gl.store(again_ptr + place, 1, mask=(sums > most(dtype) / 4) & real[:, None])
+        rows = first_row + gl.arange(0, QUERIES, row_layout)
+        store_result(
+            out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head, total,
+            threshold, dtype, DROPOUT, GROUP,
+        )  # fmt: skip
+        buffer, q_phase = following(buffer, q_phase, BUFFERS)
+        tile = next_tile(tile_smem, q_ready, buffer, q_phase)
+
+
+@gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length", "threshold"])
+def hopper_shared_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr, taken_ptr,
+    tiles, heads, total, max_length, padded_length, scale_log2, threshold,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """`tiles` of queries are there in all; `taken_ptr` counts those that programs took beside their first, from zero.
+
+    `again_ptr`: `[tiles, GROUPS]`, zeros; ones where a group must sweep again.
+    """
+    gl.static_assert(num_warps == GROUP and GROUPS <= 4)
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [BUFFERS * GROUPS, QUERIES, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    tile_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ready, q_freed = new_barriers(BUFFERS), new_barriers(BUFFERS, GROUPS)
+    k_ready, k_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
+    v_ready, v_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
+
+    descriptors = (q_desc, k_desc, v_desc)
+    others = (out_ptr, lse_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold)
+    sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
+    memory = (q_smem, k_smem, v_smem, tile_smem)
+    last_ready, last_freed = new_barriers(1), new_barriers(1)
+    barriers = (q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed)
+    gl.warp_specialize(
+        [(attend, (others, sequences, memory, barriers, gl.constexpr(i), DROPOUT)) for i in (0, 1, 2, 3)[:GROUPS]]
+        + [(fetch_tiles, (descriptors, taken_ptr, tiles, sequences, memory, barriers))],
+        [GROUP for _ in (1, 2, 3)[: GROUPS - 1]] + [1],
+        [registers(GROUPS) for _ in (1, 2, 3)[: GROUPS - 1]] + [FETCHING],
+    )
+
+
+@gluon.jit(do_not_specialize=["count", "heads", "total", "max_length", "padded_length", "threshold"])
+def hopper_again_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr,
+    count, heads, total, max_length, padded_length, scale_log2, threshold,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """With the maximum of all scores: for what `hopper_shared_kernel` noted in `again_ptr`, `count` in all."""
+    begin = gl.program_id(0) * NOTED
+    i = begin + gl.arange(0, NOTED, gl.BlockedLayout([NOTED // (32 * GROUP)], [32], [GROUP], [0]))
+    if gl.max(gl.load(again_ptr + i, mask=i < count, other=0), 0) == 0:
+        return
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [1, QUERIES, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    q_ready = new_barriers(1)
+    phase = 0
+    for place in range(begin, gl.minimum(begin + NOTED, count)):
+        if gl.load(again_ptr + place) != 0:
+            head, b, start, length, owned, first_row = sequence_tile(
+                place // GROUPS, start_ptr, length_ptr, max_length, padded_length, heads, GROUPS * QUERIES
+            )
+            first_row += place % GROUPS * QUERIES
+            key = dropout_key(gl.load(seed_ptr), gl.load(index_ptr + b), head) if DROPOUT else 0
+            barrier()
+            fetch(q_desc, start + first_row, head * D, q_ready, q_smem, 0, True)
+            mbarrier.wait(q_ready.index(0), phase)
+            phase ^= 1
+            acc, sums, top = sweep_alone(
+                q_smem.index(0), k_desc, v_desc, k_smem, v_smem, start_ptr, gl.cdiv(length, BLOCK_N), start, length,
+                head, first_row, key, scale_log2, threshold, STAGES, False, DROPOUT, True, GROUP,
+            )  # fmt: skip
+            rows = first_row + gl.arange(0, QUERIES, top.type.layout)
+            store_result(
+                out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head,
+                total, threshold, dtype, DROPOUT, GROUP,
+            )  # fmt: skip
+    keep_barriers(q_ready)
+
+
+def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name: str) -> tuple[Tensor, Tensor]:
+    """As `forward.launch_forward`, where `tuning.shared_forward` says so, with the tile that has this name."""
+    total, heads, head_dim = q.shape
+    dropout = problem.threshold > 0
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
+        tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
+        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)
+        taken, again = state[:1], state[4:]
+        descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
+        sequences = problem.start, problem.length, problem.seed, problem.index
+        numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
+        constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=dropout, num_warps=GROUP.value)
+        hopper_shared_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
+            *descriptors, out, lse, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+        )
+        hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
+            *descriptors, out, lse, again, *sequences, len(again), *numbers, STAGES=2, **constants
+        )
+    return out, lse
