@@ -56,6 +56,25 @@ def tile_of(i, end, place, rows, start_ptr, length_ptr, M: gl.constexpr, PLACES:
     return first.to(gl.int64), gl.where(i < end, count, 0)
 
 
+@gluon.jit
+def half_of(ids, first, V: gl.constexpr, HALF: gl.constexpr):
+    """Which of the V rows of a table from `first` on they name, exact in 16 bits; -1 for others."""
+    i = ids.to(gl.int32) - first
+    return gl.where((i >= 0) & (i < V), i, -1).to(HALF)
+
+
+@gluon.constexpr_function
+def equal_assembly(dtype):
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"set.eq.{kind}.{kind} $0, $1, $2;"
+
+
+@gluon.jit
+def equal(a, b):
+    """One where two 16-bit floats are equal, else zero: two elements in an instruction."""
+    return gl.inline_asm_elementwise(equal_assembly(a.dtype), "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+
+
 @gluon.jit(do_not_specialize=["rows", "sequences", "parts", "site", "threshold"])
 def table_gradient_kernel(
     dy_ptr, ids_ptr, keys_ptr, start_ptr, length_ptr, sums_ptr, place_sums_ptr, rows, sequences, parts, site, threshold,
@@ -79,29 +98,35 @@ def table_gradient_kernel(
     if PLACES:
         place, first_tile, end, step = part % TILES * M, part // TILES, sequences, parts // TILES
 
-    m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    column = gl.arange(0, M, gl.SliceLayout(0, one_hot))
-    v = table * V + gl.arange(0, V, gl.SliceLayout(1, one_hot))
+    id_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    m, column = gl.arange(0, M, gl.SliceLayout(1, layout)), gl.arange(0, M, id_layout)
+    v = gl.arange(0, V, gl.SliceLayout(1, one_hot)).to(HALF)
     dy_smem = gl.allocate_shared_memory(HALF, [2, M, SIDE], gl.NVMMASharedLayout.get_default_for([M, SIDE], HALF))
+    ids_smem = gl.allocate_shared_memory(HALF, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     total = gl.zeros([V, SIDE], gl.float32, product)
     of_places = gl.zeros([M, SIDE], gl.float32, layout)
     first, count = tile_of(first_tile, end, place, rows, start_ptr, length_ptr, M, PLACES)
+    next_first, next_count = tile_of(first_tile + step, end, place, rows, start_ptr, length_ptr, M, PLACES)
+    ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
     keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
     dy = load_from(dy_ptr + feature, first, m < count, SIDE, D, layout, num_warps)
     slot = 0
     for i in range(first_tile, end, step):
-        ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
         dy = kept(dy, keys_M, site, feature, threshold, DROPOUT, num_warps, WIDE)
         if PLACES:
             of_places += dy
         dy_smem.index(slot).store(dy.to(HALF))
-        first, count = tile_of(i + step, end, place, rows, start_ptr, length_ptr, M, PLACES)
+        ids_smem.index(slot).store(half_of(ids, table * V, V, HALF))
+        first, count = next_first, next_count
         # the next, while this one is summed
+        next_first, next_count = tile_of(i + 2 * step, end, place, rows, start_ptr, length_ptr, M, PLACES)
+        ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
         keys_M = load_keys(keys_ptr, first, m < count, SIDE, DROPOUT, num_warps)
         dy = load_from(dy_ptr + feature, first, m < count, SIDE, D, layout, num_warps)
         fence_async_shared()
         barrier()  # and the last product has read the other slot
-        total = warpgroup_mma((v[:, None] == ids[None, :]).to(HALF), dy_smem.index(slot), total)
+        named = ids_smem.index(slot).load(gl.SliceLayout(0, one_hot))
+        total = warpgroup_mma(equal(v[:, None], named[None, :]), dy_smem.index(slot), total)
         slot = slot ^ 1
 
     d = feature + gl.arange(0, SIDE, gl.SliceLayout(0, product))
