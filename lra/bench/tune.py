@@ -24,11 +24,14 @@ NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4,
 WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))
 HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
 HOPPER_SHARED = (
+    (192, 128, 12, 2),
     (192, 128, 12, 3),
     (192, 128, 12, 4),
-    (192, 128, 12, 5),
+    (256, 64, 16, 4),
+    (256, 64, 16, 5),
     (256, 64, 16, 6),
     (128, 64, 8, 3),
+    (128, 64, 8, 4),
     (128, 128, 8, 2),
 )
 HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3))
@@ -42,7 +45,7 @@ SPILLING = {  # tiles a little faster on the GPU, for which one of the supported
     Key("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
 }
 
-HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 32  # what is timed
+HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 64  # what is timed
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def candidates(key: Key) -> list[Tile]:
         tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
     else:
         tiles = NARROW_BACKWARD if key.block_d <= 64 else WIDE_BACKWARD
-    first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d)
+    first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
     return [tile for tile in dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]) if tile != SPILLING.get(key)]
 
 

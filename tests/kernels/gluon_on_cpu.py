@@ -156,6 +156,10 @@ def score_gradient(kept: Tile, p: Tile, dp: Tile, minus_delta: Tile) -> Tile:
     return tile((kept.astype(np.float64) * dp + p * minus_delta).astype(p.dtype))
 
 
+def equal(a: Tile, b: Tile) -> Tile:
+    return tile((a == b).astype(a.dtype))
+
+
 def transpose_blocks(words: Tile) -> Tile:
     """8 rows of 4 words, each two elements of 16 bits, are a matrix."""
     rows, columns = words.shape
@@ -252,7 +256,7 @@ NAMES = {
     "mbarrier": Barriers, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
     "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
     "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward,
-    "score_gradient": score_gradient, "transpose_blocks": transpose_blocks,
+    "score_gradient": score_gradient, "transpose_blocks": transpose_blocks, "equal": equal,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from types import SimpleNamespace
@@ -58,15 +59,15 @@ def forward_tile(dtype=torch.bfloat16, block_d=64, dropout=False):
 
 
 def test_measured_here_comes_before_shipped_before_default(gpu):
-    default = tuning.default("forward", torch.bfloat16, 64)
+    default = tuning.default("forward", torch.bfloat16, 64, False)
     assert forward_tile() == default
     table(gpu.shipped, {KEY: Tile(16, 32, 4, 1), KEY._replace(dropout=True): Tile(16, 64, 4, 1)})
     assert forward_tile() == (16, 32, 4, 1)
     table(gpu.user, {KEY: Tile(32, 32, 4, 1)})
     assert forward_tile() == forward_tile(torch.float16) == (32, 32, 4, 1)
     assert forward_tile(dropout=True) == (16, 64, 4, 1)  # the user's table has no such row
-    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32)
-    assert forward_tile(torch.float32) == tuning.default("forward", torch.float32, 64)
+    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32, False)
+    assert forward_tile(torch.float32) == tuning.default("forward", torch.float32, 64, False)
 
 
 def test_tables_are_read_once(gpu, monkeypatch):
@@ -74,13 +75,13 @@ def test_tables_are_read_once(gpu, monkeypatch):
     forward_tile()
     monkeypatch.setattr(tuning, "read", lambda path: pytest.fail("a table is read at every launch"))
     assert forward_tile() == (16, 32, 4, 1)
-    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32)
+    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32, False)
 
 
 def test_other_gpus_do_not_take_a_shipped_table(gpu):
     table(gpu.shipped, {KEY: Tile(16, 32, 4, 1)})
     gpu.capability = (8, 0)
-    assert forward_tile() == tuning.default("forward", torch.bfloat16, 64)
+    assert forward_tile() == tuning.default("forward", torch.bfloat16, 64, False)
 
 
 @pytest.mark.parametrize("what", ["version", "sources"])
@@ -89,7 +90,7 @@ def test_an_outdated_table_is_named_and_not_used(gpu, what):
     table(gpu.user, {KEY: Tile(16, 32, 4, 1)}, **({"measured": versions} if what == "version" else {"sources": "0"}))
     reason = {"version": "with Triton 2.0, and this is", "sources": "kernels have changed"}[what]
     with pytest.warns(UserWarning, match=rf"NVIDIA-Test.json is not used: .*{reason}.*lra tune") as caught:
-        assert forward_tile() == tuning.default("forward", torch.bfloat16, 64)
+        assert forward_tile() == tuning.default("forward", torch.bfloat16, 64, False)
         forward_tile(dropout=True)
     assert len(caught) == 1
 
@@ -131,9 +132,9 @@ def test_the_shipped_tables_are_sound():
 
 
 def test_every_kernel_has_a_default():
-    for kernel in tuning.KERNELS:
+    for kernel, dropout in itertools.product(tuning.KERNELS, (False, True)):
         for block_d in (16, 32, 64, 128):
-            assert tuning.default(kernel, torch.bfloat16, block_d).columns % 16 == 0
+            assert tuning.default(kernel, torch.bfloat16, block_d, dropout).columns % 16 == 0
     assert [tuning.block_dim(d) for d in (1, 16, 17, 40, 64, 128)] == [16, 16, 32, 64, 64, 128]
 
 
@@ -208,7 +209,7 @@ def test_the_fastest_right_tile_is_kept(bench):
     trials: list[tuner.Trial] = []
     assert tuner.tune(FORWARD, trials.append) == bench.user
     tried = [trial.tile for trial in trials if not trial.fault.startswith("causal")]
-    assert tried == tuner.candidates(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64)
+    assert tried == tuner.candidates(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64, False)
     for trial in trials:
         if trial.tile.stages == 3:
             assert trial.fault == "RuntimeError: out of resource: shared memory"

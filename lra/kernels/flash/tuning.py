@@ -170,7 +170,7 @@ def block_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def default(kernel: str, dtype: torch.dtype, block_d: int) -> Tile:
+def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
     narrow, generation = block_d <= 64, capability()[0]
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
@@ -181,14 +181,15 @@ def default(kernel: str, dtype: torch.dtype, block_d: int) -> Tile:
         if kernel == "forward":
             return Tile(128, 32, 8, 2) if narrow else Tile(64, 64, 8, 2)
         return Tile(64, 32, 4, 2) if narrow else Tile(32, 64, 8, 2)
+    shared = Tile(128, 64, 8, 4) if not narrow else Tile(192, 128, 12, 3) if dropout else Tile(256, 64, 16, 5)
     return {
         "forward": Tile(128, 64, 8, 3 if narrow else 2),
         "dkdv": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
         "dq": Tile(64, 64, 4 if narrow else 8, 2),
         "dkdv_dq": Tile(64, 64, 4, 2) if narrow else Tile(32, 64, 8, 2),
         "hopper_forward": Tile(64, 128, 4, 2) if narrow else Tile(64, 64, 4, 2),
-        "hopper_shared": Tile(192, 128, 12, 4 if block_d <= 32 else 3) if narrow else Tile(128, 64, 8, 3),
-        "hopper_shared_short": Tile(256, 64, 16, 6) if narrow else Tile(128, 64, 8, 3),
+        "hopper_shared": shared,
+        "hopper_shared_short": Tile(256, 64, 16, 5) if narrow else shared,
         "hopper_backward": Tile(64, 64, 4, 3) if narrow else Tile(64, 128, 8, 2),
         "hopper_specialized": Tile(64, 128, 4, 3),
     }[kernel]
@@ -322,7 +323,8 @@ def _current_device() -> int | None:
 def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """`device` is the current one, here so that each has its own."""
     key = Key(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
-    return next((table.tiles[key] for table in _tables(device) if key in table.tiles), default(kernel, dtype, block_d))
+    known = (table.tiles[key] for table in _tables(device) if key in table.tiles)
+    return next(known, default(kernel, dtype, block_d, dropout))
 
 
 @functools.cache
