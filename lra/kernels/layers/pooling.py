@@ -25,12 +25,15 @@ def pool_kernel(x_ptr, start_ptr, length_ptr, sums_ptr, eps, D: tl.constexpr, M:
     b, d, m = tl.program_id(1), tl.arange(0, D), tl.arange(0, M)
     first, end = share_of(tl.load(length_ptr + b), M)
     x_ptr += tl.load(start_ptr + b).to(tl.int64) * D
-    total = tl.zeros([D], tl.float32)
+    total = tl.zeros([M, D], tl.float32)
+    x = tl.load(x_ptr + (first + m)[:, None] * D + d[None, :], mask=(first + m < end)[:, None], other=0.0)
     for row in range(first, end, M):
-        real = (row + m < end)[:, None]
-        unit, _ = normalised(tl.load(x_ptr + (row + m)[:, None] * D + d[None, :], mask=real, other=0.0), eps, D)
-        total += tl.sum(unit, 0)
-    tl.store(sums_ptr + (tl.program_id(0) * tl.num_programs(1) + b) * D + d, total)
+        after = row + M + m  # the next rows, while these are normalised
+        x_next = tl.load(x_ptr + after[:, None] * D + d[None, :], mask=(after < end)[:, None], other=0.0)
+        unit, _ = normalised(x, eps, D)
+        total += unit
+        x = x_next
+    tl.store(sums_ptr + (tl.program_id(0) * tl.num_programs(1) + b) * D + d, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["padded_length"])
