@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
+    first_row,
     from_product,
     kept,
     load_bias,
@@ -98,14 +99,12 @@ def forward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: 
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
     x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    ahead = step.to(gl.int64) * M
-    first = begin.to(gl.int64) * M
+    first = first_row(begin, tiles, rows, M)
     phase = 0
     request_rows(x_desc, first, x_tile, x_ready, first < rows)
     o_MD = load_rows(o_ptr, first, m < rows - first, D, D, num_warps)
     for tile in range(begin, tiles, step):
-        first = tile.to(gl.int64) * M
-        following = first + ahead
+        first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         prefetch_rows(o_ptr, following, rows, D, num_warps)
@@ -178,12 +177,11 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS:
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
     dy_tile, dy_ready = dy_tiles.index(INDEX), ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    ahead = step.to(gl.int64) * M
-    first = begin.to(gl.int64) * M
+    first = first_row(begin, tiles, rows, M)
     phase = 0
     request_rows(dy_desc, first, dy_tile, dy_ready, first < rows)
     for tile in range(begin, tiles, step):
-        first = tile.to(gl.int64) * M
+        first = first_row(tile, tiles, rows, M)
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
@@ -210,7 +208,7 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS:
         phase = phase ^ 1
         dz_MD += dy_tile.load(layout)
         barrier()
-        following = first + ahead
+        following = first_row(tile + step, tiles, rows, M)
         request_rows(dy_desc, following, dy_tile, dy_ready, following < rows)
         store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
         dout_MD = kept(dz_MD.to(half), keys_M, site, 0, threshold, DROPOUT, num_warps)

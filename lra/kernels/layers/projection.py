@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
+    first_row,
     from_product,
     load_bias,
     load_from,
@@ -90,13 +91,11 @@ def project_rows(arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.con
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
     x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    ahead = step.to(gl.int64) * M
-    first = begin.to(gl.int64) * M
+    first = first_row(begin, tiles, rows, M)
     phase = 0
     request_rows(x_desc, first, x_tile, x_ready, first < rows)
     for tile in range(begin, tiles, step):
-        first = tile.to(gl.int64) * M
-        following = first + ahead
+        first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
         x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
@@ -157,14 +156,12 @@ def project_backward_rows(
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    ahead = step.to(gl.int64) * M
-    first = begin.to(gl.int64) * M
+    first = first_row(begin, tiles, rows, M)
     phase = 0
     for part in gl.static_range(3):
         request_rows(descs[part], first, buffers.index(3 * INDEX + part), ready.index(3 * INDEX + part), first < rows)
     for tile in range(begin, tiles, step):
-        first = tile.to(gl.int64) * M
-        following = first + ahead
+        first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)

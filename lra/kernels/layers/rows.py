@@ -222,6 +222,15 @@ def own_tiles(rows, M: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def first_row(tile, tiles, rows, M: gl.constexpr):
+    """Where a tile begins; at `rows` if there is none of this number. The last one is number 0.
+
+    Where the pass before went up, as attention does, its last rows are in the L2 cache, and are read from there.
+    """
+    return gl.where(tile < tiles, (tiles - 1 - tile).to(gl.int64) * M, rows)
+
+
+@gluon.jit
 def request_rows(desc, first, buffer, ready, wanted):
     """Start to copy the rows from `first` on to a tile of shared memory; past the last one are zeros."""
     BYTES: gl.constexpr = 4 if buffer.dtype == gl.float32 else 2  # of an element
