@@ -227,7 +227,7 @@ def first_row(tile, tiles, rows, M: gl.constexpr):
 
     Where the pass before went up, as attention does, its last rows are in the L2 cache, and are read from there.
     """
-    return gl.where(tile < tiles, (tiles - 1 - tile).to(gl.int64) * M, rows)
+    return gl.where(tile < tiles, (tiles - 1 - tile) * M, rows).to(gl.int64)
 
 
 @gluon.jit
