@@ -190,6 +190,37 @@ def following(slot, phase, STAGES: gl.constexpr):
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
+# Programs that stay: one warp, or four, take tiles of rows and put their numbers in a ring of buffers; the others do
+# what is in it. `taken_ptr` counts what was taken beside the first of each program.
+
+
+@gluon.jit
+def take_tile(taken_ptr):
+    """A tile that no program has taken; past the last one where there are no more."""
+    return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def leave_head(taken_ptr, tile, max_length, ROWS: gl.constexpr):
+    """Where a tile is empty, so are its head's tiles behind it: nobody need take them."""
+    of_head = gl.cdiv(max_length, ROWS)
+    gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
+
+
+@gluon.jit
+def pass_on(tile, buffer, num_warps: gl.constexpr):
+    """Put a tile's number into its buffer, -1 where there are no more."""
+    buffer.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
+    barrier()
+
+
+@gluon.jit
+def next_tile(buffers, ready, buffer, phase, num_warps: gl.constexpr):
+    """The tile that is in this buffer now, or will be; -1 where there are no more."""
+    mbarrier.wait(ready.index(buffer), phase)
+    return gl.max(buffers.index(buffer).load(gl.BlockedLayout([1], [32], [num_warps], [0])), 0)
+
+
 @gluon.constexpr_function
 def draw_layout(rows, columns, row_warps, column_warps):
     """Layout of the draws `[rows, columns]` of a tile of scores: lane % 4 is the column, lane / 4 the row."""

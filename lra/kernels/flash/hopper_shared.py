@@ -23,10 +23,14 @@ from lra.kernels.flash.hopper import (
     dropout_key,
     following,
     keep_barriers,
+    leave_head,
     load_tile,
     new_barriers,
+    next_tile,
+    pass_on,
     product_layout,
     sequence_tile,
+    take_tile,
     zero_past,
 )
 from lra.kernels.flash.hopper_forward import dropped, fetch, most, store_result, thread_sums
@@ -60,7 +64,6 @@ def fetch_tiles(descriptors, taken_ptr, tiles, sequences, memory, barriers):
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     D: gl.constexpr = k_smem.shape[2]
     ROWS: gl.constexpr = GROUPS * QUERIES
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot, phase = 0, 1
     buffer, q_phase = 0, 1
     last_phase = 1
@@ -73,8 +76,7 @@ def fetch_tiles(descriptors, taken_ptr, tiles, sequences, memory, barriers):
             n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
             column = head * D
             mbarrier.wait(q_freed.index(buffer), q_phase)
-            tile_smem.index(buffer).store(gl.full([1], tile, gl.int32, layout))
-            barrier()
+            pass_on(tile, tile_smem.index(buffer), 1)
             mbarrier.expect(q_ready.index(buffer), ROWS * D * 2, pred=n > 0)
             mbarrier.arrive(q_ready.index(buffer), count=1, pred=n == 0)
             for group in gl.static_range(GROUPS):
@@ -95,21 +97,12 @@ def fetch_tiles(descriptors, taken_ptr, tiles, sequences, memory, barriers):
                     fetch(v_desc, start + first, column, v_ready, v_smem, slot, True)
                 slot, phase = following(slot, phase, STAGES)
             buffer, q_phase = following(buffer, q_phase, BUFFERS)
-        else:  # and so are this head's tiles after it
-            of_head = gl.cdiv(max_length, ROWS)
-            gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
-        tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+        else:
+            leave_head(taken_ptr, tile, max_length, ROWS)
+        tile = take_tile(taken_ptr)
     mbarrier.wait(q_freed.index(buffer), q_phase)
-    tile_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
-    barrier()
+    pass_on(-1, tile_smem.index(buffer), 1)
     mbarrier.arrive(q_ready.index(buffer), count=1)
-
-
-@gluon.jit
-def next_tile(tile_smem, q_ready, buffer, phase):
-    """The tile of queries that is in this buffer now, or will be; -1 where there are no more."""
-    mbarrier.wait(q_ready.index(buffer), phase)
-    return gl.max(tile_smem.index(buffer).load(gl.BlockedLayout([1], [32], [GROUP], [0])), 0)
 
 
 @gluon.jit
@@ -213,7 +206,7 @@ def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl
     slot, phase = 0, 0
     buffer, q_phase = 0, 0
     last_phase = 0
-    tile = next_tile(tile_smem, q_ready, buffer, q_phase)
+    tile = next_tile(tile_smem, q_ready, buffer, q_phase, GROUP)
     while tile >= 0:
         head, b, start, length, owned, first_row = sequence_tile(
             tile, start_ptr, length_ptr, max_length, padded_length, heads, GROUPS * QUERIES
@@ -244,7 +237,7 @@ def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl
             threshold, dtype, DROPOUT, GROUP,
         )  # fmt: skip
         buffer, q_phase = following(buffer, q_phase, BUFFERS)
-        tile = next_tile(tile_smem, q_ready, buffer, q_phase)
+        tile = next_tile(tile_smem, q_ready, buffer, q_phase, GROUP)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length", "threshold"])

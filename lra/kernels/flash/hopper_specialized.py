@@ -25,8 +25,11 @@ from lra.kernels.flash.hopper import (
     add_tile,
     barrier,
     following,
+    leave_head,
     load_statistics,
     load_tile,
+    next_tile,
+    pass_on,
     place_of,
     product_layout,
     score_gradient,
@@ -34,6 +37,7 @@ from lra.kernels.flash.hopper import (
     shift_of,
     store_accumulator,
     store_tile,
+    take_tile,
     zero_past,
 )
 
@@ -47,13 +51,6 @@ def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     return n, shift_of(first_column, n, max_length, BLOCK_N)
-
-
-@gluon.jit
-def next_tile(next_smem, kv_ready, buffer, phase):
-    """The tile of keys that is in this buffer now, or will be; -1 where there are no more."""
-    mbarrier.wait(kv_ready.index(buffer), phase)
-    return gl.max(next_smem.index(buffer).load(gl.BlockedLayout([1], [32], [GROUP], [0])), 0)
 
 
 @gluon.jit
@@ -80,8 +77,7 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, s
             n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(kv_freed.index(buffer), kv_phase)
-            next_smem.index(buffer).store(gl.full([1], tile, gl.int32, layout))
-            barrier()
+            pass_on(tile, next_smem.index(buffer), GROUP)
             mbarrier.expect(kv_ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
             mbarrier.arrive(kv_ready.index(buffer), count=1, pred=n == 0)
             for half in gl.static_range(HALVES):
@@ -113,13 +109,11 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, s
                 mbarrier.arrive(stats_ready.index(slot), count=1)
                 slot, phase = following(slot, phase, STAGES)
             buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        else:  # and so are this head's tiles after it
-            of_head = gl.cdiv(max_length, BLOCK_N)
-            gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
-        tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+        else:
+            leave_head(taken_ptr, tile, max_length, BLOCK_N)
+        tile = take_tile(taken_ptr)
     mbarrier.wait(kv_freed.index(buffer), kv_phase)
-    next_smem.index(buffer).store(gl.full([1], -1, gl.int32, layout))
-    barrier()
+    pass_on(-1, next_smem.index(buffer), GROUP)
     mbarrier.arrive(kv_ready.index(buffer), count=1)
 
 
@@ -143,7 +137,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+    tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
     while tile >= 0:
         head, _b, start, length, owned, first_column = sequence_tile(
             tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
@@ -195,7 +189,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
         store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, GROUP)
         store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, GROUP)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+        tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
 
 
 @gluon.jit
@@ -210,7 +204,7 @@ def share_queries(dq_desc, sequences, memory, barriers):
     no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+    tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
     while tile >= 0:
         head, _b, start, length, _owned, first_column = sequence_tile(
             tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
@@ -236,7 +230,7 @@ def share_queries(dq_desc, sequences, memory, barriers):
         barrier()
         mbarrier.arrive(kv_freed.index(buffer), count=1)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(next_smem, kv_ready, buffer, kv_phase)
+        tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
     tma.store_wait(0)
 
 
