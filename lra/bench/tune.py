@@ -24,16 +24,11 @@ NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4,
 WIDE_BACKWARD = ((64, 64, 8, 2), (64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2))
 HOPPER_FORWARD = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2))
 HOPPER_SHARED = (
-    (192, 128, 12, 2),
-    (192, 128, 12, 3),
-    (192, 128, 12, 4),
-    (256, 64, 16, 4),
-    (256, 64, 16, 5),
-    (256, 64, 16, 6),
-    (128, 64, 8, 3),
-    (128, 64, 8, 4),
-    (128, 128, 8, 2),
+    *((192, 128, 12, stages) for stages in (2, 3, 4)),
+    *((256, 64, 16, stages) for stages in (4, 5, 6)),
+    (128, 128, 8, 3),
 )
+WIDE_HOPPER_SHARED = ((128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2))
 HOPPER_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 3))
 WIDE_HOPPER_BACKWARD = (*HOPPER_BACKWARD, (64, 128, 8, 2), (64, 128, 8, 3))
 HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
@@ -160,10 +155,11 @@ def candidates(key: Key) -> list[Tile]:
     if key.dtype == "float32":
         tiles = FLOAT32
     elif key.kernel.startswith("hopper_"):
+        shared = HOPPER_SHARED if key.block_d <= 64 else WIDE_HOPPER_SHARED
         tiles = {
             "hopper_forward": HOPPER_FORWARD,
-            "hopper_shared": HOPPER_SHARED,
-            "hopper_shared_short": HOPPER_SHARED,
+            "hopper_shared": shared,
+            "hopper_shared_short": shared,
             "hopper_backward": HOPPER_BACKWARD if key.block_d < 64 else WIDE_HOPPER_BACKWARD,
             "hopper_specialized": HOPPER_SPECIALIZED,
         }[key.kernel]
