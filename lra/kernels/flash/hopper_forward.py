@@ -51,6 +51,19 @@ def fetch(descriptor, row, column, ready, buffer, slot, wanted):
 
 
 @gluon.jit
+def hide_past(s, first_column, length):
+    """The scores of the tile that begins there, minus infinity for keys past the length."""
+    columns = first_column + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    return gl.where((columns < length)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def weigh(s, offset, scale_log2):
+    """Weights of scores whose rows have these offsets, in fp32."""
+    return gl.exp2(s * scale_log2 - (offset * scale_log2)[:, None])
+
+
+@gluon.jit
 def thread_sums(p):
     """`[M, 4]`, what each of the four threads that share a row of scores has of its sum: no shuffle until the end."""
     return gl.sum(gl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 4, 2), 3), 1)
@@ -104,10 +117,9 @@ def sweep(
     fetch(k_desc, v_row, column, k_ready, k_smem, 0, n > STAGES)
     partial = last + BLOCK_N > length
     if partial:
-        columns = last + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-        s = gl.where((columns < length)[None, :], s, float("-inf"))
+        s = hide_past(s, last, length)
     top = gl.max(s, 1)
-    p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+    p32 = weigh(s, top, scale_log2)
     sums = thread_sums(p32)
     p = p32.to(dtype)
     mbarrier.wait(v_ready.index(0), 0)
@@ -132,7 +144,7 @@ def sweep(
             shrink = gl.exp2((top - new_top) * scale_log2)
             sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
             top = new_top
-        p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+        p32 = weigh(s, top, scale_log2)
         sums += thread_sums(p32)
         p_next = p32.to(dtype)
         acc, _ = warpgroup_mma_wait(0, deps=[out, p])

@@ -33,7 +33,7 @@ from lra.kernels.flash.hopper import (
     take_tile,
     zero_past,
 )
-from lra.kernels.flash.hopper_forward import dropped, fetch, most, store_result, thread_sums
+from lra.kernels.flash.hopper_forward import dropped, fetch, hide_past, most, store_result, thread_sums, weigh
 from lra.kernels.flash.hopper_forward import sweep as sweep_alone
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
@@ -129,8 +129,7 @@ def sweep(
     barrier()
     mbarrier.arrive(k_freed.index(slot), count=1)
     if first + BLOCK_N > length:
-        columns = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-        s = gl.where((columns < length)[None, :], s, float("-inf"))
+        s = hide_past(s, first, length)
         if INDEX == 0:
             mbarrier.wait(last_ready.index(0), last_phase)
             last_phase ^= 1
@@ -139,7 +138,7 @@ def sweep(
             mbarrier.arrive(last_freed.index(0), count=1)
             mbarrier.arrive(v_ready.index(slot), count=1)
     top = gl.max(s, 1)
-    p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+    p32 = weigh(s, top, scale_log2)
     sums = thread_sums(p32)
     p = p32.to(dtype)
     for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
@@ -154,7 +153,7 @@ def sweep(
         s = warpgroup_mma_wait(1, deps=[next_s])
         barrier()
         mbarrier.arrive(k_freed.index(next_slot), count=1)
-        p32 = gl.exp2(s * scale_log2 - (top * scale_log2)[:, None])
+        p32 = weigh(s, top, scale_log2)
         sums += thread_sums(p32)
         p_next = p32.to(dtype)
         acc, _ = warpgroup_mma_wait(0, deps=[out, p])
@@ -260,12 +259,12 @@ def hopper_shared_kernel(
     q_ready, q_freed = new_barriers(BUFFERS), new_barriers(BUFFERS, GROUPS)
     k_ready, k_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
     v_ready, v_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
+    last_ready, last_freed = new_barriers(1), new_barriers(1)
 
     descriptors = (q_desc, k_desc, v_desc)
     others = (out_ptr, lse_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold)
     sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
     memory = (q_smem, k_smem, v_smem, tile_smem)
-    last_ready, last_freed = new_barriers(1), new_barriers(1)
     barriers = (q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed)
     gl.warp_specialize(
         [(attend, (others, sequences, memory, barriers, gl.constexpr(i), DROPOUT)) for i in (0, 1, 2, 3)[:GROUPS]]
