@@ -37,6 +37,7 @@ from lra.kernels.flash.hopper import (
     keep_barriers,
     load_statistics,
     load_tile,
+    new_barriers,
     place_of,
     product_layout,
     score_gradient,
@@ -149,11 +150,7 @@ def hopper_backward_kernel(
         dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     )
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], dq_desc.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+    k_ready, ready = new_barriers(1), new_barriers(STAGES)
 
     column = head * D
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)

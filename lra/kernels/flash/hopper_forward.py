@@ -31,6 +31,7 @@ from lra.kernels.flash.hopper import (
     following,
     keep_barriers,
     load_tile,
+    new_barriers,
     product_layout,
     sequence_tile,
     store_tile,
@@ -218,8 +219,7 @@ def hopper_forward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready.index(0), count=1)
+    q_ready = new_barriers(1)
 
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
