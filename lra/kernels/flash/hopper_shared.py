@@ -324,7 +324,7 @@ def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name
     with torch.cuda.device_of(q):
         rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
         tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
-        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)
+        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
         taken, again = state[:1], state[4:]
         descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
         sequences = problem.start, problem.length, problem.seed, problem.index
