@@ -1,11 +1,12 @@
 """Compares the flash kernels with their reference on random cases on a GPU, and records every error.
 
-    python benchmarks/exactness.py [--cases 200] [--workers 8] [--out benchmarks/results/flash-exactness.json]
-    python benchmarks/exactness.py --sparse [--cases 500]      # block-sparse attention with random layouts
+    python benchmarks/exactness.py [KIND] [--cases 200] [--workers 8] [--out benchmarks/results/KIND-exactness.json]
 
-Several GPUs share the cases. Case `i` is drawn from seed `i`, its dtype in turn from DTYPES. Its result and three
-gradients are compared in float64 with the budget of lra.kernels.testing; a ratio is error / budget, so that 1 is the
-limit. Exit code 1 if any case is over budget or fails, 2 without a GPU.
+KIND: `flash`; `shared-keys`, what the kernels for Hopper take, by the forward whose groups of warps share keys, for
+which the other cases have too few rows; or `block-sparse`, with random layouts. Several GPUs share the cases. Case `i`
+is drawn from seed `i`, its dtype in turn from those of KINDS. Its result and three gradients are compared in float64
+with the budget of lra.kernels.testing; a ratio is error / budget, so that 1 is the limit. Exit code 1 if any case is
+over budget or fails, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import math
 import multiprocessing
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,16 @@ import torch
 
 from lra import environment
 from lra.kernels.flash import tuning
-from lra.kernels.testing import NAMES, Case, check, random_case, random_sparse_case
+from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
 from lra.training.run import write as replace_file
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHARED = "shared-keys"
+KINDS = {
+    "flash": (random_case, DTYPES),
+    SHARED: (random_hopper_case, DTYPES[1:]),
+    "block-sparse": (random_sparse_case, DTYPES),
+}
 MAX_LENGTH = 2048
 
 
@@ -47,19 +55,28 @@ class Outcome:
         return self.error is None and all(ratio is not None and ratio <= 1 for ratio in self.ratios)
 
 
-def draw(
-    number: int, dtypes: Sequence[torch.dtype] = DTYPES, max_length: int = MAX_LENGTH, sparse: bool = False
-) -> Case:
-    make = random_sparse_case if sparse else random_case
+def draw(number: int, kind: str = "flash", max_length: int = MAX_LENGTH) -> Case:
+    make, dtypes = KINDS[kind]
     return make(random.Random(number), (dtypes[number % len(dtypes)],), max_length)
 
 
-def measure(number: int, case: Case, device: str = "cuda") -> Outcome:
+@contextmanager
+def sharing_keys(case: Case) -> Iterator[None]:
+    """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
+    kernel = "hopper_shared_short" if case.max_length <= tuning.SHORT else "hopper_shared"
+    with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
+        yield
+    if kernel not in launched:
+        raise RuntimeError(f"{kernel} did not run")
+
+
+def measure(number: int, case: Case, kind: str = "flash", device: str = "cuda") -> Outcome:
     """Runs one case. A failure is an outcome, too: no case is left out."""
     try:
         if device == "cuda":
             torch.cuda.set_device(number % torch.cuda.device_count())
-        errors = check(case, device, "triton")
+        with sharing_keys(case) if kind == SHARED else nullcontext():
+            errors = check(case, device, "triton")
     except Exception as error:  # whatever a compiler or a driver raises
         return _failure(number, case, error)
     finally:
@@ -68,11 +85,11 @@ def measure(number: int, case: Case, device: str = "cuda") -> Outcome:
     return Outcome(number, case, tuple(_ratio(errors[name].error, errors[name].budget) for name in NAMES))
 
 
-def survey(cases: Sequence[Case], workers: int, device: str = "cuda") -> list[Outcome]:
+def survey(cases: Sequence[Case], workers: int, kind: str) -> list[Outcome]:
     """All outcomes, in order. Several processes, since most of the time goes into compiling kernels."""
     outcomes = []
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(measure, number, case, device) for number, case in enumerate(cases)]
+        futures = [pool.submit(measure, number, case, kind) for number, case in enumerate(cases)]
         for number, (case, future) in enumerate(zip(cases, futures, strict=True)):
             try:
                 outcomes.append(future.result())
@@ -130,13 +147,12 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare the flash kernels with their reference on a GPU.")
+    parser.add_argument("kind", nargs="?", default="flash", choices=KINDS)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--sparse", action="store_true", help="block-sparse attention")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
-    name = "block-sparse" if given.sparse else "flash"
-    out = given.out or Path(__file__).parent / "results" / f"{name}-exactness.json"
+    out = given.out or Path(__file__).parent / "results" / f"{given.kind}-exactness.json"
     if min(given.cases, given.workers) < 1:
         parser.error("--cases and --workers must be at least 1")
     if not torch.cuda.is_available():
@@ -145,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made_with = environment.describe()
     ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
-    cases = [draw(number, sparse=given.sparse) for number in range(given.cases)]
-    result |= summarise(survey(cases, given.workers))
+    cases = [draw(number, given.kind) for number in range(given.cases)]
+    result |= summarise(survey(cases, given.workers, given.kind))
     write(result, out)
     print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {out}")
     print(table(result))

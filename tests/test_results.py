@@ -264,13 +264,15 @@ def test_exactness_leaves_no_case_out(script, tmp_path):
     tables, exactness = script("kernel_tables"), script("exactness")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = Case((20, 0), dtype=torch.float16, head_dim=16, dropout=0.1)
-    outcomes = [exactness.measure(number, one, device) for number, one in enumerate([case, Case((9,), head_dim=200)])]
+    wide, causal = Case((9,), head_dim=200), dataclasses.replace(case, causal=True)
+    outcomes = [exactness.measure(number, one, device=device) for number, one in enumerate([case, wide])]
     result = {"environment": {"gpu": "GPU", "date": "2026-01-02", "versions": {"torch": "2", "triton": "3"}}}
     result |= {"ptxas": None} | exactness.summarise(outcomes)
     assert [failure["number"] for failure in result["failures"]] == [1]
     assert "head dimensions up to 128" in result["failures"][0]["error"]
     assert all(0 < result["ratios"][name][0] <= 1 and result["ratios"][name][1] is None for name in result["ratios"])
     assert result["dtypes"]["float32"]["worst"]["out"] is None
+    assert "hopper_shared_short did not run" in exactness.measure(0, causal, "shared-keys", device).error
 
     exactness.write(result, tmp_path / "flash-exactness.json")
     table = tables.exactness(tmp_path)

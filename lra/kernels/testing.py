@@ -93,6 +93,13 @@ def random_case(
     )
 
 
+def random_hopper_case(rng: random.Random, *choices: Any) -> Case:
+    """As `random_case`, of what Hopper's kernels take; in every third many sequences, or scores that lie far apart."""
+    case = random_case(rng, *choices, head_dims=(32, 64, 128))
+    lengths, spread = case.lengths * rng.choice((1, 1, 8)), rng.choice((case.spread, case.spread, 60.0))
+    return replace(case, lengths=lengths, spread=spread, strides="fused", causal=False, deterministic=False)
+
+
 BLOCKS = ((16, 256), (256, 16), (32, 32), (64, 64), (128, 128), (64, 128), (128, 64), (128, 32))
 
 
