@@ -96,7 +96,7 @@ def random_case(
 def random_hopper_case(rng: random.Random, *choices: Any) -> Case:
     """As `random_case`, of what Hopper's kernels take; in every third many sequences, or scores that lie far apart."""
     case = random_case(rng, *choices, head_dims=(32, 64, 128))
-    lengths, spread = case.lengths * rng.choice((1, 1, 8)), rng.choice((case.spread, case.spread, 60.0))
+    lengths, spread = case.lengths * rng.choice((1, 1, 4)), rng.choice((case.spread, case.spread, 60.0))
     return replace(case, lengths=lengths, spread=spread, strides="fused", causal=False, deterministic=False)
 
 
