@@ -16,7 +16,7 @@ from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.api import softmax_attention
-from lra.kernels.testing import Case, Inputs, check, compare, random_case, run
+from lra.kernels.testing import Case, Inputs, check, compare, random_case, random_hopper_case, run
 
 pytestmark = pytest.mark.gpu
 
@@ -34,12 +34,12 @@ def test_random_cases(seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_cases_for_specialised_warps(seed):
-    """Few of the others are: head dimension 64, no dropout, no mask, rows that TMA can read."""
+@pytest.mark.parametrize("fields", [{}, {"head_dim": 64, "dropout": 0.0}], ids=["all", "specialised warps"])
+def test_random_cases_for_hopper(fields, seed):
+    """Few of the others are what its kernels take."""
     rng = random.Random(seed)
-    cases = (random_case(rng, (torch.bfloat16, torch.float16), head_dims=(64,)) for _ in range(25))
-    more = dict(dropout=0.0, causal=False, deterministic=False)
-    check_all(dataclasses.replace(case, strides=rng.choice(("contiguous", "fused")), **more) for case in cases)
+    cases = (random_hopper_case(rng, (torch.bfloat16, torch.float16)) for _ in range(25))
+    check_all(dataclasses.replace(case, **fields) for case in cases)
 
 
 def check_all(cases: Iterable[Case]) -> None:

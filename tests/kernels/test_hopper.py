@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tuning
-from lra.kernels.testing import Case, check
+from lra.kernels.testing import Case, check, make_inputs, run
 from tests.kernels.gluon_on_cpu import Emulated
 
 HALF = torch.float16
@@ -58,6 +59,23 @@ def test_within_budget(case, hopper):
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
     specialized = case.head_dim == 64 and not case.dropout and not case.sparse
     assert hopper == ["hopper_forward_kernel", f"hopper_{'specialized' if specialized else 'backward'}_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dropout", "layout"),
+    [(32, 0.1, "packed"), (64, 0.1, "padded"), (64, 0.0, "packed"), (128, 0.1, "packed")],
+)
+def test_the_score_of_a_key_alone_has_no_gradient(head_dim, dropout, layout, hopper):
+    """Exactly 0: what rounding the result of dropout leaves of dP may be more than a long sequence's budget."""
+    lengths = (1, 1, 150, 1)
+    case = Case(lengths, heads=4, head_dim=head_dim, dtype=HALF, dropout=dropout, layout=layout)
+    inputs = make_inputs(case, "cpu")
+    options = {**inputs.sequences, "dropout": dropout, "seed": inputs.seed, "max_length": 150, "impl": "triton"}
+    _, dq, dk, dv = run(flash_attention, inputs, HALF, **options)
+    for first, length in zip(inputs.sequences["start"].tolist(), lengths, strict=True):
+        zero = length == 1
+        assert [bool(g[first : first + length].any()) for g in (dq, dk, dv)] == [not zero, not zero, True]
+    assert hopper[-1] == ("hopper_backward_kernel" if dropout else "hopper_specialized_kernel")
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -165,6 +165,12 @@ def zero_past(tile, count, num_warps: gl.constexpr):
 
 
 @gluon.jit
+def scored_keys(length):
+    """How many keys of a sequence have scores with a gradient. The weight of one alone is 1 whatever its score."""
+    return gl.where(length == 1, 0, length)
+
+
+@gluon.jit
 def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr):
     """Store the rows from `first` on that the sequence owns; those past its length become zeros."""
     D: gl.constexpr = tile.shape[1]

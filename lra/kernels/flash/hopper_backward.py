@@ -41,6 +41,7 @@ from lra.kernels.flash.hopper import (
     place_of,
     product_layout,
     score_gradient,
+    scored_keys,
     sequence_tile,
     shift_of,
     spread_backward,
@@ -153,6 +154,7 @@ def hopper_backward_kernel(
     k_ready, ready = new_barriers(1), new_barriers(STAGES)
 
     column = head * D
+    scored = scored_keys(length)
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
     dv = gl.zeros([BLOCK_N, D], gl.float32, sums)
     if n > 0:
@@ -219,7 +221,7 @@ def hopper_backward_kernel(
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
-                zero_past(ds_smem, length - first_column, num_warps)
+                zero_past(ds_smem, scored - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
             mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
@@ -257,7 +259,7 @@ def hopper_backward_kernel(
             first_row, next_row = next_row, after_row
         tma.store_wait(0)
 
-    store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, num_warps)
+    store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
     store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
     keep_barriers(k_ready)
     keep_barriers(ready)

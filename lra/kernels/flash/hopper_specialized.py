@@ -33,6 +33,7 @@ from lra.kernels.flash.hopper import (
     place_of,
     product_layout,
     score_gradient,
+    scored_keys,
     sequence_tile,
     shift_of,
     store_accumulator,
@@ -144,7 +145,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
         )
         n, _shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
         first_column += HALF * KEYS
-        partial = first_column + KEYS > length
+        partial, scored = first_column + KEYS > length, scored_keys(length)
         mbarrier.wait(q_ready.index(slot), phase, pred=n > 0)
         mbarrier.wait(stats_ready.index(slot), phase, pred=n > 0)
         # in registers, which leaves shared memory's bandwidth to the other operand
@@ -168,7 +169,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
             mbarrier.wait(ds_freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
             if partial:
-                zero_past(ds_tile, length - first_column, GROUP)
+                zero_past(ds_tile, scored - first_column, GROUP)
             fence_async_shared()
             barrier()
             mbarrier.arrive(ds_ready.index(ds_buffer), count=1)
@@ -186,7 +187,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
             ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(kv_freed.index(buffer), count=1)
-        store_tile(dk_ptr, dk * scale, first_column, start, length, owned, heads, head, dtype, GROUP)
+        store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, GROUP)
         store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, GROUP)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
         tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
