@@ -63,7 +63,7 @@ def draw(number: int, kind: str = "flash", max_length: int = MAX_LENGTH) -> Case
 @contextmanager
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
-    kernel = "hopper_shared_short" if case.max_length <= tuning.SHORT else "hopper_shared"
+    kernel = tuning.shared_kernel(case.max_length)
     with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:
