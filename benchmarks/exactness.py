@@ -63,7 +63,7 @@ def draw(number: int, kind: str = "flash", max_length: int = MAX_LENGTH) -> Case
 @contextmanager
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
-    kernel = tuning.shared_kernel(case.max_length)
+    kernel = tuning.shared_name(case.max_length)
     with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:

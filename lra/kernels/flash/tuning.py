@@ -123,8 +123,8 @@ def may_share(head_dim: int, dropout: bool, length: int) -> bool:
     return head_dim != 64 or (dropout and length > SHORT)
 
 
-def shared_kernel(length: int) -> str:
-    """Whose tiles `hopper_shared` has for sequences of this length."""
+def shared_name(length: int) -> str:
+    """Under which name the tiles of `hopper_shared` are for sequences of this length, one of KERNELS."""
     return "hopper_shared_short" if length <= SHORT else "hopper_shared"
 
 
@@ -146,7 +146,7 @@ def shared_forward(
         return forced.pop()
     if "hopper_forward" in _forced or layout is not None or not may_share(head_dim, dropout, length):
         return None
-    name = shared_kernel(length)
+    name = shared_name(length)
     own = tile(name, dtype, head_dim, dropout).rows
     filled = 8 * own * math.ceil(length / own) <= 9 * length
     return name if filled and rows >= 8 * own * multiprocessors(device) else None
