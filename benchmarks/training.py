@@ -30,7 +30,7 @@ HEAD = (
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
     "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *first step*: "
     "until the first step of *fit* is done, with capturing, and compiling what no cache had; *warm* has all of it "
-    "there. *latest* and *warm* have the kernels of 2026-11-27 ([kernels.md](kernels.md)), of these e7eb7508a0d3 the "
+    "there. *latest* and *warm* have the kernels of 2026-11-27 ([kernels.md](kernels.md)), of these 0e19326f94c4 the "
     "forward whose groups of warps share keys, too; the others have those of the day before. *profiled* and *earlier* "
     "are runs of earlier commits of the same day, which have a profile or a loop that a later one lacks. *h100* is a "
     "GPU whose memory is slower."
