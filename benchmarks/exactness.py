@@ -55,9 +55,9 @@ class Outcome:
         return self.error is None and all(ratio is not None and ratio <= 1 for ratio in self.ratios)
 
 
-def draw(number: int, kind: str = "flash", max_length: int = MAX_LENGTH) -> Case:
+def draw(number: int, kind: str) -> Case:
     make, dtypes = KINDS[kind]
-    return make(random.Random(number), (dtypes[number % len(dtypes)],), max_length)
+    return make(random.Random(number), (dtypes[number % len(dtypes)],), MAX_LENGTH)
 
 
 @contextmanager
