@@ -174,7 +174,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     step = cast(Step, module.step)
     if name == "bare":
         encoder = module.model.encoder
-        encoder.fused = encoder.embedding.fused = False
+        encoder.embedding.fused = False
         for block in encoder.blocks:
             block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()

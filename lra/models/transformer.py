@@ -17,10 +17,9 @@ from lra.config.schema import ModelConfig
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers.api import (
     feed_forward,
-    normed_mean,
+    pooled_feed_forward,
     project,
     takes_feed_forward,
-    takes_pooling,
     takes_projection,
 )
 from lra.models.attention import ATTENTIONS
@@ -55,6 +54,10 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
     ) -> Tensor:
+        return self.follow(*self.attend(x_TD, batch, rotary), keys_T)
+
+    def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """(What attention returns, x): both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # by the model, not by the attention
         if self.fused and takes_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
@@ -69,14 +72,29 @@ class Block(nn.Module):
             o_THD = self.attention(q_THD, k_THD, v_THD, batch, rotary)
         else:
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
-        o_TD = o_THD.flatten(1)
-        dropped = dropout_threshold(self.dropout)
-        if self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropped):
-            layers, scale = (self.out, self.ff_norm, self.up, self.down), keep_scale(dropped)
-            return feed_forward(o_TD, x_TD, *layers, scale=scale, threshold=dropped, keys=keys_T, site=self.site)
-        x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
-        hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
-        return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
+        return o_THD.flatten(1), x_TD
+
+    def follow(
+        self,
+        o_TD: Tensor,
+        x_TD: Tensor,
+        keys_T: Tensor | None,
+        pooled: tuple[nn.LayerNorm, Tensor, Tensor, int] | None = None,
+    ) -> Tensor:
+        """What comes after attention, `[T, d_model]`; `[B, d_model]` with the arguments of `pooled_feed_forward`."""
+        if not self.takes(o_TD, x_TD):
+            x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
+            hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
+            return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
+        layers, dropped = (self.out, self.ff_norm, self.up, self.down), dropout_threshold(self.dropout)
+        dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
+        if pooled is None:
+            return feed_forward(o_TD, x_TD, *layers, **dropout)
+        return pooled_feed_forward(o_TD, x_TD, *layers, *pooled, **dropout)
+
+    def takes(self, o_TD: Tensor, x_TD: Tensor) -> bool:
+        """Whether what comes after attention is one kernel a pass."""
+        return self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
 
 class Encoder(nn.Module):
@@ -117,20 +135,21 @@ class Encoder(nn.Module):
             self.positions = RotaryPositions(config.head_dim, config.axes)
         self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
-        self.fused = True  # the norm and the mean are one kernel a pass where that takes it
 
     def forward(self, batch: Batch) -> Tensor:
-        x_TD = self.residual(batch)
-        if self.fused and self.config.pooling == "mean" and takes_pooling(x_TD, self.config.d_model):
-            return normed_mean(x_TD, self.norm, batch.start, batch.length, batch.padded_length)
-        return self.pool(self.norm(x_TD), batch)
+        o_TD, x_TD, keys_T = self.attended(batch)
+        last: Block = self.blocks[-1]  # type: ignore[assignment]
+        if self.config.pooling == "mean" and last.takes(o_TD, x_TD):
+            where = batch.start, batch.length, batch.padded_length
+            return last.follow(o_TD, x_TD, keys_T, (self.norm, *where))
+        return self.pool(self.norm(last.follow(o_TD, x_TD, keys_T)), batch)
 
     def rows(self, batch: Batch) -> Tensor:
         """A vector for each token, `[T, d_model]`; arbitrary past a length."""
-        return self.norm(self.residual(batch))
+        return self.norm(self.blocks[-1].follow(*self.attended(batch)))  # type: ignore[operator]
 
-    def residual(self, batch: Batch) -> Tensor:
-        """What the last norm is given, `[T, d_model]`."""
+    def attended(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the last block's attention returns, what that block was given, and each row's key of dropout."""
         place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = added_TD = places = None
         if isinstance(self.positions, RotaryPositions):
@@ -141,9 +160,10 @@ class Encoder(nn.Module):
             added_TD = self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
         x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T, places)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x_TD = block(x_TD, batch, rotary, keys_T)
-        return x_TD
+        return *last.attend(x_TD, batch, rotary), keys_T  # type: ignore[operator]
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""

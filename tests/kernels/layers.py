@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers import ops
-from lra.kernels.layers.api import normed_mean
+from lra.kernels.layers.api import pooled_feed_forward
 from lra.kernels.testing import compare, poisoned_empty
 from lra.models.dropout import drop, keep_scale
 
@@ -172,17 +172,32 @@ def table_case(
     return given.x, ids, vocabulary, half, *places, dropped, keys, 0
 
 
+def pooled_case(given: Sequences, f: int, dtype: torch.dtype) -> Case:
+    """Of a feed-forward of these rows, with the final norm's gain and shift."""
+    case = feed_forward_case(*given.x.shape, f, dtype, given.x.device)
+    return Case([*case.given, *given.norm], case.keys, [given.dy])
+
+
 def fused_mean(given: Sequences) -> Any:
-    def mean(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor]:
-        norm: Any = SimpleNamespace(weight=gain, bias=shift, eps=EPS)
-        return (normed_mean(x, norm, given.start, given.length, given.padded_length),)
+    def mean(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor]:
+        *parameters, rate, keys = rest
+        out, norm, up, down, final = (
+            SimpleNamespace(weight=weight, bias=bias, eps=EPS)
+            for weight, bias in zip(parameters[::2], parameters[1::2], strict=True)
+        )
+        dropped = dropout_threshold(rate)
+        dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys, site=SITE)
+        where = given.start, given.length, given.padded_length
+        return (pooled_feed_forward(o, x, out, norm, up, down, final, *where, **dropout),)
 
     return mean
 
 
 def plain_mean(given: Sequences) -> Any:
-    def mean(x: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype | None = None) -> tuple[Tensor]:
-        unit = F.layer_norm(x, x.shape[1:], gain, shift, EPS)
+    def mean(*arguments: Any, half: torch.dtype | None = None) -> tuple[Tensor]:
+        *layers, gain, shift, rate, keys = arguments
+        (y,) = plain_feed_forward(*layers, rate, keys, half=half)
+        unit = F.layer_norm(y, y.shape[1:], gain, shift, EPS)
         places = zip(given.start.tolist(), given.length.tolist(), strict=True)
         return (torch.stack([unit[i : i + n].sum(0) / max(n, 1) for i, n in places]),)
 

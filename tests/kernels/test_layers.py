@@ -22,7 +22,6 @@ from lra.kernels.layers.api import (
     project,
     takes_embedding,
     takes_feed_forward,
-    takes_pooling,
     takes_projection,
     takes_table,
 )
@@ -37,7 +36,6 @@ from tests.kernels.layers import (
     HALF,
     SHAPES,
     SITE,
-    Case,
     angles,
     assert_same,
     assert_within_budget,
@@ -49,6 +47,7 @@ from tests.kernels.layers import (
     plain_feed_forward,
     plain_mean,
     plain_project,
+    pooled_case,
     project_case,
     results,
     sequences,
@@ -188,26 +187,48 @@ RAGGED = [(150, 3, 0, 70), (1,), (64, 64), (300, 5)]
 
 @pytest.mark.parametrize("lengths", RAGGED)
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_mean_of_what_is_normed(lengths, padded):
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [HALF, FP32])
+def test_the_mean_of_normed_rows_within_budget(lengths, padded, rate, dtype):
     given = sequences(lengths, 64, padded)
-    case = Case([given.x, *given.norm], torch.empty(0), [given.dy])
-    assert_within_budget(case, fused_mean(given), plain_mean(given), FP32)
+    case = pooled_case(given, 128, dtype)
+    assert_within_budget(case, fused_mean(given), plain_mean(given), dtype, rate, case.keys if rate else None)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "d", "f", "rows"), [((100, 3, 0, 30), 64, 128, 133), ((40, 30), 128, 256, 70), ((1,), 64, 64, 1)]
+)
+def test_pooled_kernels_compute_the_definition(lengths, padded, d, f, rows, rate, emulated):
+    """And of a sequence past its length nothing."""
+    given = sequences(lengths, d, padded)
+    case = pooled_case(given, f, HALF)
+    o, x, *layers = case.given[:-2]
+    numbers: Any = (keep_scale(dropout_threshold(rate)), dropout_threshold(rate), case.keys if rate else None, SITE)
+    where: Any = (given.start, given.length, given.padded_length)
+    with poisoned_empty():
+        actual = emulated.launch_pooled_feed_forward(o, x, *layers, *where, EPS, 1e-3, *numbers)
+    _, *final = expected = reference.pooled_feed_forward(o, x, *layers, *where, EPS, 1e-3, *numbers)
+    assert_same(actual, expected, GELU)
+    backward = (given.dy, *final[:3], o, *final[3:], *layers[2:5], *numbers)
+    with poisoned_empty():
+        actual = emulated.launch_pooled_feed_forward_backward(*backward)
+    assert_same(actual, reference.pooled_feed_forward_backward(*backward), GELU)
 
 
 @pytest.mark.parametrize("lengths", RAGGED)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("d", WIDTHS)
-def test_pooling_kernels_compute_the_definition(lengths, padded, d, device):
-    from lra.kernels.layers.launch import launch_pool, launch_pool_backward
+def test_the_sums_of_rows(lengths, padded, d, device):
+    from lra.kernels.layers.launch import launch_pool
 
     given = sequences(lengths, d, padded, device)
     where: Any = (given.start, given.length)
     with poisoned_empty():
-        sums = launch_pool(given.x, *where, EPS)
-        dx = launch_pool_backward(given.dy, given.x, *where, given.padded_length, EPS)
-    torch.testing.assert_close(sums.sum(0), reference.pool(given.x, *where, EPS).sum(0), atol=1e-4, rtol=1e-5)
-    expected = reference.pool_backward(given.dy, given.x, *where, given.padded_length, EPS)
-    torch.testing.assert_close(dx, expected, atol=1e-5, rtol=1e-5)
+        actual = launch_pool(given.x.half(), *where, given.padded_length)
+    for a, e in zip(actual, reference.pool(given.x.half(), *where), strict=True):
+        torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-5)
 
 
 def test_no_rows():
@@ -225,26 +246,30 @@ def test_operators_keep_their_contracts():
     library.opcheck(ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
     _, *kept = ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
     library.opcheck(ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
+    given = sequences((40, 0, 30), 64, False)
+    where = given.start, given.length, 0
+    library.opcheck(ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
+    _, *kept = ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
+    backward = (given.dy, *kept[:3], o, *kept[3:], *layers[2:5], 1.1, *dropout)
+    library.opcheck(ops.pooled_feed_forward_backward, backward)
 
     x, *norm, weight, bias = project_case(70, 64, HALF).given
     cos, sin = angles(70, 16)
     library.opcheck(ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
     q, k, v, *kept = ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
     library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
-    given = sequences((40, 0, 30), 64, False)
     library.opcheck(ops.embed, embedding_case(70, 64, True, 0.1))
     library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout))
     library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
-    library.opcheck(ops.pool, (given.x, given.start, given.length, EPS))
-    library.opcheck(ops.pool_backward, (given.dy, given.x, given.start, given.length, 0, EPS))
 
 
-@pytest.mark.parametrize("which", ["feed_forward", "project", "pool"])
+@pytest.mark.parametrize("which", ["feed_forward", "project", "pooled"])
 def test_only_once_differentiable(which):
-    if which == "pool":
+    if which == "pooled":
         given = sequences((40, 30), 64, False)
-        x = given.x.requires_grad_()
-        (y,) = fused_mean(given)(x, *given.norm)
+        case = pooled_case(given, 64, HALF)
+        x = case.given[1].requires_grad_()
+        (y,) = fused_mean(given)(*case.given, 0.1, case.keys)
     elif which == "feed_forward":
         case = feed_forward_case(20, 64, 64, HALF)
         x = case.given[1].requires_grad_()
@@ -287,14 +312,12 @@ def test_what_the_kernels_take(monkeypatch):
         assert all(precedes(d=d) for d in WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
         assert not any([precedes(x=BF16), precedes(d=96), precedes(of=2), precedes(head_dim=16, rotary=())])
     assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
-    assert all(takes_pooling(OnGPU(FP32), d) for d in WIDTHS)  # type: ignore[arg-type]
-    assert not any([takes_pooling(OnGPU(BF16), 64), takes_pooling(OnGPU(FP32), 96), takes_pooling(torch.zeros(1), 64)])  # type: ignore[arg-type]
     assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
     assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
     assert takes_embedding(OnGPU(FP32, 64), MOST_DROPPED) and not takes_embedding(OnGPU(FP32, 64), MOST_DROPPED + 1)  # type: ignore[arg-type]
     assert not takes_embedding(OnGPU(FP32, 96))  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
-    assert not follows() and not takes_pooling(OnGPU(FP32), 64)  # type: ignore[arg-type]
+    assert not follows() and not takes_embedding(OnGPU(FP32, 64))  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):
         assert not precedes()
 
@@ -326,8 +349,8 @@ COMPILED = [
 GRADIENTS = ["sum_kernel", "unfold_kernel"]
 ORDER = [
     "fold_kernel", "project_kernel", "fold_kernel", "feed_forward_kernel", "feed_forward_backward_kernel", *GRADIENTS,
+    "fold_kernel", "feed_forward_kernel", "pool_kernel", "feed_forward_backward_kernel", *GRADIENTS,
     "project_backward_kernel", *GRADIENTS, "embed_kernel", "table_gradient_kernel", "table_gradient_kernel",
-    "pool_kernel", "pool_backward_kernel",
 ]  # fmt: skip
 
 
@@ -357,11 +380,12 @@ def launch_case(case: dict[str, Any]) -> None:
     numbers: Any = (keep_scale(dropout_threshold(case["rate"])), dropout_threshold(case["rate"]), keys, SITE)
     _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
+    given = sequences((rows - 7, 7), d, False)
+    _, *of_pooled = launch.launch_pooled_feed_forward(o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
+    of_pooled.insert(3, o)
+    launch.launch_pooled_feed_forward_backward(given.dy, *of_pooled, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
     launch.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
-    given = sequences((rows - 7, 7), d, False)
     for vocabulary, places in ((256, 0), (18, rows)):
         ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
         launch.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])
-    launch.launch_pool(given.x, given.start, given.length, EPS)
-    launch.launch_pool_backward(given.dy, given.x, given.start, given.length, 0, EPS)

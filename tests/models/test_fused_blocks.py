@@ -12,7 +12,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.cell import make_batch
 from lra.config.schema import ModelConfig
-from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_pooling, takes_projection
+from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
@@ -42,7 +42,7 @@ def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
 def taken(monkeypatch):
     """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
     calls: list[int] = []
-    for name in ("takes_projection", "takes_feed_forward", "takes_pooling"):
+    for name in ("takes_projection", "takes_feed_forward"):
         monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
     yield calls
     torch.compiler.reset()
@@ -50,12 +50,12 @@ def taken(monkeypatch):
 
 def by_layers(model: Encoder, function: Any) -> Any:
     """What the function finds with PyTorch's layers in the model."""
-    parts: Any = (model, *model.blocks)
-    for part in parts:
-        part.fused = False
+    blocks: Any = model.blocks
+    for block in blocks:
+        block.fused = False
     found = function(model)
-    for part in parts:
-        part.fused = True
+    for block in blocks:
+        block.fused = True
     return found
 
 
@@ -74,7 +74,7 @@ def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_what_is_compiled_once_serves_any_number_of_rows(positions, monkeypatch):
     """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
-    for name in ("takes_projection", "takes_feed_forward", "takes_pooling"):  # a count would be compiled into it
+    for name in ("takes_projection", "takes_feed_forward"):  # a count would be compiled into it
         monkeypatch.setattr(transformer, name, lambda *_: True)
     model = encoder(positions)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -105,7 +105,7 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
     if not on_hopper():
         pytest.skip("the kernels are for Hopper")
     calls: list[bool] = []
-    for takes in (takes_projection, takes_feed_forward, takes_pooling):
+    for takes in (takes_projection, takes_feed_forward):
         monkeypatch.setattr(
             transformer, takes.__name__, lambda *given, takes=takes: calls.append(takes(*given)) or calls[-1]
         )

@@ -1,4 +1,4 @@
-"""The layers around attention: `embed` before all, `project` and `feed_forward` of a block, `normed_mean` after all."""
+"""The layers around attention: `embed` before all, `project` and `feed_forward` of a block, pooled of the last one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lra.kernels.flash import tuning
 from lra.kernels.flash.problem import MOST_DROPPED
 from lra.kernels.layers import ops
-from lra.kernels.layers.ops import FeedForward, NormedSum, Project
+from lra.kernels.layers.ops import FeedForward, PooledFeedForward, Project
 
 WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
 ROTATED = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
@@ -22,7 +22,7 @@ def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -
 
 
 def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) -> bool:
-    """Whether `feed_forward` computes this."""
+    """Whether `feed_forward` and `pooled_feed_forward` compute this."""
     d, f = up.in_features, up.out_features
     return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MOST_DROPPED and _takes(x, o.dtype, d)
 
@@ -34,16 +34,13 @@ def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
 
 def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MOST_DROPPED and takes_pooling(table, table.shape[1])
-
-
-def takes_pooling(x: Tensor, d: int) -> bool:
-    """Whether `normed_mean` computes this: of widths that the kernels have, on a GPU they are faster on."""
-    return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
+    return threshold <= MOST_DROPPED and _takes(table, torch.bfloat16, table.shape[1])
 
 
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    return half in (torch.float16, torch.bfloat16) and takes_pooling(x, d)
+    """Whether the kernels have this width and these dtypes, on a GPU that they are faster on."""
+    sixteen = half in (torch.float16, torch.bfloat16)
+    return sixteen and x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -101,19 +98,36 @@ def feed_forward(
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
 
 
-def normed_mean(x: Tensor, norm: nn.LayerNorm, start: Tensor, length: Tensor, padded_length: int) -> Tensor:
-    """The mean of `norm(x)` over the rows of each sequence, `[B, D]`, zeros of one without rows; differentiable once.
+def pooled_feed_forward(
+    o: Tensor,
+    x: Tensor,
+    out: nn.Linear,
+    norm: nn.LayerNorm,
+    up: nn.Linear,
+    down: nn.Linear,
+    final: nn.LayerNorm,
+    start: Tensor,
+    length: Tensor,
+    padded_length: int,
+    *,
+    scale: float = 1.0,
+    threshold: int = 0,
+    keys: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """The mean of `final(feed_forward(o, x, ...))` over each sequence's rows, `[B, D]`; zeros of one without rows.
 
     The mean is taken before the gain and the shift, which it leaves in place: so their gradients are sums over
-    sequences, not over rows.
+    sequences, not over rows. What is summed is rounded to the dtype of o. Differentiable once.
 
     Args:
-        x: `[T, D]` in fp32.
         start, length: of the sequences, int32 `[B]`.
         padded_length: rows that each owns at least; 0 where sequences lie end to end.
     """
-    total = NormedSum.apply(x.contiguous(), start, length, padded_length, norm.eps)
-    mean = total / length.clamp(min=1)[:, None] * norm.weight + norm.bias  # type: ignore[operator]
+    layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
+    numbers = padded_length, norm.eps, final.eps, scale, threshold, keys, site
+    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *layers, start, length, *numbers)
+    mean = total / length.clamp(min=1)[:, None] * final.weight + final.bias  # type: ignore[operator]
     return mean.where(length[:, None] > 0, 0)
 
 

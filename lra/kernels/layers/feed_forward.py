@@ -11,6 +11,9 @@ product does it best.
 The norm's gain and shift and what dropout multiplies by are parts of the weights. Norm, GELU, residuals and sums are in
 fp32, products of 16-bit operands.
 
+POOLED is the last block's, of which a model takes the mean of normed rows over each sequence: y itself is not written,
+but normalised, and its gradient is made of the sequences'.
+
 Shape suffixes as in rows.py, and C hidden features of a chunk.
 """
 
@@ -84,10 +87,13 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
 
 
 @gluon.jit
-def forward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def forward_rows(
+    arguments, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold = arguments
-    o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr = pointers
+    pointers, x_desc, weights, x_tiles, ready, rows, eps, final_eps, site, threshold = arguments
+    o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr = pointers
     out, out_bias, up, up_bias, down, down_bias = weights
     M: gl.constexpr = x_tiles.shape[1]
     D: gl.constexpr = x_tiles.shape[2]
@@ -128,33 +134,37 @@ def forward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: 
         o_MD = load_rows(o_ptr, following, m < rows - following, D, D, num_warps)
         dy_MD = from_product(y_MD, num_warps) + of_features(down_bias.index(0), num_warps)
         z_MD += kept(dy_MD, keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
+        if POOLED:
+            z_MD, final_rstd_M = normalise(z_MD, final_eps, D)
+            z_MD = z_MD.to(half)
+            gl.store(final_rstd_ptr + first + m, final_rstd_M, mask=real_M)
         store_rows(y_ptr, z_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
 def feed_forward_kernel(
-    o_ptr, x_desc, y_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr, down_ptr,
-    down_bias_ptr, rows, eps, site, threshold,
-    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, GROUPS: gl.constexpr,
-    num_warps: gl.constexpr,
+    o_ptr, x_desc, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr,
+    down_ptr, down_bias_ptr, rows, eps, final_eps, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
+    GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted."""
+    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted; `final_rstd_ptr`: likewise of y."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
     ready = new_barriers(GROUPS)
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
     out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    pointers = (o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr)
+    pointers = (o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr)
     weights = (out, out_bias, up, up_bias, down, down_bias)
-    arguments = (pointers, x_desc, weights, x_tiles, ready, rows, eps, site, threshold)
+    arguments = (pointers, x_desc, weights, x_tiles, ready, rows, eps, final_eps, site, threshold)
     if GROUPS == 1:
-        forward_rows(arguments, DROPOUT, 0, GROUPS, num_warps)
+        forward_rows(arguments, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
             [
-                (forward_rows, (arguments, DROPOUT, gl.constexpr(0), GROUPS, num_warps)),
-                (forward_rows, (arguments, DROPOUT, gl.constexpr(1), GROUPS, num_warps)),
+                (forward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(0), GROUPS, num_warps)),
+                (forward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(1), GROUPS, num_warps)),
             ],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
@@ -162,9 +172,26 @@ def feed_forward_kernel(
 
 
 @gluon.jit
-def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def gradient_of_pooled(pooled, first, real_M, D: gl.constexpr, num_warps: gl.constexpr):
+    """Of a tile of rows, whose sum over a sequence has a gradient after they are normalised."""
+    dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr = pooled
+    layout: gl.constexpr = row_layout(D, num_warps)
+    m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
+    unit_MD = load_rows(final_ptr, first, real_M, D, D, num_warps)
+    sequence_M = gl.load(of_row_ptr + first + m, mask=real_M, other=-1)
+    rstd_M = gl.load(final_rstd_ptr + first + m, mask=real_M, other=0.0)
+    at = sequence_M[:, None] * D + d[None, :]
+    dunit_MD = gl.load(dsums_ptr + at, mask=(sequence_M >= 0)[:, None], other=0.0)
+    return normalise_backward(dunit_MD, unit_MD.to(gl.float32), rstd_M, D)
+
+
+@gluon.jit
+def backward_rows(
+    arguments, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
+    pointers, pooled, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
     unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr = pointers
     out, up, up_bias, down = weights
     M: gl.constexpr = dy_tiles.shape[1]
@@ -179,14 +206,18 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS:
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     first = first_row(begin, tiles, rows, M)
     phase = 0
-    request_rows(dy_desc, first, dy_tile, dy_ready, first < rows)
+    if not POOLED:
+        request_rows(dy_desc, first, dy_tile, dy_ready, first < rows)
     for tile in range(begin, tiles, step):
         first = first_row(tile, tiles, rows, M)
         real_M = m < rows - first
         keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
         unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
-        mbarrier.wait(dy_ready, phase)
+        if POOLED:
+            dy_tile.store(gradient_of_pooled(pooled, first, real_M, D, num_warps))
+        else:
+            mbarrier.wait(dy_ready, phase)
         ddown_MD = kept(dy_tile.load(layout).to(half), keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
         store_rows(ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
@@ -204,12 +235,14 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS:
             dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
 
         dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
-        mbarrier.wait(dy_ready, phase)  # or a compiler would keep what is read first: registers are for others
-        phase = phase ^ 1
+        if not POOLED:
+            mbarrier.wait(dy_ready, phase)  # or a compiler would keep what is read first: registers are for others
+            phase = phase ^ 1
         dz_MD += dy_tile.load(layout)
-        barrier()
-        following = first_row(tile + step, tiles, rows, M)
-        request_rows(dy_desc, following, dy_tile, dy_ready, following < rows)
+        if not POOLED:
+            barrier()
+            following = first_row(tile + step, tiles, rows, M)
+            request_rows(dy_desc, following, dy_tile, dy_ready, following < rows)
         store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
         dout_MD = kept(dz_MD.to(half), keys_M, site, 0, threshold, DROPOUT, num_warps)
         store_rows(dout_ptr, dout_MD, first, real_M, D, num_warps)
@@ -218,26 +251,32 @@ def backward_rows(arguments, DROPOUT: gl.constexpr, INDEX: gl.constexpr, GROUPS:
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
 def feed_forward_backward_kernel(
-    dy_desc, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr, up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr,
-    h_ptr, ddown_ptr, rows, site, threshold,
-    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, GROUPS: gl.constexpr,
-    num_warps: gl.constexpr,
+    dy_desc, dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr,
+    up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr, rows, site, threshold,
+    D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
+    GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given."""
-    dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], dy_desc.layout)
+    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given.
+
+    POOLED has no `dy_desc` but `dsums_ptr`, a gradient for each sequence, and which one a row is of in `of_row_ptr`.
+    """
+    M: gl.constexpr = 16 * num_warps
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], gl.float32)
+    dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, M, D], tile_layout)
     ready = new_barriers(GROUPS)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
     pointers = (unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr)
+    pooled = (dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr)
     weights = (out, up, up_bias, down)
-    arguments = (pointers, dy_desc, weights, dy_tiles, ready, rows, site, threshold)
+    arguments = (pointers, pooled, dy_desc, weights, dy_tiles, ready, rows, site, threshold)
     if GROUPS == 1:
-        backward_rows(arguments, DROPOUT, 0, GROUPS, num_warps)
+        backward_rows(arguments, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
             [
-                (backward_rows, (arguments, DROPOUT, gl.constexpr(0), GROUPS, num_warps)),
-                (backward_rows, (arguments, DROPOUT, gl.constexpr(1), GROUPS, num_warps)),
+                (backward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(0), GROUPS, num_warps)),
+                (backward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(1), GROUPS, num_warps)),
             ],
             [num_warps], [256],
         )  # fmt: skip

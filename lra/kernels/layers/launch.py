@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lra.kernels.flash.hopper import GLUON, describe
-from lra.kernels.layers import feed_forward, pooling, projection, reference, table, weights
+from lra.kernels.layers import feed_forward, pooling, projection, table, weights
 
 SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
-POOLED = 4096  # elements of a tile of rows that are pooled
+SHARES, POOLED = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
 # by the model's width: groups, residents, and registers of a thread, which several groups share as the kernel says
 FEED_FORWARD = {64: (1, 3, 168), 128: (2, 1, None)}
 GROUP = 4  # warps that take a tile of rows together
@@ -28,38 +29,81 @@ def launch_feed_forward(
     o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
     down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    y, layers = torch.empty_like(x), (out, out_bias, gain, shift, up, up_bias, down, down_bias)
+    return y, *feed_forward_rows(o, x, layers, y, None, eps, 0.0, scale, threshold, keys, site)
+
+
+def launch_pooled_feed_forward(
+    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    down: Tensor, down_bias: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float, final_eps: float,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    layers = out, out_bias, gain, shift, up, up_bias, down, down_bias
+    final, final_rstd = torch.empty_like(o), x.new_empty(len(x))
+    kept = feed_forward_rows(o, x, layers, final, final_rstd, eps, final_eps, scale, threshold, keys, site)
+    return *launch_pool(final, start, length, padded_length), final, final_rstd, *kept
+
+
+def launch_pool(x: Tensor, start: Tensor, length: Tensor, padded_length: int) -> tuple[Tensor, Tensor]:
+    d, of_row = x.shape[1], start.new_empty(len(x))
+    sums = x.new_empty(SHARES, len(start), d, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        pooling.pool_kernel[sums.shape[:2]](
+            x, start, length, sums, of_row, padded_length, D=d, M=POOLED // d, num_warps=4
+        )
+    return sums.sum(0), of_row
+
+
+def feed_forward_rows(
+    o: Tensor, x: Tensor, layers: Sequence[Tensor], y: Tensor, final_rstd: Tensor | None, eps: float, final_eps: float,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Fills in y, normalised with `final_rstd`; what the backward needs."""
+    out, out_bias, gain, shift, up, up_bias, down, down_bias = layers
     (rows, d), f = x.shape, len(up)
-    y, unit, rstd = torch.empty_like(x), torch.empty_like(o), x.new_empty(rows)
+    unit, rstd = torch.empty_like(o), x.new_empty(rows)
     halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
-    layers = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
+    folded = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
     groups, residents, registers = FEED_FORWARD[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
-            o, tiles_of(x), y, unit, rstd, keys, *layers, rows, eps, site, threshold,
-            D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None,
+            o, tiles_of(x), y, unit, rstd, keys, final_rstd, *folded, rows, eps, final_eps, site, threshold,
+            D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, POOLED=final_rstd is not None,
             GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
-    return y, unit, rstd, *halves, biases[1]
+    return unit, rstd, *halves, biases[1]
 
 
-def launch_feed_forward_backward(
-    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
+def launch_feed_forward_backward(dy: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    return feed_forward_rows_backward(tiles_of(dy), (None, None, None, None), *kept)
+
+
+def launch_pooled_feed_forward_backward(
+    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+) -> tuple[Tensor, ...]:
+    return feed_forward_rows_backward(None, (dsums, of_row, final, final_rstd), *kept)
+
+
+def feed_forward_rows_backward(
+    dy: TensorDescriptor | None, pooled: Sequence[Tensor | None],
+    o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
     folded: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (rows, d), f = dy.shape, len(up)
-    dx, (do, dout, ddown) = torch.empty_like(dy), (torch.empty_like(o) for _ in range(3))
+    """Of the rows' gradient, or what it is made of where they are pooled."""
+    (rows, d), f = o.shape, len(up)
+    dx, (do, dout, ddown) = rstd.new_empty(rows, d), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
     groups, residents, registers = FEED_FORWARD[d]
-    with torch.cuda.device_of(dy):
-        feed_forward.feed_forward_backward_kernel[programs(dy, residents)](
-            tiles_of(dy), unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,
-            rows, site, threshold, D=d, F=f, C=32, DROPOUT=keys is not None,
+    with torch.cuda.device_of(o):
+        feed_forward.feed_forward_backward_kernel[programs(o, residents)](
+            dy, *pooled, unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,
+            rows, site, threshold, D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
             GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
     shapes = (half_out, half_up, half_down)
     gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
-    biases = [dy.new_empty(len(half)) for half in shapes]
+    biases = [rstd.new_empty(len(half)) for half in shapes]
     pairs = (dout, o), (du, unit), (ddown, h)
     dnorm = unfold(pairs, (up, up, up), gain, shift, scale, SECOND, gradients, biases)
     return do, dx, *gradients, *biases, dnorm
@@ -188,26 +232,6 @@ def launch_table_gradient(
             num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
-
-
-def launch_pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
-    sums = x.new_empty(reference.SHARES, len(start), x.shape[1])
-    with torch.cuda.device_of(x):
-        pooling.pool_kernel[sums.shape[:2]](
-            x, start, length, sums, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
-        )
-    return sums
-
-
-def launch_pool_backward(
-    dy: Tensor, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float
-) -> Tensor:
-    dx = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        pooling.pool_backward_kernel[(reference.SHARES, len(start))](
-            dy, x, start, length, dx, padded_length, eps, D=x.shape[1], M=POOLED // x.shape[1], num_warps=4
-        )
-    return dx
 
 
 def tiles_of(x: Tensor) -> TensorDescriptor:

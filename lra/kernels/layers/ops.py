@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators, and derivatives: of `lra::project`, `lra::feed_forward` and `lra::pool`.
+"""The kernels as PyTorch operators, and derivatives: of `lra::project` and `lra::feed_forward`.
 
 What an operator returns beside its result its backward is given: rows normalised and the inverse of what they were
 divided by, weights in 16 bits with the norm's gain and shift and dropout's scale in them, and the bias that goes with
@@ -55,27 +55,35 @@ class FeedForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (*saved, x, keys) = grads, ctx.saved_tensors
         with torch.no_grad():
-            do, dx, *gradients, dnorm = feed_forward_backward(dy.contiguous(), *saved, *ctx.numbers, keys, ctx.site)
-            dout, dup, ddown, dout_bias, dup_bias, ddown_bias = gradients
-        found = do, dx, dout, dout_bias, *dnorm.unbind(), dup, dup_bias, ddown, ddown_bias
-        return *once(found, dy, saved[0], x, saved[-1]), None, None, None, None, None
+            found = feed_forward_backward(dy.contiguous(), *saved, *ctx.numbers, keys, ctx.site)
+        return *once(in_order(found), dy, saved[0], x, saved[-1]), *(None,) * 5
 
 
-class NormedSum(torch.autograd.Function):
-    """Of x, the sequences' starts and lengths, the rows that each owns at least, and epsilon."""
+class PooledFeedForward(torch.autograd.Function):
+    """Likewise, with the sequences' starts and lengths and the rows that each owns at least in front of the numbers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float) -> Tensor:
-        ctx.save_for_backward(x, start, length)
-        ctx.numbers = padded_length, eps
-        return pool(x, start, length, eps).sum(0)
+    def forward(ctx: Any, o: Tensor, x: Tensor, *rest: Any) -> Tensor:
+        *layers, start, length, padded_length, eps, final_eps, scale, threshold, keys, site = rest
+        ctx.numbers = numbers = 1.0 if keys is None else scale, threshold
+        sequences = start, length, padded_length
+        sums, *kept = pooled_feed_forward(o, x, *layers, *sequences, eps, final_eps, *numbers, keys, site)
+        ctx.save_for_backward(*kept[:3], o, *kept[3:], *layers[2:5], x, keys)
+        ctx.site = site
+        return sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, start, length) = grads, ctx.saved_tensors
+        (dsums,), (*saved, x, keys) = grads, ctx.saved_tensors
         with torch.no_grad():
-            dx = pool_backward(dy.contiguous(), x, start, length, *ctx.numbers)
-        return *once((dx,), dy, x), None, None, None, None
+            found = pooled_feed_forward_backward(dsums.contiguous(), *saved, *ctx.numbers, keys, ctx.site)
+        return *once(in_order(found), dsums, saved[3], x, saved[-1]), *(None,) * 9
+
+
+def in_order(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradients of what a feed-forward was given, from what its backward returns."""
+    do, dx, dout, dup, ddown, dout_bias, dup_bias, ddown_bias, dnorm = found
+    return do, dx, dout, dout_bias, *dnorm.unbind(), dup, dup_bias, ddown, ddown_bias
 
 
 def computed_by(name: str) -> Callable[..., Any]:
@@ -116,7 +124,20 @@ def fake_feed_forward_backward(dy: Tensor, o: Tensor, *given: Any) -> tuple[Tens
     halves, gain = given[2:5], given[6]
     weights = (half.new_empty(half.shape, dtype=gain.dtype) for half in halves)
     biases = (gain.new_empty(half.shape[0]) for half in halves)
-    return o.new_empty(o.shape), dy.new_empty(dy.shape), *weights, *biases, gain.new_empty(2, gain.shape[0])
+    return o.new_empty(o.shape), dy.new_empty(o.shape), *weights, *biases, gain.new_empty(2, gain.shape[0])
+
+
+def fake_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    start = rest[8]
+    _, *kept = fake_feed_forward(o, x, *rest[:8])
+    sums, of_row = x.new_empty(start.shape[0], x.shape[1]), start.new_empty(x.shape[0])
+    return sums, of_row, o.new_empty(o.shape), x.new_empty(x.shape[0]), *kept
+
+
+def fake_pooled_feed_forward_backward(
+    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+) -> tuple[Tensor, ...]:
+    return fake_feed_forward_backward(dsums, *kept)
 
 
 def fake_embed(table: Tensor, ids: Tensor, *_: Any) -> Tensor:
@@ -128,17 +149,15 @@ def fake_table_gradient(dy: Tensor, ids: Tensor, vocabulary: int, *given: Any) -
     return dy.new_empty(vocabulary, dy.shape[1]), dy.new_empty(places, dy.shape[1])
 
 
-def fake_pool(x: Tensor, start: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(reference.SHARES, start.shape[0], x.shape[1])
-
-
-def fake_pool_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 NORM, ROTATION = "Tensor gain, Tensor shift", "Tensor? cos, Tensor? sin"
 DROPOUT = "int threshold, Tensor? keys, int site"
-HALVES = "Tensor half_out, Tensor half_up, Tensor half_down, Tensor folded_bias"
+LAYERS = f"Tensor out, Tensor out_bias, {NORM}, Tensor up, Tensor up_bias, Tensor down, Tensor down_bias"
+KEPT = "Tensor unit, Tensor rstd, Tensor half_out, Tensor half_up, Tensor half_down, Tensor folded_bias"
+FINAL = "Tensor of_row, Tensor final, Tensor final_rstd"
+GRADIENTS = (
+    "Tensor do, Tensor dx, Tensor dout, Tensor dup, Tensor ddown, Tensor dout_bias, Tensor dup_bias, "
+    "Tensor ddown_bias, Tensor dnorm"
+)
 project = define(
     "project",
     f"(Tensor x, {NORM}, Tensor weight, Tensor bias, {ROTATION}, float eps, ScalarType half)"
@@ -155,18 +174,28 @@ project_backward = define(
 )
 feed_forward = define(
     "feed_forward",
-    f"(Tensor o, Tensor x, Tensor out, Tensor out_bias, {NORM}, Tensor up, Tensor up_bias, Tensor down, "
-    f"Tensor down_bias, float eps, float scale, {DROPOUT}) -> (Tensor y, Tensor unit, Tensor rstd, {HALVES})",
+    f"(Tensor o, Tensor x, {LAYERS}, float eps, float scale, {DROPOUT}) -> (Tensor y, {KEPT})",
     computed_by("feed_forward"),
     fake_feed_forward,
 )
 feed_forward_backward = define(
     "feed_forward_backward",
-    f"(Tensor dy, Tensor o, Tensor unit, Tensor rstd, {HALVES}, {NORM}, Tensor up, float scale, {DROPOUT})"
-    " -> (Tensor do, Tensor dx, Tensor dout, Tensor dup, Tensor ddown, Tensor dout_bias, Tensor dup_bias, "
-    "Tensor ddown_bias, Tensor dnorm)",
+    f"(Tensor dy, Tensor o, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
     computed_by("feed_forward_backward"),
     fake_feed_forward_backward,
+)
+pooled_feed_forward = define(
+    "pooled_feed_forward",
+    f"(Tensor o, Tensor x, {LAYERS}, Tensor start, Tensor length, SymInt padded_length, float eps, float final_eps, "
+    f"float scale, {DROPOUT}) -> (Tensor sums, {FINAL}, {KEPT})",
+    computed_by("pooled_feed_forward"),
+    fake_pooled_feed_forward,
+)
+pooled_feed_forward_backward = define(
+    "pooled_feed_forward_backward",
+    f"(Tensor dsums, {FINAL}, Tensor o, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
+    computed_by("pooled_feed_forward_backward"),
+    fake_pooled_feed_forward_backward,
 )
 embed = define(
     "embed",
@@ -180,16 +209,4 @@ table_gradient = define(
     f"{DROPOUT}) -> (Tensor table, Tensor of_places)",
     computed_by("table_gradient"),
     fake_table_gradient,
-)
-pool = define(
-    "pool",
-    "(Tensor x, Tensor start, Tensor length, float eps) -> Tensor",
-    computed_by("pool"),
-    fake_pool,
-)
-pool_backward = define(
-    "pool_backward",
-    "(Tensor dy, Tensor x, Tensor start, Tensor length, SymInt padded_length, float eps) -> Tensor",
-    computed_by("pool_backward"),
-    fake_pool_backward,
 )

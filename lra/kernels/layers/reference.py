@@ -6,12 +6,13 @@ rounded to them. With float64 throughout nothing is rounded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 SITES = 0x3C6EF372  # how far apart the sites in the model are for `draw`: even, and otherwise arbitrary
-SHARES = 16  # of a sequence, whose rows are summed apart
 
 
 def feed_forward(
@@ -50,6 +51,33 @@ def feed_forward_backward(
     dup, dnorm = through_norm(by_unit, dup_bias, up, gain, shift)
     weights = scale * by_out, dup, scale**2 * by_h
     return do, dx, *weights, scale * dout_bias, dup_bias, scale * ddown_bias, dnorm
+
+
+def pooled_feed_forward(
+    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    down: Tensor, down_bias: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float, final_eps: float,
+    scale: float, threshold: int, keys: Tensor | None, site: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(Sums over sequences of the rows of y normalised; what the backward is given)."""
+    layers = (out, out_bias, gain, shift, up, up_bias, down, down_bias)
+    y, *kept = feed_forward(o, x, *layers, eps, scale, threshold, keys, site)
+    final, final_rstd = normalise(y, final_eps, o.dtype)
+    return *pool(final, start, length, x.dtype), final, final_rstd, *kept
+
+
+def pool(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(For each sequence the sum of its rows, each row's sequence, -1 past its length)."""
+    of_row, sums = start.new_full((len(x),), -1), x.new_zeros(len(start), x.shape[1], dtype=wide)
+    for b, rows in enumerate(_rows(start, length)):
+        of_row[rows], sums[b] = b, x[rows].to(wide).sum(0)
+    return sums, of_row
+
+
+def pooled_feed_forward_backward(
+    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+) -> tuple[Tensor, ...]:
+    dunit = dsums.index_select(0, of_row.clamp(min=0)).where(of_row[:, None] >= 0, 0)
+    return feed_forward_backward(normalise_backward(dunit, final, final_rstd), *kept)
 
 
 def project(
@@ -105,23 +133,6 @@ def table_gradient(
     for rows in () if start is None or length is None else _rows(start, length):
         of_places[: rows.stop - rows.start] += dy[rows]
     return one_hot.T @ dy.to(half).to(dy.dtype), of_places
-
-
-def pool(x: Tensor, start: Tensor, length: Tensor, eps: float) -> Tensor:
-    """For each sequence the sum of its rows normalised, in shares, `[SHARES, B, D]`: here all are in the first."""
-    unit, _ = normalise(x, eps, x.dtype)
-    sums = x.new_zeros(SHARES, len(start), x.shape[1])
-    for b, rows in enumerate(_rows(start, length)):
-        sums[0, b] = unit[rows].sum(0)
-    return sums
-
-
-def pool_backward(dy: Tensor, x: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float) -> Tensor:
-    unit, rstd = normalise(x, eps, x.dtype)
-    dx = torch.zeros_like(x)
-    for each, rows in zip(dy, _rows(start, length), strict=True):
-        dx[rows] = normalise_backward(each.expand_as(unit[rows]), unit[rows], rstd[rows])
-    return dx
 
 
 def _rows(start: Tensor, length: Tensor) -> list[slice]:
