@@ -23,7 +23,6 @@ from tests.kernels.layers import (
     FP32,
     HALF,
     SITE,
-    Case,
     angles,
     assert_within_budget,
     embedding_case,
@@ -34,6 +33,7 @@ from tests.kernels.layers import (
     plain_feed_forward,
     plain_mean,
     plain_project,
+    pooled_case,
     project_case,
     sequences,
     table_case,
@@ -58,12 +58,14 @@ def test_projection_of_many_rows(d, pairs, dtype):
     assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
 
 
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("d", WIDTHS)
-def test_the_mean_of_many_rows(d, padded):
+@pytest.mark.parametrize(("d", "f"), [(64, 128), (64, 192), (128, 256), (128, 128)])
+def test_the_mean_of_many_normed_rows(d, f, padded, rate, dtype):
     given = sequences((2000, 1, 0, 777, 16_384), d, padded, "cuda")
-    case = Case([given.x, *given.norm], torch.empty(0), [given.dy])
-    assert_within_budget(case, fused_mean(given), plain_mean(given), FP32)
+    case = pooled_case(given, f, dtype)
+    assert_within_budget(case, fused_mean(given), plain_mean(given), dtype, rate, case.keys if rate else None)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -102,6 +104,25 @@ def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
     expected = reference.feed_forward(o, x, *layers, EPS, *numbers)[0], *reference.feed_forward_backward(*backward)
     for a, e in zip((y, *first), expected, strict=True):
         assert (a.float() - e.float()).norm() < 5e-3 * e.float().norm()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("lengths", [(1,), (60, 3), (100, 0, 29), (20_000, 7, 64)])
+def test_pooled_kernels_compute_the_definition_of_any_number_of_rows(lengths, d):
+    """Likewise."""
+    given = sequences(lengths, d, False, "cuda")
+    case = pooled_case(given, 2 * d, BF16)
+    o, x, *layers = case.given[:-2]
+    numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
+    forward = (o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
+    with poisoned_empty():
+        sums, *kept = ops.pooled_feed_forward(*forward)
+        backward = (given.dy, *kept[:3], o, *kept[3:], *layers[2:5], *numbers)
+        first, second = (ops.pooled_feed_forward_backward(*backward) for _ in range(2))
+    expected = reference.pooled_feed_forward(*forward)[:2], reference.pooled_feed_forward_backward(*backward)
+    for a, e in zip((sums, kept[0], *first), (*expected[0], *expected[1]), strict=True):
+        assert (a.float() - e.float()).norm() <= 5e-3 * e.float().norm()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

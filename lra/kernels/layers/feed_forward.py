@@ -235,8 +235,11 @@ def backward_rows(
             dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
 
         dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
-        if not POOLED:
-            mbarrier.wait(dy_ready, phase)  # or a compiler would keep what is read first: registers are for others
+        # or a compiler would keep what is read first: registers are for others
+        if POOLED:
+            barrier()
+        else:
+            mbarrier.wait(dy_ready, phase)
             phase = phase ^ 1
         dz_MD += dy_tile.load(layout)
         if not POOLED:
