@@ -195,6 +195,7 @@ class Rehearsal(pl.Callback):
             module.evaluate(next(iter(cast(TaskData, trainer.datamodule).val_dataloader())))  # type: ignore[attr-defined]
         module.train()
         torch.cuda.empty_cache()  # graphs that are captured later can't have what lies there
+        trainer.strategy.barrier()  # or the next step is what waits for the rank that compiled longest
         self.clock.on_validation_end(trainer, module)
 
 

@@ -365,6 +365,39 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
         assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
 
 
+# the first batch that rank 1 scores takes six seconds
+SLOW = """
+import os, time
+from lra.cli import main
+from lra.tasks.base import TaskModule
+genuine, waits = TaskModule.forward, [6.0] if os.environ.get("LOCAL_RANK") == "1" else []
+
+def forward(self, batch):
+    if waits and not self.training:
+        time.sleep(waits.pop())
+    return genuine(self, batch)
+
+TaskModule.forward = forward
+main()
+"""
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_a_rank_that_is_longer_at_scoring(tmp_path):
+    """As one that compiles it is: what a step takes, and what a run will, would be said wrongly."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    line = [
+        sys.executable,
+        "slow.py",
+        "fit",
+        *arguments("name=two", "trainer.devices=2", "trainer.steps=40", "trainer.eval_every=40"),
+    ]
+    run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
+    assert result["train_seconds"] < 6 < result["validation_seconds"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=["lightning", "torchrun"])
 def test_two_processes_share_a_test_set(launcher, tmp_path, finished):
