@@ -34,13 +34,16 @@ def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
 
 def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MOST_DROPPED and _takes(table, torch.bfloat16, table.shape[1])
+    return threshold <= MOST_DROPPED and _has_rows(table, table.shape[1])
 
 
 def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    """Whether the kernels have this width and these dtypes, on a GPU that they are faster on."""
-    sixteen = half in (torch.float16, torch.bfloat16)
-    return sixteen and x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
+    return half in (torch.float16, torch.bfloat16) and _has_rows(x, d)
+
+
+def _has_rows(x: Tensor, d: int) -> bool:
+    """Whether the kernels have rows of this width, on a GPU that they are faster on."""
+    return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

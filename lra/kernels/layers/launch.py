@@ -18,7 +18,7 @@ from lra.kernels.layers import feed_forward, pooling, projection, table, weights
 SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
 FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
-SHARES, POOLED = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
+SHARES, SUMMED = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
 # by the model's width: groups, residents, and registers of a thread, which several groups share as the kernel says
 FEED_FORWARD = {64: (1, 3, 168), 128: (2, 1, None)}
 GROUP = 4  # warps that take a tile of rows together
@@ -49,7 +49,7 @@ def launch_pool(x: Tensor, start: Tensor, length: Tensor, padded_length: int) ->
     sums = x.new_empty(SHARES, len(start), d, dtype=torch.float32)
     with torch.cuda.device_of(x):
         pooling.pool_kernel[sums.shape[:2]](
-            x, start, length, sums, of_row, padded_length, D=d, M=POOLED // d, num_warps=4
+            x, start, length, sums, of_row, padded_length, D=d, M=SUMMED // d, num_warps=4
         )
     return sums.sum(0), of_row
 

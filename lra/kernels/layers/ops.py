@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators, and derivatives: of `lra::project` and `lra::feed_forward`.
+"""The kernels as PyTorch operators, and derivatives: of `lra::project`, `lra::feed_forward` and the pooled one.
 
 What an operator returns beside its result its backward is given: rows normalised and the inverse of what they were
 divided by, weights in 16 bits with the norm's gain and shift and dropout's scale in them, and the bias that goes with
