@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import subprocess
 import sys
 import threading
 from contextlib import ExitStack
@@ -16,13 +15,11 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
 import lra
-from lra import environment
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
 from lra.training.callbacks import Clock
 from lra.training.run import at_rest, claim, claimed
 from lra.training.step import Step
-from tests.sampling import sampled
 from tests.training.conftest import arguments
 
 FILES = {"config.yaml", "env.json", "metrics.csv", "best.ckpt", "last.ckpt", "model.safetensors", "result.json"}
@@ -334,86 +331,3 @@ def test_the_run_does_not_depend_on_the_layout(small):
     shared = "model.attn_dropout=0"  # which SDPA draws from PyTorch's generator
     packed, padded = small(shared, "name=packed"), small(shared, "batch.layout=padded", "name=padded")
     assert packed["test"]["loss"] == pytest.approx(padded["test"]["loss"], rel=1e-4)
-
-
-LAUNCHERS = [["-m", "lra"], ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lra"]]
-
-
-def alone() -> dict[str, str]:
-    """The environment of processes that are one thread each."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(lra.__file__).parents[1])}
-
-
-@pytest.mark.parametrize("launcher", sampled(LAUNCHERS))
-def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
-    """Under torchrun and under Lightning's own launcher, going on where one process was interrupted: the same sequences
-    and dropout, so the same result.
-    """
-    shared = "model.attn_dropout=0"  # which SDPA draws from PyTorch's generator
-    one = small(shared, "name=one")
-    with monkeypatch.context() as patch:
-        interrupt_at(7, patch)
-        with pytest.raises(RuntimeError, match="power cut"):
-            small(shared, "name=two")
-    devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
-    command = [sys.executable, *launcher, "fit", *arguments(shared, "name=two", "resume=auto", *devices)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
-    assert run.returncode == 0 and run.stdout.count("test accuracy") == 1, run.stdout + run.stderr[-2000:]
-    two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
-    assert two["world_size"] == 2 and two["resumed"]
-    for split in ("test", "fresh"):
-        assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
-
-
-# the first batch that rank 1 scores takes six seconds
-SLOW = """
-import os, time
-from lra.cli import main
-from lra.tasks.base import TaskModule
-genuine, waits = TaskModule.forward, [6.0] if os.environ.get("LOCAL_RANK") == "1" else []
-
-def forward(self, batch):
-    if waits and not self.training:
-        time.sleep(waits.pop())
-    return genuine(self, batch)
-
-TaskModule.forward = forward
-main()
-"""
-
-
-@pytest.mark.slow
-def test_no_step_waits_for_a_rank_that_is_longer_at_scoring(tmp_path):
-    """As one that compiles it is: what a step takes, and what a run will, would be said wrongly."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    line = [
-        sys.executable,
-        "slow.py",
-        "fit",
-        *arguments("name=two", "trainer.devices=2", "trainer.steps=40", "trainer.eval_every=40"),
-    ]
-    run = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
-    assert run.returncode == 0, run.stderr
-    result = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
-    assert result["train_seconds"] < 6 < result["validation_seconds"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["lightning", "torchrun"])
-def test_two_processes_share_a_test_set(launcher, tmp_path, finished):
-    devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
-    command = [sys.executable, *launcher, "test", f"init={finished}", *devices]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
-    assert run.returncode == 0 and run.stdout.count("test accuracy") == 1, run.stdout + run.stderr[-2000:]
-    result = json.loads((finished / "result.json").read_text())
-    assert f"test accuracy {100 * result['test']['accuracy']:.2f}%" in run.stdout
-
-
-def test_processes_that_share_a_gpu_are_counted(monkeypatch, tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho GPU-12-ab\necho GPU-34-cd\necho GPU-12-ab\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert [environment.gpu_processes(uuid) for uuid in ("12-ab", "34-cd", "56-ef")] == [2, 1, 0]
-    smi.unlink()
-    assert environment.gpu_processes("12-ab") == 0
