@@ -74,23 +74,30 @@ class Block(nn.Module):
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         return o_THD.flatten(1), x_TD
 
-    def follow(
-        self,
-        o_TD: Tensor,
-        x_TD: Tensor,
-        keys_T: Tensor | None,
-        pooled: tuple[nn.LayerNorm, Tensor, Tensor, int] | None = None,
-    ) -> Tensor:
-        """What comes after attention, `[T, d_model]`; `[B, d_model]` with the arguments of `pooled_feed_forward`."""
-        if not self.takes(o_TD, x_TD):
-            x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
-            hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
-            return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
-        layers, dropped = (self.out, self.ff_norm, self.up, self.down), dropout_threshold(self.dropout)
-        dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
-        if pooled is None:
+    def follow(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
+        """What comes after attention, `[T, d_model]`."""
+        if self.takes(o_TD, x_TD):
+            layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
-        return pooled_feed_forward(o_TD, x_TD, *layers, *pooled, **dropout)
+        x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
+        hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
+        return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
+
+    def follow_pooled(
+        self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, norm: nn.LayerNorm, batch: Batch
+    ) -> Tensor:
+        """The mean of `norm(follow(...))` over each sequence, `[B, d_model]`, where it `takes` them."""
+        layers, dropout = self._fusing(keys_T)
+        where = batch.start, batch.length, batch.padded_length
+        return pooled_feed_forward(o_TD, x_TD, *layers, norm, *where, **dropout)
+
+    def _fusing(
+        self, keys_T: Tensor | None
+    ) -> tuple[tuple[nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear], dict[str, Any]]:
+        """The layers after attention, and their dropout, as one kernel is given them."""
+        dropped = dropout_threshold(self.dropout)
+        dropout: dict[str, Any] = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
+        return (self.out, self.ff_norm, self.up, self.down), dropout
 
     def takes(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether what comes after attention is one kernel a pass."""
@@ -140,8 +147,7 @@ class Encoder(nn.Module):
         o_TD, x_TD, keys_T = self.attended(batch)
         last: Block = self.blocks[-1]  # type: ignore[assignment]
         if self.config.pooling == "mean" and last.takes(o_TD, x_TD):
-            where = batch.start, batch.length, batch.padded_length
-            return last.follow(o_TD, x_TD, keys_T, (self.norm, *where))
+            return last.follow_pooled(o_TD, x_TD, keys_T, self.norm, batch)
         return self.pool(self.norm(last.follow(o_TD, x_TD, keys_T)), batch)
 
     def rows(self, batch: Batch) -> Tensor:

@@ -211,7 +211,7 @@ def test_pooled_kernels_compute_the_definition(lengths, padded, d, f, rows, rate
         actual = emulated.launch_pooled_feed_forward(o, x, *layers, *where, EPS, 1e-3, *numbers)
     _, *final = expected = reference.pooled_feed_forward(o, x, *layers, *where, EPS, 1e-3, *numbers)
     assert_same(actual, expected, GELU)
-    backward = (given.dy, *final[:3], o, *final[3:], *layers[2:5], *numbers)
+    backward = (given.dy, o, *final, *layers[2:5], *numbers)
     with poisoned_empty():
         actual = emulated.launch_pooled_feed_forward_backward(*backward)
     assert_same(actual, reference.pooled_feed_forward_backward(*backward), GELU)
@@ -250,8 +250,7 @@ def test_operators_keep_their_contracts():
     where = given.start, given.length, 0
     library.opcheck(ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
     _, *kept = ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
-    backward = (given.dy, *kept[:3], o, *kept[3:], *layers[2:5], 1.1, *dropout)
-    library.opcheck(ops.pooled_feed_forward_backward, backward)
+    library.opcheck(ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
 
     x, *norm, weight, bias = project_case(70, 64, HALF).given
     cos, sin = angles(70, 16)
@@ -315,7 +314,9 @@ def test_what_the_kernels_take(monkeypatch):
     assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
     assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
     assert takes_embedding(OnGPU(FP32, 64), MOST_DROPPED) and not takes_embedding(OnGPU(FP32, 64), MOST_DROPPED + 1)  # type: ignore[arg-type]
-    assert not takes_embedding(OnGPU(FP32, 96))  # type: ignore[arg-type]
+    assert all(takes_embedding(OnGPU(FP32, d)) for d in WIDTHS)  # type: ignore[arg-type]
+    others = OnGPU(BF16, 64), OnGPU(FP32, 96), torch.zeros(1, 64)
+    assert not any(takes_embedding(table) for table in others)  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
     assert not follows() and not takes_embedding(OnGPU(FP32, 64))  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):
@@ -382,8 +383,7 @@ def launch_case(case: dict[str, Any]) -> None:
     launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     given = sequences((rows - 7, 7), d, False)
     _, *of_pooled = launch.launch_pooled_feed_forward(o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
-    of_pooled.insert(3, o)
-    launch.launch_pooled_feed_forward_backward(given.dy, *of_pooled, *layers[2:5], *numbers)
+    launch.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
     launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
     launch.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
     for vocabulary, places in ((256, 0), (18, rows)):

@@ -40,10 +40,12 @@ def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often."""
+    """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often, and pooled."""
     calls: list[int] = []
     for name in ("takes_projection", "takes_feed_forward"):
         monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
+    pooled = transformer.pooled_feed_forward
+    monkeypatch.setattr(transformer, "pooled_feed_forward", lambda *a, **b: calls.append(1) or pooled(*a, **b))
     yield calls
     torch.compiler.reset()
 
@@ -109,6 +111,8 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
         monkeypatch.setattr(
             transformer, takes.__name__, lambda *given, takes=takes: calls.append(takes(*given)) or calls[-1]
         )
+    pooled = transformer.pooled_feed_forward
+    monkeypatch.setattr(transformer, "pooled_feed_forward", lambda *a, **b: calls.append(True) or pooled(*a, **b))
 
     def gradients(model: Encoder) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

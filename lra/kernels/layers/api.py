@@ -97,8 +97,12 @@ def feed_forward(
             row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
             to `site` + 2 here.
     """
-    layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
+    layers = _parameters(out, norm, up, down)
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
+
+
+def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
+    return [each for module in modules for each in (module.weight, module.bias)]
 
 
 def pooled_feed_forward(
@@ -127,7 +131,7 @@ def pooled_feed_forward(
         start, length: of the sequences, int32 `[B]`.
         padded_length: rows that each owns at least; 0 where sequences lie end to end.
     """
-    layers = (out.weight, out.bias, norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias)
+    layers = _parameters(out, norm, up, down)
     numbers = padded_length, norm.eps, final.eps, scale, threshold, keys, site
     total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *layers, start, length, *numbers)
     mean = total / length.clamp(min=1)[:, None] * final.weight + final.bias  # type: ignore[operator]

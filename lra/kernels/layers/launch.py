@@ -25,22 +25,16 @@ GROUP = 4  # warps that take a tile of rows together
 SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
 
-def launch_feed_forward(
-    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
-    down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    y, layers = torch.empty_like(x), (out, out_bias, gain, shift, up, up_bias, down, down_bias)
-    return y, *feed_forward_rows(o, x, layers, y, None, eps, 0.0, scale, threshold, keys, site)
+def launch_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    y = torch.empty_like(x)
+    return y, *feed_forward_rows(y, None, 0.0, o, x, *rest)
 
 
-def launch_pooled_feed_forward(
-    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
-    down: Tensor, down_bias: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float, final_eps: float,
-    scale: float, threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    layers = out, out_bias, gain, shift, up, up_bias, down, down_bias
+def launch_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *layers, start, length, padded_length, eps, final_eps, scale, threshold, keys, site = rest
     final, final_rstd = torch.empty_like(o), x.new_empty(len(x))
-    kept = feed_forward_rows(o, x, layers, final, final_rstd, eps, final_eps, scale, threshold, keys, site)
+    numbers = eps, scale, threshold, keys, site
+    kept = feed_forward_rows(final, final_rstd, final_eps, o, x, *layers, *numbers)
     return *launch_pool(final, start, length, padded_length), final, final_rstd, *kept
 
 
@@ -55,11 +49,11 @@ def launch_pool(x: Tensor, start: Tensor, length: Tensor, padded_length: int) ->
 
 
 def feed_forward_rows(
-    o: Tensor, x: Tensor, layers: Sequence[Tensor], y: Tensor, final_rstd: Tensor | None, eps: float, final_eps: float,
-    scale: float, threshold: int, keys: Tensor | None, site: int,
+    y: Tensor, final_rstd: Tensor | None, final_eps: float, o: Tensor, x: Tensor,
+    out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Fills in y, normalised with `final_rstd`; what the backward needs."""
-    out, out_bias, gain, shift, up, up_bias, down, down_bias = layers
     (rows, d), f = x.shape, len(up)
     unit, rstd = torch.empty_like(o), x.new_empty(rows)
     halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
@@ -79,9 +73,9 @@ def launch_feed_forward_backward(dy: Tensor, *kept: Any) -> tuple[Tensor, ...]:
 
 
 def launch_pooled_feed_forward_backward(
-    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+    dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
 ) -> tuple[Tensor, ...]:
-    return feed_forward_rows_backward(None, (dsums, of_row, final, final_rstd), *kept)
+    return feed_forward_rows_backward(None, (dsums, of_row, final, final_rstd), o, *kept)
 
 
 def feed_forward_rows_backward(

@@ -68,7 +68,7 @@ class PooledFeedForward(torch.autograd.Function):
         ctx.numbers = numbers = 1.0 if keys is None else scale, threshold
         sequences = start, length, padded_length
         sums, *kept = pooled_feed_forward(o, x, *layers, *sequences, eps, final_eps, *numbers, keys, site)
-        ctx.save_for_backward(*kept[:3], o, *kept[3:], *layers[2:5], x, keys)
+        ctx.save_for_backward(o, *kept, *layers[2:5], x, keys)
         ctx.site = site
         return sums
 
@@ -77,7 +77,7 @@ class PooledFeedForward(torch.autograd.Function):
         (dsums,), (*saved, x, keys) = grads, ctx.saved_tensors
         with torch.no_grad():
             found = pooled_feed_forward_backward(dsums.contiguous(), *saved, *ctx.numbers, keys, ctx.site)
-        return *once(in_order(found), dsums, saved[3], x, saved[-1]), *(None,) * 9
+        return *once(in_order(found), dsums, saved[0], x, saved[-1]), *(None,) * 9
 
 
 def in_order(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -135,9 +135,9 @@ def fake_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, 
 
 
 def fake_pooled_feed_forward_backward(
-    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+    dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
 ) -> tuple[Tensor, ...]:
-    return fake_feed_forward_backward(dsums, *kept)
+    return fake_feed_forward_backward(dsums, o, *kept)
 
 
 def fake_embed(table: Tensor, ids: Tensor, *_: Any) -> Tensor:
@@ -193,7 +193,7 @@ pooled_feed_forward = define(
 )
 pooled_feed_forward_backward = define(
     "pooled_feed_forward_backward",
-    f"(Tensor dsums, {FINAL}, Tensor o, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
+    f"(Tensor dsums, Tensor o, {FINAL}, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
     computed_by("pooled_feed_forward_backward"),
     fake_pooled_feed_forward_backward,
 )

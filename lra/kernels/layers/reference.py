@@ -74,10 +74,10 @@ def pool(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torch.flo
 
 
 def pooled_feed_forward_backward(
-    dsums: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+    dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
 ) -> tuple[Tensor, ...]:
     dunit = dsums.index_select(0, of_row.clamp(min=0)).where(of_row[:, None] >= 0, 0)
-    return feed_forward_backward(normalise_backward(dunit, final, final_rstd), *kept)
+    return feed_forward_backward(normalise_backward(dunit, final, final_rstd), o, *kept)
 
 
 def project(
