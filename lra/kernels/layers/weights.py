@@ -21,14 +21,6 @@ def pick(layer, a, b, c):
 
 
 @triton.jit
-def share_of(rows, M: tl.constexpr):
-    """Which rows the programs of this number have, from the first to before the second: whole tiles of M of them."""
-    share = tl.cdiv(tl.cdiv(rows, M), tl.num_programs(0)) * M
-    first = tl.program_id(0) * share
-    return first, tl.minimum(first + share, rows)
-
-
-@triton.jit
 def located(
     tile, N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr,
@@ -81,18 +73,16 @@ def sum_kernel(
     sums_ptr += (part * tl.num_programs(1) + tile) * (SIDE * (SIDE + ONES))
     layer, n, k, n0, k0 = located(tile, N, K, N1, K1, N2, K2, SIDE)
     side, spare, m = tl.arange(0, SIDE), tl.arange(0, ONES), tl.arange(0, M)
-    first, end = share_of(rows, M)
-    dy_ptr = pick(layer, dy_ptr, dy1_ptr, dy2_ptr) + first.to(tl.int64) * n + n0
-    x_ptr = pick(layer, x_ptr, x1_ptr, x2_ptr) + first.to(tl.int64) * k + k0
-    left = end - first
+    dy_ptr = pick(layer, dy_ptr, dy1_ptr, dy2_ptr) + n0
+    x_ptr = pick(layer, x_ptr, x1_ptr, x2_ptr) + k0
 
     weight = tl.zeros([SIDE, SIDE], tl.float32)
     bias = tl.zeros([SIDE, ONES], tl.float32)
     ones = tl.full([M, ONES], 1.0, dy_ptr.dtype.element_ty)
-    for row in range(0, left, M):
-        real = (row + m < left)[:, None]
-        dy = tl.load(dy_ptr + (row + m)[:, None] * n + side[None, :], mask=real, other=0.0)
-        x = tl.load(x_ptr + (row + m)[:, None] * k + side[None, :], mask=real, other=0.0)
+    for row in range(part * M, rows, tl.num_programs(0) * M):
+        first, real = tl.cast(row, tl.int64), (row + m < rows)[:, None]
+        dy = tl.load(dy_ptr + first * n + m[:, None] * n + side[None, :], mask=real, other=0.0)
+        x = tl.load(x_ptr + first * k + m[:, None] * k + side[None, :], mask=real, other=0.0)
         weight = tl.dot(dy.T, x, weight)
         bias = tl.dot(dy.T, ones, bias)
     sums_ptr += side[:, None] * (SIDE + ONES)
