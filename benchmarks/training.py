@@ -31,10 +31,15 @@ HEAD = (
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
     "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *first step*: "
     "until the first step of *fit* is done, with capturing, and compiling what no cache had; *warm* has all of it "
-    "there. *latest* and *warm* have the kernels of 2026-11-27 ([kernels.md](kernels.md)), of these 38ecddad8f06 the "
-    "forward whose groups of warps share keys and the last block's norm in its feed-forward, too; the others have "
-    "those of the day before. *profiled* and *earlier* are runs of earlier commits of the same day, which have a "
-    "profile or a loop that a later one lacks. *h100* is a GPU whose memory is slower."
+    "there. Kernels are those of the day and commit that a row names; on 2026-11-27 and 28 those of attention and the "
+    "layers became faster ([kernels.md](kernels.md)). *profiled* and *earlier* are runs of earlier commits of the same "
+    "day, which have a profile or a loop that a later one lacks. *h100* is a GPU whose memory is slower; *second* and "
+    "*third* are others of the kind. *undropped* has no dropout in attention. On H100s Text reads every second review, "
+    "Image the first 3,000 pictures."
+)
+BARE = (
+    "## Against the bare loop\n\n*fit* with the recipe's dropout, as above, and the bare loop without attention's, "
+    "with which PyTorch's is slower, on a GPU of the same kind."
 )
 GROUPS = (
     "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
@@ -66,15 +71,15 @@ LONG = (
 )
 SCALING = (
     "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`, beside one GPU of the same "
-    "commit, the run that was next to it in time. Up to 38ecddad8f06 a step waited, and was counted, until every GPU's "
-    "process had compiled what scores a batch: by the pace that `lra fit` told 0.2 and 1.3 s of the 12 and 13 of both "
-    "runs of 800 steps on four H100s."
+    "kind and commit, the mean of all such runs. Those on H200s count what a later commit does not: that GPUs wait "
+    "until the process of every one has compiled what scores a batch. Of four GPUs the slowest sets the pace."
 )
 
 
 def page() -> str:
     """The whole text."""
-    parts = [HEAD, *_steps(read(pages.RESULTS, "-step"))]
+    steps = read(pages.RESULTS, "-step")
+    parts = [HEAD, *_steps(steps), *_against_bare(steps)]
     if (learning := pages.RESULTS / "equal-learning.json").exists():
         parts += _learning(json.loads(learning.read_text(encoding="utf-8")))
     parts += _long(read(pages.RESULTS, "-soak"))
@@ -128,6 +133,35 @@ def _step(path: Path, result: dict[str, Any]) -> list[str]:
         "" if result["lightning"] is None else f"{100 * result['lightning']:+.1f}%",
         f"{loops['fit']['first_seconds']:.1f}" if "fit" in loops else "", _made_with(environment),
     ]  # fmt: skip
+
+
+def _against_bare(measured: Sequence[Measured]) -> Iterator[str]:
+    """Each fit beside the bare loop of the same model without attention's dropout, where that was measured."""
+    bares = [each for each in measured if each[1]["run"]["model"]["attn_dropout"] == 0 and _ms(each[1], "bare")]
+    rows = [
+        [
+            _link(path), r["run"]["attn"]["name"], f"{fit:g}", f"[{bare:g}](../benchmarks/results/{beside.name})",
+            f"{100 * fit / bare:.0f}%", r["environment"]["gpu"] or "CPU",
+        ]
+        for path, r in measured
+        for beside, b in bares
+        if _model(r) == _model(b) and (fit := _ms(r, "fit")) and (bare := _ms(b, "bare"))
+    ]  # fmt: skip
+    if rows:
+        yield BARE
+        yield table(["fit", "attention", "fit, ms", "bare, ms", "fit / bare", "GPU"], rows)
+
+
+def _ms(result: dict[str, Any], name: str) -> float:
+    """Of a step in this loop; 0 if it was not measured."""
+    return next((loop["ms"] or 0.0 for loop in result["loops"] if loop["loop"] == name), 0.0)
+
+
+def _model(result: dict[str, Any]) -> tuple[Any, ...]:
+    """What was trained, whatever its attention and the dropout there, and on what GPU."""
+    run = result["run"]
+    model = {name: value for name, value in run["model"].items() if name != "attn_dropout"}
+    return run["task"]["name"], run["batch"]["size"], model, result["environment"]["gpu"]
 
 
 def _learning(result: dict[str, Any]) -> Iterator[str]:
@@ -190,11 +224,8 @@ def _kink(run: dict[str, Any]) -> list[str]:
 
 def _scaling(results: Sequence[Measured]) -> Iterator[str]:
     def speedup(result: dict[str, Any]) -> str:
-        alone = [r for _, r in results if r["world_size"] == 1 and _work(r) == _work(result)]
-        if not alone:
-            return ""
-        beside = min(alone, key=lambda r: abs(_when(r) - _when(result)))
-        return f"{result['steps_per_second'] / beside['steps_per_second']:.2f}"
+        alone = [r["steps_per_second"] for _, r in results if r["world_size"] == 1 and _work(r) == _work(result)]
+        return f"{result['steps_per_second'] / statistics.mean(alone):.2f}" if alone else ""
 
     if results:
         yield SCALING
@@ -214,9 +245,10 @@ def _when(result: dict[str, Any]) -> datetime:
     return datetime.fromisoformat(result["environment"]["date"])
 
 
-def _work(result: dict[str, Any]) -> tuple[str, int, str]:
-    """What a step computes, on however many devices, and of which commit."""
-    return result["task"], result["config"]["batch"]["size"], result["environment"]["commit"]
+def _work(result: dict[str, Any]) -> tuple[str, int, str, str]:
+    """What a step computes, on however many devices of which kind, and of which commit."""
+    environment = result["environment"]
+    return result["task"], result["config"]["batch"]["size"], environment["gpu"], environment["commit"]
 
 
 def _long(results: Sequence[Measured]) -> Iterator[str]:

@@ -79,7 +79,7 @@ def sum_kernel(
     weight = tl.zeros([SIDE, SIDE], tl.float32)
     bias = tl.zeros([SIDE, ONES], tl.float32)
     ones = tl.full([M, ONES], 1.0, dy_ptr.dtype.element_ty)
-    for row in range(part * M, rows, tl.num_programs(0) * M):
+    for row in range(part * M, rows, tl.num_programs(0) * M):  # upwards: the kernel before wrote the first rows last
         first, real = tl.cast(row, tl.int64), (row + m < rows)[:, None]
         dy = tl.load(dy_ptr + first * n + m[:, None] * n + side[None, :], mask=real, other=0.0)
         x = tl.load(x_ptr + first * k + m[:, None] * k + side[None, :], mask=real, other=0.0)
