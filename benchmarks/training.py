@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +136,14 @@ def _step(path: Path, result: dict[str, Any]) -> list[str]:
 
 def _against_bare(measured: Sequence[Measured]) -> Iterator[str]:
     """Each fit beside the bare loop of the same model without attention's dropout, where that was measured."""
-    bares = [each for each in measured if each[1]["run"]["model"]["attn_dropout"] == 0 and _ms(each[1], "bare")]
+    bares = [(p, r, ms) for p, r in measured if r["run"]["model"]["attn_dropout"] == 0 and (ms := _ms(r, "bare"))]
     rows = [
         [
-            _link(path), r["run"]["attn"]["name"], f"{fit:g}", f"[{bare:g}](../benchmarks/results/{beside.name})",
+            _link(path), r["run"]["attn"]["name"], f"{fit:g}", _link(bare_path, f"{bare:g}"),
             f"{100 * fit / bare:.0f}%", r["environment"]["gpu"] or "CPU",
         ]
-        for path, r in measured
-        for beside, b in bares
-        if _model(r) == _model(b) and (fit := _ms(r, "fit")) and (bare := _ms(b, "bare"))
+        for path, r in measured if (fit := _ms(r, "fit"))
+        for bare_path, b, bare in bares if _model(r) == _model(b)
     ]  # fmt: skip
     if rows:
         yield BARE
@@ -241,10 +239,6 @@ def _scaling(results: Sequence[Measured]) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _when(result: dict[str, Any]) -> datetime:
-    return datetime.fromisoformat(result["environment"]["date"])
-
-
 def _work(result: dict[str, Any]) -> tuple[str, int, str, str]:
     """What a step computes, on however many devices of which kind, and of which commit."""
     environment = result["environment"]
@@ -269,8 +263,8 @@ def _long(results: Sequence[Measured]) -> Iterator[str]:
         yield table(["run", "minutes", "steps", *what, "made with"], rows)
 
 
-def _link(path: Path) -> str:
-    return f"[{path.stem.removesuffix('-step')}](../benchmarks/results/{path.name})"
+def _link(path: Path, text: str | None = None) -> str:
+    return f"[{text or path.stem.removesuffix('-step')}](../benchmarks/results/{path.name})"
 
 
 def _made_with(environment: dict[str, Any]) -> str:

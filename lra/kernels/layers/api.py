@@ -58,6 +58,10 @@ def on_hopper() -> bool:
     return tuning.hopper_refusal(tuning.capability()) is None
 
 
+def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
+    return [each for module in modules for each in (module.weight, module.bias)]
+
+
 def project(
     x: Tensor, norm: nn.LayerNorm, qkv: nn.Linear, heads: int, rotary: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -69,7 +73,7 @@ def project(
         rotary: cosines and sines, `[T, D // 2]`, by which q and k are turned.
     """
     cos, sin = rotary or (None, None)
-    layers = norm.weight, norm.bias, qkv.weight, qkv.bias
+    layers = _parameters(norm, qkv)
     x, *parts = Project.apply(x.contiguous(), *layers, cos, sin, norm.eps, product_dtype(x))  # type: ignore[misc]
     q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     return x, q, k, v
@@ -99,10 +103,6 @@ def feed_forward(
     """
     layers = _parameters(out, norm, up, down)
     return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
-
-
-def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
-    return [each for module in modules for each in (module.weight, module.bias)]
 
 
 def pooled_feed_forward(
