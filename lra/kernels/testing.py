@@ -20,6 +20,20 @@ from lra.kernels.flash.reference import reference_attention
 LAYOUTS = ("packed", "padded")
 STRIDES = ("contiguous", "fused", "heads_first", "d_strided")
 NAMES = ("out", "dq", "dk", "dv")
+# What is in q, k and v. Hidden keys have hugely negative scores by their first feature, as some masks are made.
+INPUTS = (
+    "normal",
+    "dominant",  # one key of each sequence scores 10 above all others
+    "first_hidden",  # the first half of the keys
+    "last_hidden",
+    "two_visible",  # all keys but the first two are hidden
+    "all_hidden",  # so that all weigh the same
+    "overflow",  # scores of the first half are -inf in fp32
+    "same",  # one tensor is q, k and v
+    "tiny",  # numbers around 1e-3
+    "nan_neighbour",  # the first sequence is NaN, and what is compared are the others
+)
+HIDING = ("first_hidden", "last_hidden", "two_visible", "all_hidden")
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,7 @@ class Case:
     slack: int = 0  # by how much max_length exceeds the longest length
     deterministic: bool = False
     spread: float = 1.0  # standard deviation of the scores
+    inputs: str = "normal"  # one of INPUTS
     sparse: Layout | None = None  # what block-sparse attention sees; covers max_length tokens
     seed: int = 0
 
@@ -77,7 +92,7 @@ def random_case(
     top = rng.choice((max_length, rng.randint(2, max_length), min(max_length, 64 * rng.randint(1, 8))))
     lengths = [rng.choice((0, 1, top - 1, top, rng.randint(0, top))) for _ in range(rng.randint(0, 4))]
     lengths.insert(rng.randint(0, len(lengths)), top)  # 2 or more: softmax over one column has no gradient to compare
-    return Case(
+    case = Case(
         lengths=tuple(lengths),
         heads=rng.randint(1, 4),
         head_dim=rng.choice(head_dims),
@@ -91,13 +106,34 @@ def random_case(
         spread=rng.choice((1.0, 1.0, 4.0)),
         seed=rng.randint(0, 2**31),
     )
+    return with_inputs(case, rng.choice(("normal", rng.choice(INPUTS))))
+
+
+def with_inputs(case: Case, inputs: str) -> Case:
+    """The case with such inputs, or with normal ones where they have no answer within the budget.
+
+    A row that sees only scores of -inf has no softmax, which a causal one may. NaN needs a neighbour.
+    """
+    impossible = {
+        "overflow": case.causal or case.sparse is not None or case.dtype == torch.float16,
+        "nan_neighbour": sum(length > 0 for length in case.lengths[1:]) == 0,
+    }
+    if inputs == "normal" or impossible.get(inputs):
+        return replace(case, inputs="normal")
+    return replace(case, inputs=inputs, spread=1.0)
 
 
 def random_hopper_case(rng: random.Random, *choices: Any) -> Case:
-    """As `random_case`, of what Hopper's kernels take; in every third many sequences, or scores that lie far apart."""
+    """As `random_case`, of what Hopper's kernels take; in every third many sequences, or scores that lie far apart.
+
+    With dropout no key is dominant: there these kernels round dP and delta before their difference (docs/kernels.md).
+    """
     case = random_case(rng, *choices, head_dims=(32, 64, 128))
     lengths, spread = case.lengths * rng.choice((1, 1, 4)), rng.choice((case.spread, case.spread, 60.0))
-    return replace(case, lengths=lengths, spread=spread, strides="fused", causal=False, deterministic=False)
+    spread = spread if case.inputs == "normal" else 1.0
+    dropout = 0.0 if case.inputs in ("dominant", "same") else case.dropout
+    case = replace(case, lengths=lengths, spread=spread, dropout=dropout)
+    return replace(case, strides="fused", causal=False, deterministic=False)
 
 
 BLOCKS = ((16, 256), (256, 16), (32, 32), (64, 64), (128, 128), (64, 128), (128, 64), (128, 32))
@@ -120,10 +156,12 @@ def random_sparse_case(
     chosen[:, row, row * block[0] // block[1] % columns] = True  # every query sees a key
     rules: dict[str, Any] = {}
     if simple:
-        case = replace(case, strides="fused", deterministic=False, head_dim=rng.choice((32, 64, 128)))
+        dropout = 0.0 if case.inputs in ("dominant", "same") else case.dropout  # as in `random_hopper_case`
+        head_dim = rng.choice((32, 64, 128))
+        case = replace(case, strides="fused", deterministic=False, head_dim=head_dim, dropout=dropout)
     elif rng.random() < 0.8:
         rules = {"band": rng.choice((None, 0, 5, 100)), "globals": rng.choice((0, 1, 40)), "causal": rng.random() < 0.3}
-    return replace(case, causal=False, sparse=Layout(chosen, block, **rules))
+    return with_inputs(replace(case, causal=False, sparse=Layout(chosen, block, **rules)), case.inputs)
 
 
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
@@ -147,12 +185,44 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
     for first, count in zip(start.tolist(), case.lengths, strict=True):
         real[first : first + count] = True
     qkv[0] *= case.spread
+    for first, count in zip(start.tolist(), case.lengths, strict=True):
+        _make_special(qkv[:, first : first + count], case, first)
     qkv[:, ~real.to(device)] = float("nan")
     do[~real.to(device)] = float("nan")
 
     index = torch.arange(len(case.lengths), dtype=torch.int32).flip(0) + 1000 * (case.seed % 7)
     sequences = {"start": start.to(device), "length": length.to(device), "index": index.to(device)}
     return Inputs(qkv[0], qkv[1], qkv[2], do, sequences, torch.tensor((case.seed << 31) - 12345, device=device))
+
+
+def _make_special(qkv: Tensor, case: Case, first: int) -> None:
+    """Changes the q, k and v of one sequence, `[3, N, H, D]`, to `case.inputs`."""
+    count = qkv.shape[1]
+    q, k, _ = qkv
+    visible: slice | None = {
+        "first_hidden": slice(count // 2, None),
+        "last_hidden": slice((count + 1) // 2),
+        "two_visible": slice(2),
+        "all_hidden": slice(0),
+        "overflow": slice(count // 2, None),
+    }.get(case.inputs)
+    if visible is not None:
+        lowest = torch.finfo(case.dtype).min
+        if case.dtype == torch.float16:  # in which plain PyTorch has no room below it
+            lowest /= 2
+        hidden = lowest if case.seed % 2 or case.inputs == "overflow" else max(lowest, -1e30)
+        q[..., 0] = 2.0 if case.inputs == "overflow" else 1.0
+        k[..., 0] = hidden
+        k[visible, :, 0] = 0.0
+    elif case.inputs == "dominant" and count:
+        q[..., 0], k[..., 0] = 1.0, 0.0
+        k[case.seed % count, :, 0] = 10.0 * case.head_dim**0.5
+    elif case.inputs == "same":
+        qkv[1:] = qkv[:1]
+    elif case.inputs == "tiny":
+        qkv *= 1e-3
+    elif case.inputs == "nan_neighbour" and first == 0:
+        qkv[:] = float("nan")
 
 
 def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]:
@@ -176,6 +246,10 @@ def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]
     errors = {}
     for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name}: {a.shape} {a.dtype}"
+        if case.inputs == "nan_neighbour":
+            a, e, p = (x[case.lengths[0] :] for x in (a, e, p))
+        if name == "dq" and case.inputs in HIDING:  # rounding of a sum that is 0 is multiplied by a huge feature
+            a, e, p = (x[..., 1:] for x in (a, e, p))
         errors[name] = compare(a, e, p)
     return errors
 

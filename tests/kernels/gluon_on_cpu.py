@@ -32,6 +32,9 @@ class Tile(np.ndarray):
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         return self.view(dtype) if bitcast else self.astype(dtype)
 
+    def broadcast_to(self, shape: Any) -> Tile:
+        return tile(np.broadcast_to(self, shape))
+
     def permute(self, *order: Any) -> Tile:
         return self.transpose(*order)
 
@@ -151,9 +154,15 @@ def drop_backward(p: Tile, words: Tile, threshold: Any) -> Tile:
     return tile(np.where(kept(words, rows, rows, threshold), p, 0))
 
 
-def score_gradient(kept: Tile, p: Tile, dp: Tile, minus_delta: Tile) -> Tile:
-    """Rounded twice: the product that is added, and the result."""
-    return tile((kept.astype(np.float64) * dp + p * minus_delta).astype(p.dtype))
+def score_gradient(p: Tile, difference: Tile) -> Tile:
+    """The difference is rounded, and the result."""
+    return tile((p.astype(np.float32) * difference.astype(p.dtype)).astype(p.dtype))
+
+
+def dropped_score_gradient(kept: Tile, p: Tile, dp: Tile, minus_delta: Tile) -> Tile:
+    """Rounded three times: dP, the product that is added, and the result."""
+    added = (p.astype(np.float32) * minus_delta).astype(p.dtype)
+    return tile((kept.astype(np.float64) * dp.astype(p.dtype) + added).astype(p.dtype))
 
 
 def equal(a: Tile, b: Tile) -> Tile:
@@ -256,7 +265,8 @@ NAMES = {
     "mbarrier": Barriers, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
     "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
     "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward,
-    "score_gradient": score_gradient, "transpose_blocks": transpose_blocks, "equal": equal,
+    "score_gradient": score_gradient, "dropped_score_gradient": dropped_score_gradient,
+    "transpose_blocks": transpose_blocks, "equal": equal,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
 }  # fmt: skip
 

@@ -113,7 +113,8 @@ def check(cases: list[dict[str, Any]]) -> None:
     for result, found in compiled(cases, "tests.kernels.aot"):
         kernels = {kernel.pop("name"): kernel for kernel in found}
         atomic = {name for name, kernel in kernels.items() if kernel["atomics"]}
-        atomic -= {"hopper_shared_kernel"}  # which counts the tiles that were taken
+        # one counts the tiles that were taken, the other adds what extreme rows contribute
+        atomic -= {"hopper_shared_kernel", "extreme_rows_kernel"}
         adds = not result["deterministic"] and result["dtype"] != "float32"
         assert len(atomic) == adds, f"{result}: atomics in {atomic}, of {sorted(kernels)}"
         assert any(name.startswith("hopper") for name in kernels) == result["hopper"], f"{result}: {sorted(kernels)}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
-from lra.kernels.flash import tuning
-from lra.kernels.testing import Case, check, make_inputs, run
+from lra.kernels.flash import tiles, tuning
+from lra.kernels.testing import INPUTS, Case, check, make_inputs, run, with_inputs
 from tests.kernels.gluon_on_cpu import Emulated
 
 HALF = torch.float16
@@ -59,6 +61,22 @@ def test_within_budget(case, hopper):
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
     specialized = case.head_dim == 64 and not case.dropout and not case.sparse
     assert hopper == ["hopper_forward_kernel", f"hopper_{'specialized' if specialized else 'backward'}_kernel"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities and NaN on their way
+@pytest.mark.parametrize("inputs", [name for name in INPUTS if name != "normal"])
+@pytest.mark.parametrize(("head_dim", "dropout", "shared"), [(32, 0.3, True), (32, 0.0, False), (64, 0.0, False)])
+def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
+    """Of fp16, whose hidden keys are not extreme by themselves, those are counted as such."""
+    monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))
+    dropout = 0.0 if inputs in ("dominant", "same") else dropout  # as in `random_hopper_case`
+    lengths = (20, 33, 150, 9, 1)
+    case = with_inputs(Case(lengths, heads=1, head_dim=head_dim, dtype=HALF, dropout=dropout, seed=1), inputs)
+    forced = tuning.forced("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
+    with forced:
+        for name, error in check(case, torch.device("cpu"), "triton").items():
+            assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
+    assert any(name.startswith("hopper") for name in hopper)
 
 
 @pytest.mark.parametrize(

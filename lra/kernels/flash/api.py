@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +41,8 @@ def flash_attention(
     are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
     (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
     may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. Those of
-    rows in a gap or of two sequences, which a GPU's tensors are not searched for, are not defined. In a packed
-    batch an infinity or NaN within a sequence may spread to the first rows of dq of the next one.
+    rows in a gap or of two sequences, which a GPU's tensors are not searched for, are not defined. No sequence
+    influences another one, whatever it holds.
 
     Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
     without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices
@@ -96,8 +97,8 @@ def attention(
     deterministic: bool,
 ) -> Tensor:
     """Dense attention or, with a layout, block-sparse; `elsewhere` is the path that is called `other`."""
-    impl = resolve_impl(impl, q.device, deterministic, other)
     check_inputs(q, k, v)
+    impl = resolve_impl(impl, q.device, deterministic, other)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = sequences(q, start, length, max_length)
     if layout is not None and max_length > min(layout.size):
@@ -155,7 +156,14 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, value)
     if not q.shape == k.shape == v.shape:
         raise ValueError(f"q, k and v must have one shape, got {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     if q.dim() not in (3, 4):
@@ -199,6 +207,9 @@ def sequences(
 
     if start is None or length is None or max_length is None:
         raise ValueError("[T, H, D] needs start, length and max_length; without them use the [B, N, H, D] form")
+    if isinstance(max_length, bool) or not isinstance(max_length, int | np.integer | torch.SymInt):
+        raise TypeError(f"max_length must be an integer, got {max_length!r}")
+    _check_tensor("start", start)
     _check_per_sequence("start", start, start.numel(), q.device)
     _check_per_sequence("length", length, start.numel(), q.device)
     if len(q) > start.numel() * max_length:
@@ -253,6 +264,7 @@ def _check_lengths(length: Tensor, most: int) -> None:
 
 
 def _check_per_sequence(name: str, values: Tensor, size: int, device: torch.device) -> None:
+    _check_tensor(name, values)
     if values.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {values.dtype}")
     if values.shape != (size,):

@@ -3,7 +3,7 @@
 First delta = rowsum(dO * O) (its D_i, appendix B.2). Then a program for each tile of keys runs over the queries, sums
 its dK and dV and adds its share of dQ to memory, in any order. If the result must be deterministic it leaves dQ alone,
 and a program for each tile of queries runs over the keys: every score is computed twice. Both recompute the softmax
-from q, k and the saved log-sum-exp.
+from q, k and the saved statistics of its rows.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -17,26 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from lra.kernels.flash import hopper, tuning
+from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
 from lra.kernels.flash.hopper_backward import launch_hopper_backward
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
-    add_dot,
-    add_rows,
-    alone,
     dropout_key,
     head_pointer,
-    keep_tile,
+    load_delta,
     load_rows,
-    load_statistics,
+    load_softmax,
     program_tile,
-    score_gradient,
     sequence_tile,
     store_rows,
     sum_type,
-    visible,
     visit_list,
-    visited,
 )
 
 DELTA_ROWS = 64
@@ -59,7 +54,7 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
@@ -78,7 +73,7 @@ def dkdv_kernel(
     v_ND = load_rows(head_pointer(v_ptr, start, head, v_row, v_head), columns_N, length, v_row, v_d, D, BLOCK_D)
     q_ptr = head_pointer(q_ptr, start, head, q_row, q_head)
     do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
-    keep_scale = 256.0 / (256 - threshold)
+    key = start
     if DROPOUT:
         key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
@@ -92,36 +87,20 @@ def dkdv_kernel(
     row = heads * D
     if ADD_DQ:
         dq_ptr = head_pointer(dq_ptr, start, head, row, D)
-    SUM: tl.constexpr = sum_type(k_ND.dtype)
-    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
-    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], SUM)
-    for place in range(begin, end, BLOCK_M):
-        first_row, whole = visited(visits_ptr, place, BLOCK_M, LONGEST)
-        rows_M = first_row + tl.arange(0, BLOCK_M)
-        q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
-        do_MD = load_rows(do_ptr, rows_M, length, do_row, do_d, D, BLOCK_D)
-        top_M, log_total_M, delta_M = load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows_M, length)
-        seen_NM = visible(rows_M[None, :], columns_N[:, None], length, whole, CAUSAL, BAND, GLOBALS)
-        keep_NM = seen_NM
-        if DROPOUT:
-            keep_NM = keep_tile(key, first_row, first_column, threshold, BLOCK_M, BLOCK_N, True)
-        p_NM, ds_NM = score_gradient(
-            k_ND, q_MD, v_ND, do_MD, top_M[None, :], log_total_M[None, :], delta_M[None, :],
-            seen_NM, alone(rows_M, length, CAUSAL)[None, :], keep_NM, scale_log2, keep_scale, DROPOUT,
-        )  # fmt: skip
-        dv_ND = add_dot(dv_ND, p_NM.to(do_MD.dtype), do_MD)
-        dk_ND = add_dot(dk_ND, ds_NM.to(q_MD.dtype), q_MD)
-        if ADD_DQ:
-            share_MD = tl.dot(tl.trans(ds_NM.to(k_ND.dtype)), k_ND, input_precision="ieee") * scale
-            add_rows(dq_ptr, share_MD, rows_M, length, row, D, BLOCK_D)
+    dk_ND, dv_ND = sum_over_queries(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        k_ND, v_ND, q_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, visits_ptr, key, first_column, begin, end,
+        start, length, head, heads, total, q_row, q_d, do_row, do_d, scale, scale_log2, 1.0, threshold,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT, ADD_DQ, False,
+    )  # fmt: skip
 
     store_rows(head_pointer(dk_ptr, start, head, row, D), dk_ND * scale, columns_N, length, owned, row, D, BLOCK_D)
-    store_rows(head_pointer(dv_ptr, start, head, row, D), dv_ND * keep_scale, columns_N, length, owned, row, D, BLOCK_D)
+    dv_ND = dv_ND * (256.0 / (256 - threshold))
+    store_rows(head_pointer(dv_ptr, start, head, row, D), dv_ND, columns_N, length, owned, row, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
@@ -137,10 +116,11 @@ def dq_kernel(
     rows_M = first_row + tl.arange(0, BLOCK_M)
     q_MD = load_rows(head_pointer(q_ptr, start, head, q_row, q_head), rows_M, length, q_row, q_d, D, BLOCK_D)
     do_MD = load_rows(head_pointer(do_ptr, start, head, do_row, do_head), rows_M, length, do_row, do_d, D, BLOCK_D)
-    top_M, log_total_M, delta_M = load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows_M, length)
+    top_M, norm_M = load_softmax(softmax_ptr, start, head, heads, total, rows_M, length)
+    delta_M = load_delta(delta_ptr, start, head, total, rows_M, length)
     k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
     v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
-    keep_scale = 256.0 / (256 - threshold)
+    key = start
     if DROPOUT:
         key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
@@ -150,39 +130,27 @@ def dq_kernel(
     end = tl.where(first_row < length, end, 0)
     if LONGEST:
         visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, LONGEST)
-    SUM: tl.constexpr = sum_type(q_MD.dtype)
-    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], SUM)
-    for place in range(0, end, BLOCK_N):
-        first_column, whole = visited(visits_ptr, place, BLOCK_N, LONGEST)
-        columns_N = first_column + tl.arange(0, BLOCK_N)
-        k_ND = load_rows(k_ptr, columns_N, length, k_row, k_d, D, BLOCK_D)
-        v_ND = load_rows(v_ptr, columns_N, length, v_row, v_d, D, BLOCK_D)
-        seen_MN = visible(rows_M[:, None], columns_N[None, :], length, whole, CAUSAL, BAND, GLOBALS)
-        keep_MN = seen_MN
-        if DROPOUT:
-            keep_MN = keep_tile(key, first_row, first_column, threshold, BLOCK_M, BLOCK_N, False)
-        _, ds_MN = score_gradient(
-            q_MD, k_ND, do_MD, v_ND, top_M[:, None], log_total_M[:, None], delta_M[:, None],
-            seen_MN, alone(rows_M, length, CAUSAL)[:, None], keep_MN, scale_log2, keep_scale, DROPOUT,
-        )  # fmt: skip
-        dq_MD = add_dot(dq_MD, ds_MN.to(k_ND.dtype), k_ND)
-
+    dq_MD = sum_over_keys(
+        q_MD, do_MD, top_M, norm_M, delta_M, k_ptr, v_ptr, visits_ptr, key, first_row, end, length,
+        k_row, k_d, v_row, v_d, scale_log2, threshold,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT,
+    )  # fmt: skip
     row = heads * D
     store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
 
 
 def launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
     fast = not problem.deterministic and q.dtype != torch.float32  # fp32 is summed in fp64, which memory does not add
     if fast and hopper.takes(problem, q, k, v):
-        return launch_hopper_backward(q, k, v, out, lse, do, problem)
+        return launch_hopper_backward(q, k, v, out, softmax, do, problem)
     total, heads, head_dim = q.shape
     block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fast else None
-    delta = torch.empty_like(lse[0])
+    delta = torch.empty_like(softmax[0])
     sequences = (problem.start, problem.length, problem.seed, problem.index)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
     scalars = (
@@ -198,7 +166,7 @@ def launch_backward(
         tile = tuning.tile("dkdv_dq" if fast else "dkdv", q.dtype, block_d, dropout, problem.pattern)
         *visits, longest = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
         dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
-            q, k, v, do, lse, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
+            q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
             LONGEST=longest, ADD_DQ=fast, **tile.options(),
         )  # fmt: skip
         if dq_sum is not None:
@@ -207,7 +175,7 @@ def launch_backward(
         tile = tuning.tile("dq", q.dtype, block_d, dropout, problem.pattern)
         *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
         dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-            q, k, v, do, lse, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
+            q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
             **tile.options(),
         )  # fmt: skip
     return dq, dk, dv

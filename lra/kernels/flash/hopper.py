@@ -33,6 +33,7 @@ load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
+is_extreme = gluon.jit(tiles.is_extreme.fn)
 draw, draw_down = gluon.jit(tiles.draw.fn), gluon.jit(tiles.draw_down.fn)
 
 
@@ -162,6 +163,13 @@ def zero_past(tile, count, num_warps: gl.constexpr):
     values = tile.load(layout)
     tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
+
+
+@gluon.jit
+def without_others(x, count):
+    """A product's accumulator with zeros in the rows from `count` on: they belong to others, and 0 * NaN is NaN."""
+    row = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    return gl.where((row < count)[:, None], x, 0.0)
 
 
 @gluon.jit
@@ -336,20 +344,33 @@ def drop_backward(p, words, threshold):
 
 
 @gluon.constexpr_function
-def gradient_assembly(dtype):
-    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return f"{{ .reg .b32 x;  mul.rn.{kind} x, $2, $4;  fma.rn.{kind} $0, $1, $3, x; }}"
+def packed(dtype, assembly):
+    """Assembly for two 16-bit elements in an instruction; `KIND` in it stands for their type."""
+    return assembly.replace("KIND", "bf16x2" if dtype == gl.bfloat16 else "f16x2")
+
+
+# dS = P * (dP - delta), two 16-bit elements in an instruction. Where a key has nearly all of the weight, dP and delta
+# are nearly equal. Each rounded to 16 bits, they would leave more error than difference. So without dropout they are
+# fp32 until one is taken from the other. With dropout that costs 3 to 8% of the pass (docs/kernels.md): there both are
+# rounded first, as plain PyTorch rounds dP.
 
 
 @gluon.jit
-def score_gradient(kept, p, dp, minus_delta):
-    """dS = kept * dP - p * delta, two 16-bit elements in an instruction.
-
-    One product is rounded before it is added, as dP and delta are. In fp32 it takes four to six instructions for two.
-    """
+def score_gradient(p, difference):
+    """dS of P and dP - delta in fp32."""
     return gl.inline_asm_elementwise(
-        gradient_assembly(p.dtype), "=r,r,r,r,r", [kept, p, dp, minus_delta], dtype=p.dtype, is_pure=True, pack=2
-    )
+        packed(p.dtype, "mul.rn.KIND $0, $1, $2;"), "=r,r,r", [p, difference.to(p.dtype)],
+        dtype=p.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def dropped_score_gradient(kept, p, dp, minus_delta):
+    """dS = kept * dP - p * delta, where `kept` is p with zeros where dropout drops it; -delta has 16 bits."""
+    return gl.inline_asm_elementwise(
+        packed(p.dtype, "{ .reg .b32 x;  mul.rn.KIND x, $2, $4;  fma.rn.KIND $0, $1, $3, x; }"), "=r,r,r,r,r",
+        [kept, p, dp.to(p.dtype), minus_delta], dtype=p.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 # fp32 tiles for TMA have 128 bytes a row and the 16 bytes of index i of row r at i ^ r % 8. Of a product's accumulator,

@@ -33,6 +33,7 @@ from lra.kernels.flash.hopper import (
     draw_backward,
     drop_backward,
     dropout_key,
+    dropped_score_gradient,
     following,
     keep_barriers,
     load_statistics,
@@ -49,24 +50,27 @@ from lra.kernels.flash.hopper import (
     store_tile,
     visit_list,
     visited,
+    without_others,
     zero_past,
 )
+from lra.kernels.flash.hopper_finish import finish
 from lra.kernels.flash.hopper_specialized import hopper_specialized_kernel
 from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E
+from lra.kernels.flash.tiles import LOG2_E, is_extreme
 
-FLAT_ROWS, FLAT_ELEMENTS = 64, 4096
+FLAT_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "total", "threshold"])
 def prepare_kernel(
-    out_ptr, do_ptr, lse_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, threshold,
+    out_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, scale_log2, threshold,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
-    needs no factor, and -r * delta, where delta = rowsum(dO * O).
+    needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
+    weights come out as 0: `hopper_finish` adds what they contribute.
     """
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
@@ -80,18 +84,10 @@ def prepare_kernel(
     rate = 1.0 - threshold / 256.0
     place = head * total + row
     second = heads.to(tl.int64) * total
-    lse = tl.load(lse_ptr + place, mask=real) + tl.load(lse_ptr + second + place, mask=real)
-    tl.store(stats_ptr + place, lse + tl.log2(rate), mask=real)
+    top = tl.load(softmax_ptr + place, mask=real)
+    lse = top * scale_log2 + (tl.load(softmax_ptr + second + place, mask=real) + tl.log2(rate))
+    tl.store(stats_ptr + place, tl.where(is_extreme(top, scale_log2), float("inf"), lse), mask=real)
     tl.store(stats_ptr + second + place, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1) * -rate, mask=real)
-
-
-@triton.jit
-def finish_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
-    """dQ in its own dtype."""
-    i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    tl.store(
-        dq_ptr + i, (tl.load(sum_ptr + i, mask=i < elements) * scale).to(dq_ptr.dtype.element_ty), mask=i < elements
-    )
 
 
 @gluon.jit
@@ -141,7 +137,8 @@ def hopper_backward_kernel(
     LSE_AHEAD: gl.constexpr = D != 64
     row_layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     lse_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_smem = gl.allocate_shared_memory(dtype, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    DELTA: gl.constexpr = dtype if DROPOUT else gl.float32
+    delta_smem = gl.allocate_shared_memory(DELTA, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     k_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
     v_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
@@ -190,7 +187,7 @@ def hopper_backward_kernel(
         no_scores = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
         no_dq = gl.zeros([BLOCK_M, D], gl.float32, dq_layout)
         lse_smem.store(lse)
-        delta_smem.store(delta.to(dtype))
+        delta_smem.store(delta.to(DELTA))
         drawn = 0
         if DROPOUT:
             drawn = draw_backward(key, last, first_column, BLOCK_M, BLOCK_N, num_warps)
@@ -207,16 +204,20 @@ def hopper_backward_kernel(
             q_tile = q_smem.index(slot)
             do_tile = do_smem.index(slot)
             q_next = q_smem.index(next_slot)
-            dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if DROPOUT:
+                dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            else:  # less delta, which costs nothing so
+                minus_delta = delta_smem.load(column_layout)[None, :].broadcast_to([BLOCK_N, BLOCK_M])
+                dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), minus_delta, is_async=True)
             if not LSE_AHEAD:
                 lse_M = lse_smem.load(column_layout)[None, :]
             p = gl.exp2(s * scale_log2 - lse_M).to(dtype)
             kept = p
             if DROPOUT:
                 kept = drop_backward(p, spread_backward(drawn, scores), threshold)
-            minus_delta_M = delta_smem.load(column_layout)[None, :]
+            minus_delta_M = delta_smem.load(column_layout)[None, :] if DROPOUT else lse_M
             dp = warpgroup_mma_wait(0, deps=[dp])
-            ds = score_gradient(kept, p, dp.to(dtype), minus_delta_M)
+            ds = dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else score_gradient(p, dp)
             ds_smem.store(ds)  # before dV's product begins: the fence waits for it
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
@@ -241,9 +242,11 @@ def hopper_backward_kernel(
                 dq = warpgroup_mma_wait(2, deps=[dq])
             else:
                 dq = warpgroup_mma_wait(1, deps=[dq])
+            if first_row + BLOCK_M > length:
+                dq = without_others(dq, length - first_row)
             store_accumulator(dq_smem, dq)
             lse_smem.store(next_lse)
-            delta_smem.store(next_delta.to(dtype))
+            delta_smem.store(next_delta.to(DELTA))
             fence_async_shared()
             add_tile(dq_desc, [start + first_row, column], dq_smem)
             if LSE_AHEAD:
@@ -266,14 +269,14 @@ def hopper_backward_kernel(
 
 
 def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `backward.launch_backward`, for what `hopper.takes`. dQ is summed in fp32, in any order."""
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
     dropout = problem.threshold > 0
-    stats = torch.empty_like(lse)
+    stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -281,8 +284,8 @@ def launch_hopper_backward(
     name = "hopper_specialized" if specialized else "hopper_backward"
     with torch.cuda.device_of(q):
         prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
-            out, do, lse, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.threshold,
-            D=head_dim, ROWS=FLAT_ROWS,
+            out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
+            problem.threshold, D=head_dim, ROWS=FLAT_ROWS,
         )  # fmt: skip
         rows, columns, warps, stages = tuning.tile(name, q.dtype, head_dim, dropout, problem.pattern)
         tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
@@ -304,8 +307,4 @@ def launch_hopper_backward(
                 num_warps=min(warps, columns // 16),
                 maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
             )  # fmt: skip
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        finish_kernel[(triton.cdiv(dq.numel(), FLAT_ELEMENTS),)](
-            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=FLAT_ELEMENTS
-        )
-    return dq, dk, dv
+    return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

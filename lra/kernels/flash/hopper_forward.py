@@ -5,9 +5,9 @@ of the previous weights with V run on the tensor cores (the overlap within a war
 2407.08608, section 3.2).
 
 Weights are exp2(score - offset), and any offset that keeps them in range gives the same result. So the loop looks for
-no maximum and scales nothing: the offset is a row's maximum in its first tile. If a sum then has grown out of range, as
-scores far above those of the first tile make it, the program sweeps over the keys once more, with Algorithm 1's running
-maximum.
+no maximum and scales nothing: the offset is a row's maximum in its first tile. A sum of weights is then between 1/2 and
+a bound, unless scores lie far above those of the first tile, or are so large that rounding the offset matters. If one
+is not, the program sweeps over the keys once more, with Algorithm 1's running maximum.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -29,6 +29,7 @@ from lra.kernels.flash.hopper import (
     drop_forward,
     dropout_key,
     following,
+    is_extreme,
     keep_barriers,
     load_tile,
     new_barriers,
@@ -59,9 +60,17 @@ def hide_past(s, first_column, length):
 
 
 @gluon.jit
-def weigh(s, offset, scale_log2):
-    """Weights of scores whose rows have these offsets, in fp32."""
+def weigh(s, offset, scale_log2, ANY: gl.constexpr):
+    """Weights of scores whose rows have these offsets, in fp32; ANY: also where scores are huge, or the offset -inf."""
+    if ANY:
+        return gl.exp2((s - finite_offset(offset)[:, None]) * scale_log2)
     return gl.exp2(s * scale_log2 - (offset * scale_log2)[:, None])
+
+
+@gluon.jit
+def finite_offset(offset):
+    """0 where all scores so far are -inf: relative to it their weights are 0."""
+    return gl.where(offset == float("-inf"), 0.0, offset)
 
 
 @gluon.jit
@@ -120,7 +129,7 @@ def sweep(
     if partial:
         s = hide_past(s, last, length)
     top = gl.max(s, 1)
-    p32 = weigh(s, top, scale_log2)
+    p32 = weigh(s, top, scale_log2, RUNNING)
     sums = thread_sums(p32)
     p = p32.to(dtype)
     mbarrier.wait(v_ready.index(0), 0)
@@ -142,10 +151,10 @@ def sweep(
         fetch(k_desc, k_row, column, k_ready, k_smem, next_slot, t + STAGES < n)
         if RUNNING:
             new_top = gl.maximum(top, gl.max(s, 1))
-            shrink = gl.exp2((top - new_top) * scale_log2)
+            shrink = gl.exp2((top - finite_offset(new_top)) * scale_log2)
             sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
             top = new_top
-        p32 = weigh(s, top, scale_log2)
+        p32 = weigh(s, top, scale_log2, RUNNING)
         sums += thread_sums(p32)
         p_next = p32.to(dtype)
         acc, _ = warpgroup_mma_wait(0, deps=[out, p])
@@ -160,12 +169,12 @@ def sweep(
     acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
     keep_barriers(k_ready)
     keep_barriers(v_ready)
-    return acc, sums, top
+    return acc, gl.convert_layout(gl.sum(sums, 1), top.type.layout), top
 
 
 @gluon.constexpr_function
 def most(dtype):
-    """A sum of weights up to it says that the first tile's maximum was right for its row.
+    """The largest sum of weights for which the first tile's maximum was right for its row.
 
     No weight then is beyond its dtype, and in bf16 fp32 takes them times values up to 2^63.
     """
@@ -173,25 +182,36 @@ def most(dtype):
 
 
 @gluon.jit
+def unfit(sums, offset, scale_log2, dtype: gl.constexpr):
+    """1 for rows whose offset, the maximum in their first tile, was wrong for all tiles; else 0.
+
+    The largest weight of the first tile is 1 but for the rounding of the offset. NaN is unfit, too.
+    """
+    fit = (sums >= 0.5) & (sums <= most(dtype)) & (is_extreme(offset, scale_log2) == 0)
+    return gl.where(fit, 0, 1)
+
+
+@gluon.jit
 def store_result(
-    out_ptr, lse_ptr, acc, sums, offset, rows, first_row, start, length, owned, heads, head, total, threshold,
+    out_ptr, softmax_ptr, acc, sums, offset, rows, first_row, start, length, owned, heads, head, total, threshold,
     dtype: gl.constexpr, DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The rows of the result, and their log-sum-exp in its two parts."""
-    sums = gl.maximum(gl.convert_layout(gl.sum(sums, 1), rows.type.layout), 1e-30)
+    """The rows of the result, and what `tiles.store_softmax` stores of them."""
+    sums = gl.maximum(sums, 1e-30)
     norm = 1.0 / sums
     if DROPOUT:
         norm = norm * (256.0 / (256 - threshold))
-    lse_ptr += head.to(gl.int64) * total + start
-    gl.store(lse_ptr + rows, offset, mask=rows < length)
-    gl.store(lse_ptr + heads.to(gl.int64) * total + rows, gl.log2(sums), mask=rows < length)
+    offset = gl.where(offset == float("-inf"), float("inf"), offset)
+    softmax_ptr += head.to(gl.int64) * total + start
+    gl.store(softmax_ptr + rows, offset, mask=rows < length)
+    gl.store(softmax_ptr + heads.to(gl.int64) * total + rows, gl.log2(sums), mask=rows < length)
     acc = acc * gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout))[:, None]
     store_tile(out_ptr, acc, first_row, start, length, owned, heads, head, dtype, num_warps)
 
 
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, out_ptr, softmax_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale_log2, threshold,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
@@ -223,7 +243,7 @@ def hopper_forward_kernel(
 
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
-    sums = thread_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores))
+    sums = gl.zeros([BLOCK_M], gl.float32, row_layout)
     acc = gl.zeros([BLOCK_M, D], gl.float32, outputs)
     if n > 0:
         fetch(q_desc, start + first_row, head * D, q_ready, q_smem, 0, True)
@@ -232,16 +252,16 @@ def hopper_forward_kernel(
             q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
             key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, False, num_warps,
         )  # fmt: skip
-        largest = gl.where(rows < length, gl.convert_layout(gl.max(sums, 1), row_layout), 0.0)
-        if gl.max(largest, 0) > most(dtype):
+        wrong = unfit(sums, top, scale_log2, dtype)
+        if gl.max(gl.where(rows < length, wrong, 0), 0) > 0:
             acc, sums, top = sweep(
                 q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
                 key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, True, num_warps,
             )  # fmt: skip
 
     store_result(
-        out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head, total,
-        threshold, dtype, DROPOUT, num_warps,
+        out_ptr, softmax_ptr, acc, sums, top, rows, first_row, start, length, owned, heads, head, total, threshold,
+        dtype, DROPOUT, num_warps,
     )  # fmt: skip
     keep_barriers(q_ready)
 
@@ -251,17 +271,17 @@ def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> 
     total, heads, head_dim = q.shape
     dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+    softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         tile = tuning.tile("hopper_forward", q.dtype, head_dim, dropout, problem.pattern)
         rows, columns, warps, stages = tile
         *visits, longest = problem.visits(rows, columns, q.device)
         hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
-            describe(q, rows), describe(k, columns), describe(v, columns), out, lse,
+            describe(q, rows), describe(k, columns), describe(v, columns), out, softmax,
             problem.start, problem.length, problem.seed, problem.index, *visits,
             heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
             num_warps=min(warps, rows // 16),
             maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
         )  # fmt: skip
-    return out, lse
+    return out, softmax

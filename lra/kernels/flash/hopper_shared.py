@@ -33,7 +33,7 @@ from lra.kernels.flash.hopper import (
     take_tile,
     zero_past,
 )
-from lra.kernels.flash.hopper_forward import dropped, fetch, hide_past, most, store_result, thread_sums, weigh
+from lra.kernels.flash.hopper_forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
 from lra.kernels.flash.hopper_forward import sweep as sweep_alone
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
@@ -138,7 +138,7 @@ def sweep(
             mbarrier.arrive(last_freed.index(0), count=1)
             mbarrier.arrive(v_ready.index(slot), count=1)
     top = gl.max(s, 1)
-    p32 = weigh(s, top, scale_log2)
+    p32 = weigh(s, top, scale_log2, False)
     sums = thread_sums(p32)
     p = p32.to(dtype)
     for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
@@ -153,7 +153,7 @@ def sweep(
         s = warpgroup_mma_wait(1, deps=[next_s])
         barrier()
         mbarrier.arrive(k_freed.index(next_slot), count=1)
-        p32 = weigh(s, top, scale_log2)
+        p32 = weigh(s, top, scale_log2, False)
         sums += thread_sums(p32)
         p_next = p32.to(dtype)
         acc, _ = warpgroup_mma_wait(0, deps=[out, p])
@@ -190,7 +190,7 @@ def pass_over(ring, slot, phase, n):
 @gluon.jit
 def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl.constexpr):
     """Group INDEX of a program: its 64 queries of each tile."""
-    out_ptr, lse_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold = others
+    out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold = others
     q_smem, k_smem, v_smem, tile_smem = memory
     q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed = barriers
     ring, last = (k_smem, v_smem, k_ready, k_freed, v_ready, v_freed), (last_ready, last_freed)
@@ -227,21 +227,21 @@ def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl
             mbarrier.arrive(q_freed.index(buffer), count=1)
             slot, phase = pass_over(ring, slot, phase, n)
 
-        real = first_row + gl.arange(0, QUERIES, gl.SliceLayout(1, sums.type.layout)) < length
-        place = gl.full([QUERIES, 4], GROUPS * tile + INDEX, gl.int32, sums.type.layout)
-        gl.store(again_ptr + place, 1, mask=(sums > most(dtype) / 4) & real[:, None])
         rows = first_row + gl.arange(0, QUERIES, row_layout)
+        row_sums = gl.convert_layout(gl.sum(sums, 1), row_layout)
         store_result(
-            out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head, total,
+            out_ptr, softmax_ptr, acc, row_sums, top, rows, first_row, start, length, owned, heads, head, total,
             threshold, dtype, DROPOUT, GROUP,
         )  # fmt: skip
+        place = gl.full([QUERIES], GROUPS * tile + INDEX, gl.int32, row_layout)
+        gl.store(again_ptr + place, 1, mask=(unfit(row_sums, top, scale_log2, dtype) > 0) & (rows < length))
         buffer, q_phase = following(buffer, q_phase, BUFFERS)
         tile = next_tile(tile_smem, q_ready, buffer, q_phase, GROUP)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_shared_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr, taken_ptr,
+    q_desc, k_desc, v_desc, out_ptr, softmax_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr, taken_ptr,
     tiles, heads, total, max_length, padded_length, scale_log2, threshold,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -262,7 +262,7 @@ def hopper_shared_kernel(
     last_ready, last_freed = new_barriers(1), new_barriers(1)
 
     descriptors = (q_desc, k_desc, v_desc)
-    others = (out_ptr, lse_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold)
+    others = (out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold)
     sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
     memory = (q_smem, k_smem, v_smem, tile_smem)
     barriers = (q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed)
@@ -276,7 +276,7 @@ def hopper_shared_kernel(
 
 @gluon.jit(do_not_specialize=["count", "heads", "total", "max_length", "padded_length", "threshold"])
 def hopper_again_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr,
+    q_desc, k_desc, v_desc, out_ptr, softmax_ptr, again_ptr, start_ptr, length_ptr, seed_ptr, index_ptr,
     count, heads, total, max_length, padded_length, scale_log2, threshold,
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
     num_warps: gl.constexpr,
@@ -309,8 +309,8 @@ def hopper_again_kernel(
             )  # fmt: skip
             rows = first_row + gl.arange(0, QUERIES, top.type.layout)
             store_result(
-                out_ptr, lse_ptr, acc, sums, top * scale_log2, rows, first_row, start, length, owned, heads, head,
-                total, threshold, dtype, DROPOUT, GROUP,
+                out_ptr, softmax_ptr, acc, sums, top, rows, first_row, start, length, owned, heads, head, total,
+                threshold, dtype, DROPOUT, GROUP,
             )  # fmt: skip
     keep_barriers(q_ready)
 
@@ -320,7 +320,7 @@ def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name
     total, heads, head_dim = q.shape
     dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
+    softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
         tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
@@ -331,9 +331,9 @@ def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name
         numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
         constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=dropout, num_warps=GROUP.value)
         hopper_shared_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
-            *descriptors, out, lse, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+            *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
         )
         hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
-            *descriptors, out, lse, again, *sequences, len(again), *numbers, STAGES=2, **constants
+            *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
         )
-    return out, lse
+    return out, softmax

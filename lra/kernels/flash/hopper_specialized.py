@@ -39,6 +39,7 @@ from lra.kernels.flash.hopper import (
     store_accumulator,
     store_tile,
     take_tile,
+    without_others,
     zero_past,
 )
 
@@ -95,7 +96,7 @@ def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, s
                 load_tile(do_desc, queries, q_ready.index(slot), do_smem.index(slot))
                 lse, delta = load_statistics(head_stats_ptr, heads, total, first_row + row, length)
                 lse_smem.index(slot).store(lse)
-                delta_smem.index(slot).store(delta.to(delta_smem.dtype))
+                delta_smem.index(slot).store(delta)
                 if t == 0:  # the last tile of queries, which alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(q_ready.index(slot), phase ^ 1)
@@ -164,7 +165,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
             minus_delta_M = delta_smem.index(slot).load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = score_gradient(p, p, dp.to(dtype), minus_delta_M)
+            ds = score_gradient(p, dp + minus_delta_M)
             ds_tile = ds_smem.index(HALVES * ds_buffer + HALF)
             mbarrier.wait(ds_freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
@@ -223,10 +224,13 @@ def share_queries(dq_desc, sequences, memory, barriers):
             barrier()
             mbarrier.arrive(ds_freed.index(ds_buffer), count=1)
             dq_tile = dq_smem.index(ds_buffer)
+            first_row = place_of(t, n, shift) * BLOCK_M
+            if first_row + BLOCK_M > length:
+                dq = without_others(dq, length - first_row)
             store_accumulator(dq_tile, dq)
             fence_async_shared()
             barrier()
-            add_tile(dq_desc, [start + place_of(t, n, shift) * BLOCK_M, head * D], dq_tile)
+            add_tile(dq_desc, [start + first_row, head * D], dq_tile)
             ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(kv_freed.index(buffer), count=1)
@@ -254,7 +258,7 @@ def hopper_specialized_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [BUFFERS * HALVES, KEYS, BLOCK_M], ds_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_M, D], dq_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    delta_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M], flat)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     next_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
     kv_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     kv_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())

@@ -41,28 +41,28 @@ def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 class Attention(torch.autograd.Function):
-    """The derivative with respect to q, k and v of the result alone, not of the log-sum-exp, and only the first."""
+    """The derivative with respect to q, k and v of the result alone, not of the statistics, and only the first."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
-            out, lse = flash_forward(q, k, v, *problem)
+            out, softmax = flash_forward(q, k, v, *problem)
         # The tensors of the problem too, so that autograd notices if the caller overwrites one before the backward.
         start, length, *numbers, seed, index, deterministic, layout = problem
-        ctx.save_for_backward(q, k, v, out, lse, start, length, seed, index)
+        ctx.save_for_backward(q, k, v, out, softmax, start, length, seed, index)
         ctx.numbers, ctx.rest = numbers, (deterministic, layout)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # no zeros in the place of the log-sum-exp's gradient
-        return out, lse
+        ctx.mark_non_differentiable(softmax)
+        ctx.set_materialize_grads(False)  # no zeros in the place of the gradient of `softmax`
+        return out, softmax
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, out, lse, start, length, seed, index = ctx.saved_tensors
+        q, k, v, out, softmax, start, length, seed, index = ctx.saved_tensors
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
         with torch.no_grad():
-            gradients = flash_backward(q, k, v, out, lse, do, *problem)
+            gradients = flash_backward(q, k, v, out, softmax, do, *problem)
         return *once(gradients, q, k, v, do), *(None,) * len(problem)
 
 
@@ -74,11 +74,11 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor,
 
 
 def run_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, *problem: Any
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, *problem: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     from lra.kernels.flash.backward import launch_backward
 
-    return launch_backward(q, k, v, out, lse, do, Problem(*problem))
+    return launch_backward(q, k, v, out, softmax, do, Problem(*problem))
 
 
 # Shapes and dtypes of what the two return, all contiguous.
@@ -102,13 +102,13 @@ def define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..
 
 flash_forward = define(
     "flash_forward",
-    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor softmax)",
     run_forward,
     fake_forward,
 )
 flash_backward = define(
     "flash_backward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor do, {PROBLEM})"
+    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax, Tensor do, {PROBLEM})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     run_backward,
     fake_backward,

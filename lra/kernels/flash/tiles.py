@@ -1,7 +1,9 @@
 """Device functions that attention kernels share: where a program works, loads and stores, masks, one tile of scores.
 
-Shape suffixes: M query rows, N key columns (rows of k and v), D head dimension. Scores are in base 2: scaled by
-log2(e), so that exp2, the instruction the hardware has, replaces exp.
+Shape suffixes: M query rows, N key columns (rows of k and v), D head dimension. A raw score is q k^T without the scale.
+A weight is exp2((raw - maximum) * scale_log2), where `scale_log2` is the scale times log2(e): exp2 is the instruction
+that the hardware has. The difference comes before the product, so that no score is too large: a product may overflow
+for scores near the largest float, and its rounding alone would make weights infinite from 2^31 on.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -17,6 +19,9 @@ from lra.kernels.flash.reference import PHILOX_ROUNDS, ROW_FACTORS
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 R0, R1, R2, R3 = map(tl.constexpr, ROW_FACTORS)
 LOG2_E = 1.4426950408889634
+# Scores in base 2 beyond it are extreme: from 2^15 on, half a unit in the last place of fp32 is more than 2^-10, and a
+# weight of 16 bits is off by as much if its row's log-sum-exp is one number.
+EXTREME = tl.constexpr(2.0**15)
 
 
 @triton.jit
@@ -195,13 +200,38 @@ def keep_tile(
 
 
 @triton.jit
-def load_statistics(lse_ptr, delta_ptr, start, head, heads, total, rows, length):
-    """(maximum, log2 of the sum, delta) of score rows; past the length they make every weight 0."""
+def store_softmax(softmax_ptr, top, sums, start, head, heads, total, rows, length, dtype: tl.constexpr):
+    """Store of score rows what the backward makes their weights of: the maximum, and what normalises them.
+
+    The latter is the logarithm of the sum relative to the maximum in 16 bits, where it is part of an exponent and costs
+    no operation. fp32 has the sum's reciprocal: a logarithm near 10 is rounded by several times what a weight is. A row
+    whose scores are all -inf, or that sees no key, gets a maximum of +inf: then all its weights are 0.
+    """
     real = rows < length
-    top = tl.load(head_pointer(lse_ptr, start, head, 1, total) + rows, mask=real, other=float("inf"))
-    log_total = tl.load(head_pointer(lse_ptr, start, heads + head, 1, total) + rows, mask=real, other=0.0)
-    delta = tl.load(head_pointer(delta_ptr, start, head, 1, total) + rows, mask=real, other=0.0)
-    return top, log_total, delta
+    top = tl.where(top == float("-inf"), float("inf"), top)
+    norm = (1.0 / sums).to(tl.float32) if dtype == tl.float32 else tl.log2(sums)
+    tl.store(head_pointer(softmax_ptr, start, head, 1, total) + rows, top, mask=real)
+    tl.store(head_pointer(softmax_ptr, start, heads + head, 1, total) + rows, norm, mask=real)
+
+
+@triton.jit
+def load_softmax(softmax_ptr, start, head, heads, total, rows, length):
+    """What `store_softmax` stored; past the length +inf and 0, which make every weight 0."""
+    real = rows < length
+    top = tl.load(head_pointer(softmax_ptr, start, head, 1, total) + rows, mask=real, other=float("inf"))
+    norm = tl.load(head_pointer(softmax_ptr, start, heads + head, 1, total) + rows, mask=real, other=0.0)
+    return top, norm
+
+
+@triton.jit
+def load_delta(delta_ptr, start, head, total, rows, length):
+    return tl.load(head_pointer(delta_ptr, start, head, 1, total) + rows, mask=rows < length, other=0.0)
+
+
+@triton.jit
+def is_extreme(top, scale_log2):
+    """Whether scores of rows with these maxima are `EXTREME`."""
+    return (tl.abs(top) < float("inf")) & (tl.abs(top * scale_log2) > EXTREME)
 
 
 @triton.jit
@@ -252,20 +282,25 @@ def add_dot(acc, a, b):
 
 @triton.jit
 def attend(
-    q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2, DROPOUT: tl.constexpr, SPARSE: tl.constexpr
-):
+    q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2,
+    DROPOUT: tl.constexpr, SPARSE: tl.constexpr, ANY: tl.constexpr,
+):  # fmt: skip
     """Take one tile of keys into the running softmax (Algorithm 1, lines 9 to 12, normalised only at the end).
 
-    `top` is the maximum score so far, `total` the sum of exp2(score - top) and `acc` the same sum weighted by v.
-    Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far.
+    `top` is the maximum raw score so far, `total` the sum of the weights relative to it and `acc` the same sum weighted
+    by v. Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far. ANY
+    scores are right, -inf and huge ones, for one operation more on each of them; else `unfit` tells where not.
     """
     raw_MN = tl.where(seen_MN, products(q_MD, k_ND), float("-inf"))
-    new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1) * scale_log2)
+    new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1))
     base_M = new_top_M
-    if SPARSE:
+    if SPARSE or ANY:
         base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-    p_MN = tl.exp2(raw_MN * scale_log2 - base_M[:, None])  # one fused operation, so one rounding
-    shrink_M = tl.exp2(top_M - base_M)
+    if ANY:
+        p_MN = tl.exp2((raw_MN - base_M[:, None]) * scale_log2)
+    else:
+        p_MN = tl.exp2(raw_MN * scale_log2 - (base_M * scale_log2)[:, None])  # one fused operation, so one rounding
+    shrink_M = tl.exp2((top_M - base_M) * scale_log2)
     total_M = total_M * shrink_M + tl.sum(p_MN, 1)
     if DROPOUT:
         p_MN = tl.where(keep_MN, p_MN, 0.0)
@@ -274,22 +309,7 @@ def attend(
 
 
 @triton.jit
-def score_gradient(
-    a, b, a_v, b_v, top, log_total, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr
-):
-    """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
-
-    With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
-    row statistics `top`, `log_total` (of `attend`) and `delta` broadcast over the columns. The kept entries of P are
-    not yet multiplied by `keep_scale`, and dS not by the scale: the caller does that once, at the end.
-    """
-    s = products(a, b) * scale_log2
-    s = s - top - log_total if a.dtype == tl.float32 else s - (top + log_total)
-    p = tl.where(seen, tl.exp2(s), 0.0)
-    dp = products(a_v, b_v)
-    if DROPOUT:
-        kept = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * keep_scale, 0.0)
-    else:
-        kept = p
-    return kept, tl.where(single, 0.0, p * (dp - delta))
+def unfit(top, total, scale_log2):
+    """Whether `attend` without ANY got the softmax of rows wrong. NaN is wrong, too; a row may see nothing."""
+    fit = (total >= 0.5) & (total < float("inf")) & (is_extreme(top, scale_log2) == 0)
+    return (fit | ((top == float("-inf")) & (total == 0.0))) == 0

@@ -1,0 +1,140 @@
+"""The end of the backward on Hopper: dQ in its own dtype, and what rows with extreme scores contribute.
+
+The main pass knows of a row one number, its log-sum-exp in fp32. If scores are beyond `tiles.EXTREME` that has lost the
+sum of weights: of n keys that are all hidden by scores of -1e30 each would weigh 1, not 1 / n. So the main pass leaves
+such rows out, and they are done here, from the maximum and the sum apart. Most calls have none, and only look.
+"""
+
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import (
+    LOG2_E,
+    dropout_key,
+    head_pointer,
+    is_extreme,
+    load_delta,
+    load_rows,
+    load_softmax,
+    store_rows,
+    visit_list,
+)
+
+SIDE = 64  # of a tile of scores
+LOOKED_AT = 4096  # rows at a time
+CONVERTED = 4096  # elements of dQ that a program converts
+
+
+@triton.jit
+def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.constexpr):
+    """Whether a head of a sequence has a row with extreme scores; looks at ROWS at a time."""
+    top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
+    found = 0
+    for first in range(0, length, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        top = tl.load(top_ptr + rows, mask=rows < length, other=0.0)
+        found = tl.maximum(found, tl.max(is_extreme(top, scale_log2).to(tl.int32), 0))
+    return found > 0
+
+
+@triton.jit
+def convert_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
+    """dQ in its own dtype."""
+    i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    tl.store(
+        dq_ptr + i, (tl.load(sum_ptr + i, mask=i < elements) * scale).to(dq_ptr.dtype.element_ty), mask=i < elements
+    )
+
+
+@triton.jit(do_not_specialize=["layouts", "tiles", "by_key_layouts", "by_key_tiles", "heads", "total", "threshold"])
+def extreme_rows_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr,
+    visits_ptr, layouts, tiles, by_key_ptr, by_key_layouts, by_key_tiles,
+    q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
+    heads, total, scale, scale_log2, delta_factor, threshold,
+    D: tl.constexpr, SIDE: tl.constexpr, LONGEST: tl.constexpr, LONGEST_BY_KEY: tl.constexpr, DROPOUT: tl.constexpr,
+    LOOKED_AT: tl.constexpr,
+):  # fmt: skip
+    """A program for each head of a sequence."""
+    program = tl.program_id(0)
+    head, b = program % heads, program // heads
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    if any_extreme(softmax_ptr, start, head, total, length, scale_log2, LOOKED_AT):
+        key = start
+        if DROPOUT:
+            key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
+        q_ptr = head_pointer(q_ptr, start, head, q_row, q_head)
+        k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
+        v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
+        do_ptr = head_pointer(do_ptr, start, head, do_row, do_head)
+        row = heads * D
+        dk_ptr = head_pointer(dk_ptr, start, head, row, D)
+        dv_ptr = head_pointer(dv_ptr, start, head, row, D)
+        dq_ptr = head_pointer(dq_ptr, start, head, row, D)
+        for first in range(0, length, SIDE):
+            rows = first + tl.arange(0, SIDE)
+            list_ptr, end = by_key_ptr, length
+            if LONGEST_BY_KEY:
+                list_ptr, end = visit_list(
+                    by_key_ptr, by_key_layouts, by_key_tiles, head, first // SIDE, length, SIDE, LONGEST_BY_KEY
+                )
+            dk, dv = sum_over_queries(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+                load_rows(k_ptr, rows, length, k_row, 1, D, D), load_rows(v_ptr, rows, length, v_row, 1, D, D),
+                q_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, list_ptr, key, first, 0, end,
+                start, length, head, heads, total, q_row, 1, do_row, 1, scale, scale_log2, delta_factor, threshold,
+                D, D, SIDE, SIDE, False, None, 0, LONGEST_BY_KEY, DROPOUT, False, True,
+            )  # fmt: skip
+            dk = load_rows(dk_ptr, rows, length, row, 1, D, D) + dk * scale
+            dv = load_rows(dv_ptr, rows, length, row, 1, D, D) + dv * (256.0 / (256 - threshold))
+            store_rows(dk_ptr, dk, rows, length, length, row, D, D)
+            store_rows(dv_ptr, dv, rows, length, length, row, D, D)
+
+            top, norm = load_softmax(softmax_ptr, start, head, heads, total, rows, length)
+            list_ptr, end = visits_ptr, length
+            if LONGEST:
+                list_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first // SIDE, length, SIDE, LONGEST)
+            dq = sum_over_keys(
+                load_rows(q_ptr, rows, length, q_row, 1, D, D), load_rows(do_ptr, rows, length, do_row, 1, D, D),
+                top, norm, load_delta(delta_ptr, start, head, total, rows, length) * delta_factor,
+                k_ptr, v_ptr, list_ptr, key, first, end, length, k_row, 1, v_row, 1, scale_log2, threshold,
+                D, D, SIDE, SIDE, False, None, 0, LONGEST, DROPOUT,
+            )  # fmt: skip
+            offset = rows.to(tl.int64)[:, None] * row + tl.arange(0, D)[None, :]
+            own = (rows < length) & is_extreme(top, scale_log2)
+            tl.store(dq_ptr + offset, (dq * scale).to(dq_ptr.dtype.element_ty), mask=own[:, None])
+
+
+def finish(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor, dk: Tensor, dv: Tensor,
+    problem: Problem,
+) -> Tensor:  # fmt: skip
+    """dQ, `[T, H, D]`, of its sum; adds to dk and dv what extreme rows contribute.
+
+    `stats` is of `hopper_backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
+    """
+    total, heads, head_dim = q.shape
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    *visits, longest = problem.visits(SIDE, SIDE, q.device)
+    *by_key, longest_by_key = problem.visits(SIDE, SIDE, q.device, by_key=True)
+    strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
+    with torch.cuda.device_of(q):
+        convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED)
+        extreme_rows_kernel[(heads * problem.size,)](
+            q, k, v, do, softmax, stats[1], dq, dk, dv,
+            problem.start, problem.length, problem.seed, problem.index, *visits, *by_key, *strides,
+            heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold),
+            problem.threshold, D=head_dim, SIDE=SIDE, LONGEST=longest, LONGEST_BY_KEY=longest_by_key,
+            DROPOUT=problem.threshold > 0, LOOKED_AT=LOOKED_AT,
+            num_warps=4 if head_dim <= 64 else 8, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+    return dq
