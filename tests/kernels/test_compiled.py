@@ -17,7 +17,7 @@ from tests.kernels.compiling import compiled
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
 # instructions of the tensor cores; wgmma takes 64 rows, and a smaller tile mma
 PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}}
-HELPERS = {"delta_kernel", "prepare_kernel", "finish_kernel"}  # kernels that multiply no tiles
+HELPERS = {"delta_kernel", "prepare_kernel", "convert_kernel"}  # kernels that multiply no tiles
 
 
 SHARED = {"hopper_shared": 2 * tuning.SHORT, "hopper_shared_short": tuning.SHORT}  # for sequences of this length

@@ -69,7 +69,6 @@ def test_within_budget(case, hopper):
 def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
     """Of fp16, whose hidden keys are not extreme by themselves, those are counted as such."""
     monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))
-    dropout = 0.0 if inputs in ("dominant", "same") else dropout  # as in `random_hopper_case`
     lengths = (20, 33, 150, 9, 1)
     case = with_inputs(Case(lengths, heads=1, head_dim=head_dim, dtype=HALF, dropout=dropout, seed=1), inputs)
     forced = tuning.forced("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()

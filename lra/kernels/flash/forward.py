@@ -24,7 +24,6 @@ from lra.kernels.flash.tiles import (
     head_pointer,
     keep_tile,
     load_rows,
-    load_softmax,
     sequence_tile,
     store_rows,
     store_softmax,
@@ -35,36 +34,23 @@ from lra.kernels.flash.tiles import (
     visited,
 )
 
+LOOKED_AT = 4096  # rows at a time
 
-@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, softmax_ptr,
-    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
-    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d,
-    heads, total, max_length, padded_length, scale_log2, threshold,
+
+@triton.jit
+def forward_tile(
+    q_ptr, k_ptr, v_ptr, out_ptr, softmax_ptr, visits_ptr, layouts, tiles, key,
+    head, start, length, owned, first_row, q_row, q_d, k_row, k_d, v_row, v_d, heads, total, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
-    ANY: tl.constexpr, AGAIN: tl.constexpr,
+    ANY: tl.constexpr,
 ):  # fmt: skip
-    """ANY as in `attend`: without it, rows whose softmax is wrong get a maximum of NaN. AGAIN: tiles that have such."""
-    head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
-    )
-    if first_row >= owned:
-        return
+    """The result of a tile of queries, and its softmax; the pointers are those of its head and sequence.
 
+    ANY as in `attend`. Without it, rows whose softmax is wrong get a maximum of NaN.
+    """
     rows_M = first_row + tl.arange(0, BLOCK_M)
-    if AGAIN:
-        top_M, _ = load_softmax(softmax_ptr, start, head, heads, total, rows_M, length)
-        if tl.max((top_M != top_M).to(tl.int32), 0) == 0:
-            return
-    q_MD = load_rows(head_pointer(q_ptr, start, head, q_row, q_head), rows_M, length, q_row, q_d, D, BLOCK_D)
-    k_ptr = head_pointer(k_ptr, start, head, k_row, k_head)
-    v_ptr = head_pointer(v_ptr, start, head, v_row, v_head)
-    key = start
-    if DROPOUT:
-        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
-
+    q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
     end = length
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
@@ -94,10 +80,75 @@ def forward_kernel(
     norm_M = 1.0 / total_M
     if DROPOUT:
         norm_M = norm_M * (256.0 / (256 - threshold))
-    out_row = heads * D
-    out_ptr = head_pointer(out_ptr, start, head, out_row, D)
-    store_rows(out_ptr, acc_MD * norm_M[:, None], rows_M, length, owned, out_row, D, BLOCK_D)
+    store_rows(out_ptr, acc_MD * norm_M[:, None], rows_M, length, owned, heads * D, D, BLOCK_D)
     store_softmax(softmax_ptr, top_M, total_M, start, head, heads, total, rows_M, length, q_MD.dtype)
+
+
+@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, softmax_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
+    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d,
+    heads, total, max_length, padded_length, scale_log2, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
+    )
+    if first_row >= owned:
+        return
+    key = start
+    if DROPOUT:
+        key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
+    forward_tile(
+        head_pointer(q_ptr, start, head, q_row, q_head), head_pointer(k_ptr, start, head, k_row, k_head),
+        head_pointer(v_ptr, start, head, v_row, v_head), head_pointer(out_ptr, start, head, heads * D, D),
+        softmax_ptr, visits_ptr, layouts, tiles, key,
+        head, start, length, owned, first_row, q_row, q_d, k_row, k_d, v_row, v_d, heads, total, scale_log2, threshold,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT,
+        q_ptr.dtype.element_ty == tl.float32,  # where other operations bound the time
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "threshold"])
+def forward_again_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, softmax_ptr,
+    start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
+    q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d,
+    heads, total, scale_log2, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """For a head of a sequence, the tiles with rows of which `forward_kernel` got the softmax wrong: few have such."""
+    head, b = tl.program_id(0) % heads, tl.program_id(0) // heads
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
+    if any_nan(top_ptr, 0, length, ROWS):
+        key = start
+        if DROPOUT:
+            key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
+        for first_row in range(0, length, BLOCK_M):
+            if any_nan(top_ptr, first_row, tl.minimum(length, first_row + BLOCK_M), BLOCK_M):
+                forward_tile(
+                    head_pointer(q_ptr, start, head, q_row, q_head), head_pointer(k_ptr, start, head, k_row, k_head),
+                    head_pointer(v_ptr, start, head, v_row, v_head), head_pointer(out_ptr, start, head, heads * D, D),
+                    softmax_ptr, visits_ptr, layouts, tiles, key, head, start, length, length, first_row,
+                    q_row, q_d, k_row, k_d, v_row, v_d, heads, total, scale_log2, threshold,
+                    D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT, True,
+                )  # fmt: skip
+
+
+@triton.jit
+def any_nan(pointer, begin, end, ROWS: tl.constexpr):
+    """Whether one of the numbers from `begin` to `end` is NaN; looks at ROWS at a time."""
+    found = 0
+    for first in range(begin, end, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        x = tl.load(pointer + rows, mask=rows < end, other=0.0)
+        found = tl.maximum(found, tl.max((x != x).to(tl.int32), 0))
+    return found > 0
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -120,14 +171,16 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     with torch.cuda.device_of(q):
         tile = tuning.tile("forward", q.dtype, block_d, dropout, problem.pattern)
         *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
-        # in fp32 other operations bound the time: there one launch does it for any scores
-        for again in (False,) if q.dtype == torch.float32 else (False, True):
-            forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-                q, k, v, out, softmax,
-                problem.start, problem.length, problem.seed, problem.index, *visits,
-                *q.stride(), *k.stride(), *v.stride(),
-                heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-                D=head_dim, BLOCK_D=block_d, LONGEST=longest, DROPOUT=dropout, **problem.rules, **tile.options(),
-                ANY=again or q.dtype == torch.float32, AGAIN=again,
+        tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
+        strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E
+        constants = dict(D=head_dim, BLOCK_D=block_d, LONGEST=longest, DROPOUT=dropout, **problem.rules)
+        forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
+            *tensors, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
+            **constants, **tile.options(),
+        )  # fmt: skip
+        if q.dtype != torch.float32:
+            forward_again_kernel[(heads * problem.size,)](
+                *tensors, *strides, heads, total, scale_log2, problem.threshold,
+                **constants, **tile.options(), ROWS=LOOKED_AT,
             )  # fmt: skip
     return out, softmax
