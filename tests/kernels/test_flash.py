@@ -137,6 +137,23 @@ def test_packed_and_padded_agree_bitwise(device):
         assert not whole[~real].any()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+def test_a_lone_key_has_no_gradient_but_its_values(dtype, dropout, deterministic, device):
+    """Its weight is 1 whatever the score: what rounding leaves of the score's gradient must not get through."""
+    case = Case((1, 40, 1), dtype=dtype, dropout=dropout, deterministic=deterministic)
+    inputs = make_inputs(case, device)
+    _, dq, dk, dv = attention(inputs, case, deterministic=deterministic)
+    for row in (0, 41):
+        assert not dq[row].any() and not dk[row].any()
+    assert dq[1:41].any() and dk[1:41].any() and (dropout or dv[0].any())
+    _, dq, dk, _ = attention(inputs, case, deterministic=deterministic, causal=True)
+    for row in (0, 1, 41):  # the first query sees the first key alone
+        assert not dq[row].any()
+    assert dq[2:41].any(-1).all() and dk[1:41].any()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # delta of padding rows, never read
 def test_padding_influences_nothing(device):
     """NaN, infinities or ordinary numbers past a length: the same result, bit for bit, and zeros there."""
