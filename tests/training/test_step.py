@@ -15,9 +15,11 @@ from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training import step as step_module
 from lra.training.checkpoints import read
-from lra.training.fit import build
+from lra.training.fit import build, configure
 from lra.training.seeding import derive
 from lra.training.step import PIECE, PIECES, AdamW, Step, learning_rate
+from tests.training.conftest import arguments
+from tests.training.test_fit import interrupt_at
 
 ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
@@ -43,13 +45,45 @@ def test_decay_ends_at_zero_with_the_last_update():
 def test_rsqrt_peaks_at_lr_over_the_root_of_the_warmup():
     values = rates("rsqrt", 100, 400, lr=0.05)
     assert math.isclose(max(values), 0.005) and values.index(max(values)) == 99
-    assert math.isclose(values[399], 0.05 / 20)
+    assert math.isclose(values[24], 0.05 / 4 / 10), "a quarter of the warmup"
+    assert math.isclose(values[0], 0.05 / 100 / 10) and math.isclose(values[399], 0.05 / 20)
+    assert math.isclose(rates("rsqrt", 0, 4)[3], 0.5), "without a warmup"
 
 
 def test_seeds_differ_by_purpose_and_step_and_stay_put():
     seeds = {derive(0, p, s) for p in ("dropout", "attention") for s in range(100)} | {derive(1, "dropout", 0)}
     assert len(seeds) == 201 and all(0 <= seed < 1 << 62 for seed in seeds)
     assert derive(0, "dropout", 7) == 1856790709148308229
+
+
+def test_every_step_draws_dropout_of_its_own_and_a_resumed_run_the_same(small, monkeypatch):
+    """The seed that batches carry, from which attention and the layers draw."""
+    seeds: list[int] = []
+    original = TaskModule.loss
+
+    def loss(self, batch):
+        seeds.append(int(batch.seed))
+        return original(self, batch)
+
+    monkeypatch.setattr(TaskModule, "loss", loss)
+    small("name=unbroken", "batch.micro=4")
+    unbroken = seeds.copy()
+    assert unbroken[::2] == unbroken[1::2] == [derive(0, "attention", step) for step in range(12)]
+    assert len({*unbroken}) == 12, "one for both micro-batches of a step"
+    seeds.clear()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        interrupt_at(7, patch)
+        small("name=broken", "batch.micro=4")
+    seeds.clear()
+    small("name=broken", "batch.micro=4", "resume=auto")
+    assert seeds == unbroken[8:], "from the checkpoint of step 4"
+
+
+def test_ranks_share_the_seed_of_batches_and_have_generators_of_their_own():
+    step = Step(configure(arguments("seed=5")).config)
+    seeds = [step.seeds(number, rank) for number in (3, 4) for rank in (0, 1)]
+    assert len({generator for generator, _ in seeds}) == 4
+    assert [of_batches for _, of_batches in seeds] == [derive(5, "attention", number) for number in (3, 3, 4, 4)]
 
 
 def test_accumulation_does_not_change_the_run(small):
