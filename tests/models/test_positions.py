@@ -16,6 +16,7 @@ from lra.models.positions import (
     angles,
     coordinates,
     resize,
+    rotate,
 )
 
 How = Literal["gridwise", "bilinear", "bicubic"]
@@ -111,6 +112,26 @@ def test_frequencies_are_those_of_the_papers():
     found = angles(torch.tensor([[3, 50]]), 16)  # of 8 pairs 4 for each axis
     expected = [place * 10000 ** (-pair / 4) for place in (3, 50) for pair in range(4)]
     torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_a_pair_turns_from_its_first_feature_to_its_second():
+    """Feature p turns towards feature p + D/2, as released weights and the fused kernels have it."""
+    cos, sin = RotaryPositions(4, 1)(torch.tensor([[1]]))
+    (one, hundredth) = (torch.tensor(angle) for angle in (1.0, 0.01))
+    turned = rotate(torch.eye(4)[:, None], cos.expand(4, 2), sin.expand(4, 2))[:, 0]
+    expected = torch.tensor([
+        [one.cos(), 0, one.sin(), 0],
+        [0, hundredth.cos(), 0, hundredth.sin()],
+        [-one.sin(), 0, one.cos(), 0],
+        [0, -hundredth.sin(), 0, hundredth.cos()],
+    ])  # fmt: skip
+    torch.testing.assert_close(turned, expected)
+
+
+def test_sinusoidal_positions_are_sines_then_cosines():
+    found = SinusoidalPositions(4, 1)(torch.tensor([[3]]))
+    angle = torch.tensor([3.0, 0.03])
+    torch.testing.assert_close(found, torch.cat((angle.sin(), angle.cos()))[None])
 
 
 def test_a_prefixed_token_shares_the_first_pixels_place():
