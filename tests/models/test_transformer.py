@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.bench.cell import make_batch
@@ -132,6 +133,52 @@ def test_a_rotary_model_sees_distances_alone(attn):
     )
     torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(stretched, here, atol=1e-3)
+
+
+def by_hand(model: Encoder, tokens: torch.Tensor) -> torch.Tensor:
+    """One sequence's rows after the last norm: pre-norm blocks whose two branches are added to what they read."""
+    weights = model.state_dict()
+
+    def layer(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    x = weights["embedding.weight"][tokens] + weights["positions.tables.0"][: len(tokens)]
+    for number in range(model.config.layers):
+        block = f"blocks.{number}"
+        qkv = layer(norm(x, f"{block}.attn_norm"), f"{block}.qkv").unflatten(-1, (3, model.config.heads, -1))
+        q, k, v = qkv.permute(1, 2, 0, 3)
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+        x = x + layer(seen, f"{block}.out")
+        x = x + layer(F.gelu(layer(norm(x, f"{block}.ff_norm"), f"{block}.up")), f"{block}.down")
+    return norm(x, "norm")
+
+
+@pytest.mark.parametrize("attn", ["flash", "standard"])
+def test_a_block_adds_attention_and_a_feed_forward_to_the_residual_each_of_its_norm(attn):
+    model = encoder(attn, layers=2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # no norm, bias or table is where it began
+            weight.add_(0.3 * torch.randn(weight.shape) * (1 if weight.dim() == 1 else weight.shape[-1] ** -0.5))
+            assert weight.std() > 0, name
+    batch = sequences((9,), model)
+    expected = by_hand(model, batch.tokens.long())
+    torch.testing.assert_close(model.rows(batch), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(batch), expected.mean(0, keepdim=True), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLING)
+def test_a_sequence_is_the_mean_the_maximum_or_the_first_of_its_rows(pooling):
+    model = encoder(pooling=pooling)
+    for layout in ("packed", "padded"):
+        batch = sequences((5, 9), model, layout)
+        rows, found = model.rows(batch), model(batch)
+        for start, length, vector in zip(batch.start.tolist(), batch.length.tolist(), found, strict=True):
+            own = rows[start : start + length]
+            expected = {"mean": own.mean(0), "max": own.amax(0), "cls": own[0]}[pooling]
+            torch.testing.assert_close(vector, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_dropout_acts_in_training_alone():
