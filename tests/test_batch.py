@@ -56,6 +56,28 @@ def test_mask_marks_real_tokens():
     assert batch([3, 0, 2], padded=True).mask().tolist() == [[True] * 3, [False] * 3, [True, True, False]]
 
 
+def test_each_sequences_value_is_for_each_of_its_rows():
+    values = torch.tensor([7, 8, 9])
+    assert batch([3, 0, 2], padded=False).per_row(values).tolist() == [7, 7, 7, 9, 9]
+    assert batch([3, 0, 2], padded=True).per_row(values).tolist() == [7, 7, 7, 8, 8, 8, 9, 9, 9]
+
+
+def test_the_padded_layout_says_how_many_rows_a_sequence_owns():
+    packed, padded = batch([3, 0, 2], padded=False), batch([3, 0, 2], padded=True)
+    assert (packed.padded, packed.padded_length, padded.padded, padded.padded_length) == (False, 0, True, 3)
+    assert batch([2, 2], padded=False).padded_length == 2, "both layouts at once"
+    start = packed.to_padded().start
+    assert start.dtype == torch.int32 and start.tolist() == [0, 3, 6]
+    assert padded.to_padded() is padded
+
+
+def test_a_batch_is_given_its_seed_and_is_else_the_same():
+    one = batch([3, 0, 2], padded=False)
+    seeded = one.with_seed(torch.tensor(5))
+    assert one.seed is None and seeded.seed is not None and int(seeded.seed) == 5
+    assert seeded.tokens is one.tokens and seeded.label is one.label
+
+
 def test_padding_compiles_to_one_graph():
     rows = torch.randn(5, 4)
     again = torch.compile(lambda packed: packed.unpad(packed.pad(rows)), backend="eager", fullgraph=True)

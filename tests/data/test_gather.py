@@ -169,14 +169,23 @@ def test_a_threshold_that_keeps_nothing_leaves_empty_sequences():
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_pairs_are_two_sequences_side_by_side(layout):
     documents = make()
-    pairs = Pairs(documents, np.array([[3, 9], [9, 9], [0, 3]]), np.array([1, 0, 1]))
+    pairs = Pairs(documents, np.array([[3, 9], [9, 9], [0, 3]]), np.array([1, 0, 2]))
     batch = pairs.collate([2, 0], max_length=9, layout=layout, prefix=300, index=[7, 4]).to("cpu")
     expected = documents.collate([0, 3, 3, 9], max_length=9, layout=layout, prefix=300, index=[14, 15, 8, 9]).to("cpu")
     for name in ("tokens", "start", "length", "index"):
         assert torch.equal(getattr(batch, name), getattr(expected, name))
-    assert batch.label.tolist() == [1, 1] and batch.label.dtype == torch.int64 and len(pairs) == 3
+    assert batch.label.tolist() == [2, 1] and batch.label.dtype == torch.int64 and len(pairs) == 3
     assert [part.tolist() for part in pairs[2]] == [documents[0].tolist(), documents[3].tolist()]
     assert pairs.collate([0, 1], max_length=9).to("cpu").index.tolist() == [0, 1, 2, 3]
+
+
+def test_the_longest_of_a_pair_is_the_longer_one():
+    """By which batches put long sequences first."""
+    split = make()
+    assert split.longest([4, 2]).tolist() == [len(split[4]), len(split[2])]
+    pairs = Pairs(split, np.array([[3, 9], [9, 3], [5, 5]]), np.zeros(3, np.int64))
+    three, nine = len(split[3]), len(split[9])
+    assert three != nine and pairs.longest([1, 2, 0]).tolist() == [max(three, nine), len(split[5]), max(three, nine)]
 
 
 @pytest.mark.gpu
