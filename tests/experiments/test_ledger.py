@@ -176,6 +176,17 @@ def test_the_newer_of_two_counts_and_both_are_named(tmp_path):
     assert note.startswith("listops flash seed 0: ") and str(old) in note and str(new) in note
 
 
+@pytest.mark.parametrize("status", ["finished", "failed", "oom"])
+@pytest.mark.parametrize("newest", ["a.json", "b.json", "c.json"])
+def test_the_newest_of_several_counts_by_the_second_whatever_the_files_are_called(tmp_path, status, newest):
+    for name in ("a.json", "b.json", "c.json"):
+        made = result(cell("flash", 0), status=status)
+        second = 59 if name == newest else ord(name[0]) % 10
+        made["environment"] |= {"date": f"2026-01-01T00:00:{second:02}Z"}
+        put(tmp_path / name, made)
+    assert ledger.match(CELLS, tmp_path).entries[cell("flash", 0)].path.name == newest
+
+
 @pytest.mark.parametrize("status", ["oom", "failed"])
 def test_what_finished_counts_whatever_came_after(tmp_path, status):
     finished = put(tmp_path / "h200.json", dated(result(cell("flash", 0)), 1))
@@ -221,6 +232,24 @@ def test_curves_lie_beside(tmp_path):
         path.write_text("")
     assert ledger.Entry(flat, {}).curves == flat.with_suffix(".csv")
     assert ledger.Entry(own, {}).curves == own.with_name("metrics.csv")
+
+
+def test_a_mean_is_of_the_rows_asked_for_that_finished():
+    def row(column: str, attention: str, seed: int, status: str, accuracy: float | None) -> ledger.Row:
+        return ledger.Row(column, attention, seed, status, accuracy, hardware=f"{column} of {status}")
+
+    rows = [
+        row("text", "flash", 0, "finished", 10.0), row("text", "flash", 1, "stuck", 30.0),
+        row("text", "flash", 2, "failed", 100.0), row("text", "flash", 3, "", 100.0),
+        row("text", "flash", 4, "finished", None), row("text", "linear", 0, "finished", 50.0),
+        row("listops", "flash", 0, "finished", 70.0), row("listops", "linear", 0, "oom", 90.0),
+    ]  # fmt: skip
+    assert ledger.values(rows, "accuracy", column="text", attention="flash") == [10.0, 30.0]
+    assert ledger.mean(rows, "accuracy", column="text", attention="flash") == 20.0
+    assert ledger.mean(rows, "accuracy", attention="flash") == pytest.approx(110 / 3)
+    assert ledger.mean(rows, "accuracy") == 40.0 and ledger.mean(rows, "fresh") is None
+    assert ledger.mean(rows, "accuracy", column="listops", attention="linear") is None
+    assert ledger.hardware(rows) == ["listops of finished", "text of finished", "text of stuck"]
 
 
 def test_no_folder_is_refused(tmp_path):
