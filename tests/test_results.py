@@ -20,9 +20,9 @@ import torch
 import typer.core
 import typer.main
 
-from benchmarks import runs
+from benchmarks import runs, tables
 from lra.config.compose import differences
-from lra.experiments import grid
+from lra.experiments import grid, ledger
 from lra.training.fit import configure
 from lra.training.run import COMPUTING
 
@@ -202,6 +202,32 @@ def test_runs_show_every_result(tmp_path):
     assert len(runs.runs(tmp_path / "nothing").splitlines()) == 2
 
 
+def test_gpu_hours_are_of_all_gpus_and_of_a_runs_part_of_a_shared_one():
+    """Two figures where runs shared a GPU: by the most that were seen there, and as if each had been alone."""
+    hour = {"wall_seconds": 3600.0, "train_seconds": 1800.0}
+    assert tables._gpu_hours([hour]) == "1.0"
+    assert tables._gpu_hours([hour | {"world_size": 4}]) == "4.0"
+    assert tables._gpu_hours([hour, hour | {"world_size": 2}, hour | {"world_size": None}]) == "4.0"
+    assert tables._gpu_hours([hour | {"world_size": 4, "runs_per_device": 2}, hour]) == "3.0 to 5.0"
+    assert tables._gpu_hours([{"train_seconds": 1800.0, "resumed": True, "session_seconds": 60.0}]) == "0.5"
+    assert tables._gpu_hours([]) == "0.0"
+
+
+def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pace_is_a_results(monkeypatch):
+    table = grid.read("table3")
+    cells = table.cells(["listops", "text"], ["flash"], 1)
+    measured, other = cells
+    steps = [cell.composed.config.trainer.steps for cell in cells]
+    monkeypatch.setattr(tables.speed, "read", lambda file: {})
+    monkeypatch.setattr(tables.speed, "paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
+    entry = ledger.Entry(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
+    said = tables._alone(table, cells, {other: entry}, Path("y"))
+    assert said.startswith("2.0 GPU-hours of training for 1 of one seed's 2 runs, if each is alone; at most 4.0 for 1 ")
+    assert tables._alone(table, cells[:1], {}, Path("y")).startswith(
+        "2.0 GPU-hours of training for all of one seed's 1"
+    )
+
+
 def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
     made, genuine = runs.runs(ROOT / "benchmarks" / "results"), Path.glob
     monkeypatch.setattr(Path, "glob", lambda *args: reversed(list(genuine(*args))))
@@ -315,6 +341,7 @@ def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike(script):
 def test_runs_share_the_gpus_that_are_visible(script, monkeypatch):
     learning, really, found = script("learning"), subprocess.run, []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a record names the GPU, and there may be no driver
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
 
     def run(command, **options):
