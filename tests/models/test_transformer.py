@@ -181,6 +181,19 @@ def test_a_sequence_is_the_mean_the_maximum_or_the_first_of_its_rows(pooling):
             torch.testing.assert_close(vector, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("pooling", "masked", "ids", "places"), [
+    ("mean", False, (None, None), (9, 16)), ("cls", False, (9, None), (10, 17)),
+    ("mean", True, (None, 9), (10, 16)), ("cls", True, (9, 10), (11, 17)),
+])  # fmt: skip
+def test_cls_and_mask_follow_the_vocabulary_and_cls_has_a_place(pooling, masked, ids, places):
+    model = Encoder(ModelConfig(pooling=pooling), ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=16,
+                    masked=masked)  # fmt: skip
+    assert (model.prefix, model.mask) == ids
+    assert (len(model.embedding.weight), len(model.state_dict()["positions.tables.0"])) == places
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    assert {attention.spec.max_length for attention in attentions} == {places[1]}
+
+
 def test_dropout_acts_in_training_alone():
     model = encoder(dropout=0.5, attn_dropout=0.0)
     batch = sequences((9, 4), model)
@@ -212,4 +225,5 @@ def test_attention_gets_its_dropout_and_the_embedding_its_deviation():
     model = encoder(attn_dropout=0.25, dropout=0.5, embedding_std=3.0, d_model=64)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     assert attentions and {attention.spec.dropout for attention in attentions} == {0.25}
+    assert [attention.spec.layer for attention in attentions] == [0, 1], "each draws its own"
     assert float(model.embedding.weight.detach().std()) == pytest.approx(3.0, rel=0.15)

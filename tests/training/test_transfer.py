@@ -206,6 +206,19 @@ def test_a_test_set_that_was_trained_on_is_refused(saved):
     refused("as task.train=20 is not its 300", "listops", saved("listops", "task.train=300"), *shorter)
 
 
+def test_of_what_is_only_scored_the_test_set_alone_must_not_be_seen(saved):
+    """It follows validation, which is then not scored."""
+    path = saved("listops", "task.train=100")
+    weights, identity = checkpoints.read(path)
+    for val, fine in ((50, True), (49, False)):
+        into = build("listops", "task.train=50", f"task.val={val}")
+        if fine:
+            transfer.apply(into, weights, identity, path, score=True)
+        else:
+            with pytest.raises(UsageError, match="test would be of the examples that .* was trained on"):
+                transfer.apply(into, weights, identity, path, score=True)
+
+
 def test_a_validation_set_that_was_trained_on_is_refused(saved):
     """Image and Text hold out a part of train, which depends on fields."""
     message = r"validation would be of examples that .* was trained on: give task\.{} as it had$"
