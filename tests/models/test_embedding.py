@@ -69,6 +69,14 @@ def test_dropout_and_what_is_added():
         torch.testing.assert_close(actual, expected)
 
 
+def test_on_a_cpu_places_are_added_too():
+    module, table = Embedding(7, 5), torch.randn(11, 5)
+    ids, place, nothing = torch.tensor([1, 6, 0]), torch.tensor([0, 10, 3]), torch.zeros(1, dtype=torch.int32)
+    found = module(ids, places=Places(table, place, nothing, nothing, 0))
+    assert torch.equal(found, module.weight[ids] + table[place])
+    assert torch.equal(module(ids, table[place]), found) and torch.equal(module(ids), module.weight[ids])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_places_are_added_and_their_gradients_summed(padded, fused, monkeypatch):

@@ -18,9 +18,10 @@ from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
 
 
-def encoder(positions: Literal["learned", "rotary"] = "rotary") -> Encoder:
+def encoder(positions: Literal["learned", "rotary"] = "rotary", **fields: Any) -> Encoder:
     torch.manual_seed(0)
-    model = ModelConfig(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0, positions=positions)
+    shared: dict[str, Any] = dict(d_model=64, d_ff=64, heads=2, layers=2, dropout=0.2, attn_dropout=0.0)
+    model = ModelConfig(**shared, positions=positions, **fields)
     return Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=40)
 
 
@@ -70,6 +71,15 @@ def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
     for actual, wanted in zip(trained(model, compiled), expected, strict=True):
         torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
     assert len(taken) == 5
+
+
+@pytest.mark.parametrize("pooling", ["max", "cls"])
+def test_another_pooling_than_the_mean_is_not_fused(pooling, taken):
+    model = encoder(pooling=pooling).eval()
+    batch = drawn_batch(seed=None)
+    expected = by_layers(model, lambda model: model(batch).detach())
+    torch.testing.assert_close(model(batch).detach(), expected, atol=1e-4, rtol=1e-4)
+    assert taken
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])

@@ -2,7 +2,17 @@
 
 import torch
 
-from lra.models.heads import PairClassifier
+from lra.models.heads import PairClassifier, classifier
+
+
+def test_a_classifier_has_one_hidden_layer_of_its_width():
+    head = classifier(4, 16, 3)
+    state, x = head.state_dict(), torch.randn(5, 4)
+    assert {name: list(value.shape) for name, value in state.items()} == {
+        "0.weight": [16, 4], "0.bias": [16], "2.weight": [3, 16], "2.bias": [3]
+    }  # fmt: skip
+    hidden = (x @ state["0.weight"].T + state["0.bias"]).clamp(min=0)
+    torch.testing.assert_close(head(x), hidden @ state["2.weight"].T + state["2.bias"])
 
 
 def test_the_difference_of_a_pair_is_seen_with_its_sign_or_without():

@@ -1,5 +1,6 @@
 """Positions at another resolution: resized tables, and coordinates multiplied by a factor."""
 
+import dataclasses
 from typing import Literal, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from lra.models.positions import (
     RotaryPositions,
     SinusoidalPositions,
     angles,
+    axis_sizes,
     coordinates,
     resize,
     rotate,
@@ -153,6 +155,36 @@ def test_learned_positions_have_no_factor():
     assert set(LearnedPositions((4, 4), 8, 0.02).state_dict()) == {"tables.0", "tables.1"}
 
 
+def test_learned_positions_begin_with_their_deviation_and_are_added():
+    learned = LearnedPositions((300, 200), 16, 0.5)
+    rows, columns = (table.detach() for table in learned.tables)
+    assert [float(table.std()) for table in (rows, columns)] == pytest.approx([0.5, 0.5], rel=0.05)
+    torch.testing.assert_close(learned(torch.tensor([[7, 9]])).detach(), (rows[7] + columns[9])[None])
+
+
+def test_places_are_looked_up_where_rows_lie_in_their_order_alone():
+    batch = ragged(False)
+    place_TA = coordinates(batch, 1, None, False)
+    one, two = LearnedPositions((9,), 4, 1.0), LearnedPositions((9, 9), 4, 1.0)
+    places = one.places(place_TA, batch)
+    assert (
+        places is not None and places.table_ND is one.tables[0] and places.place_T.tolist() == place_TA[:, 0].tolist()
+    )
+    given = dataclasses.replace(batch, positions=place_TA[:, 0].flip(0))
+    assert one.places(place_TA, given) is None and two.places(place_TA.expand(-1, 2), batch) is None
+
+
+def test_a_table_has_a_row_for_each_place_of_its_axis():
+    assert axis_sizes(1, 128, (8, 16)) == axis_sizes(1, 128, None) == (128,) and axis_sizes(2, 128, (8, 16)) == (8, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_turned_keeps_its_dtype_and_is_turned_in_fp32(dtype):
+    x, angle = torch.randn(5, 2, 8).to(dtype), torch.randn(5, 4)
+    turned = rotate(x, angle.cos(), angle.sin())
+    assert turned.dtype == dtype and torch.equal(turned, rotate(x.float(), angle.cos(), angle.sin()).to(dtype))
+
+
 LENGTHS = (5, 0, 9, 1, 4, 0)
 
 
@@ -173,7 +205,10 @@ def test_gradients_of_places_are_summed_over_the_sequences(padded):
     theirs = table.clone().requires_grad_()
     places = Places(table, place_T, batch.start, batch.length, batch.padded_length)
     (F.embedding(place_T, theirs) * weights).sum().backward()
-    torch.testing.assert_close(places.sums(weights), theirs.grad)
+    past_T = place_T >= batch.per_row(batch.length)
+    assert past_T.any() == padded
+    found = places.sums(weights.masked_fill(past_T[:, None], torch.nan))
+    torch.testing.assert_close(found, theirs.grad)
 
 
 def test_gradients_of_no_place_are_zeros():

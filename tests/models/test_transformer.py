@@ -112,6 +112,13 @@ def test_two_axes_place_a_token_by_its_row_and_column():
     assert torch.equal(found[0], rows[2] + columns[3])
 
 
+def test_an_image_may_be_wider_than_it_is_high():
+    model, seen = encoder(axes=2, grid=(2, 8)), []
+    model.positions.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(sequences((16,), model))
+    assert seen[0].tolist() == [[row, column] for row in range(2) for column in range(8)]
+
+
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 16).double()
 

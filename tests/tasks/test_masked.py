@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,30 @@ def test_what_is_hidden_depends_on_the_place_alone(examples, options):
             parts = (range(i, min(i + size, len(examples))) for i in range(0, len(examples), size))
             found = [places(gathered(examples, part, **options, **layout), 0.4, prefix) for part in parts]
             assert set.union(*found) == whole and sum(map(len, found)) == len(whole)
+
+
+def test_golden_places():
+    """What a seed hides must stay: a run that is resumed relies on it."""
+    made = Split.from_offsets(np.zeros(60, np.uint8), np.array([0, 7, 8, 40, 60]))
+    batch = gathered(made)
+    trained, evaluated = (
+        hidden(each, 0.2, None).nonzero().flatten().tolist() for each in (batch, dataclasses.replace(batch, seed=None))
+    )
+    assert trained == [9, 11, 15, 24, 30, 32, 33, 39, 47, 53, 55, 59]
+    assert evaluated == [
+        1,
+        10,
+        13,
+        15,
+        19,
+        26,
+        30,
+        34,
+        40,
+        47,
+        52,
+        56,
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

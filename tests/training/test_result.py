@@ -10,7 +10,7 @@ import pytest
 from lra import environment
 from lra.training import fit
 from lra.training.callbacks import Clock
-from lra.training.result import facts, sampling_bound, spent
+from lra.training.result import _name, facts, sampling_bound, spent
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,13 @@ def test_a_result_states_what_ran_and_how_long():
     _, module = fit.build(composed.config)
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
+    clock.sharing = 3
     clock.elsewhere, clock.seconds, clock.steps, clock.first, clock.validation = 100.0, 20.0, 50, 2.26, 3.34
     said = facts(composed, module, trainer, clock)
     assert (said["task"], said["attn"], said["recipe"], said["seed"]) == ("listops@1", "standard", "demo", 4)
     assert "optim.lr=1e-3" in said["overrides"] and "resume=auto" not in said["overrides"]
     assert said["parameters"] == sum(weight.numel() for weight in module.model.parameters())
-    assert (said["steps"], said["world_size"], said["runs_per_device"]) == (70, 2, 1)
+    assert (said["steps"], said["world_size"], said["runs_per_device"]) == (70, 2, 3)
     assert said["train_seconds"] == 120.0, "of all devices"
     assert said["steps_per_second"] == 2.5, "of the last device alone"
     assert (said["first_step_seconds"], said["validation_seconds"]) == (2.3, 3.3)
@@ -67,3 +68,8 @@ def test_scores_are_beside_the_baselines_and_the_data_that_they_are_of(finished)
     assert result["test"]["loss"] != result["fresh"]["loss"]
     assert result["data"]["source"] == "generated" and result["data"]["store"].startswith("listops@1-")
     assert result["protocol"] is None and "pretrain" not in result
+
+
+def test_where_data_lay_on_this_machine_is_not_said():
+    assert _name("/here/lra_release.gz") == "lra_release.gz" and _name("generated") == "generated"
+    assert _name("stanfordnlp/imdb") == "stanfordnlp/imdb"

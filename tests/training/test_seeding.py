@@ -36,7 +36,14 @@ def test_the_initial_weights_are_those_of_their_purpose():
 
 
 def test_the_parts_of_a_seed_are_told_apart():
-    seeds = [derive(1, "a", 12), derive(11, "a", 2), derive(1, "a", 1, 2), derive(1, "a1", 2), derive(1, "a")]
+    seeds = [
+        derive(1, "a", 12),
+        derive(11, "a", 2),
+        derive(1, "a", 1, 2),
+        derive(1, "a1", 2),
+        derive(1, "a"),
+        derive(1, "b", 12),
+    ]
     assert len({*seeds}) == len(seeds)
 
 

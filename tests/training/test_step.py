@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import lra
 from lra.config.schema import OptimConfig
+from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
@@ -90,9 +92,51 @@ def test_accumulation_does_not_change_the_run(small):
     # SDPA draws dropout from PyTorch's generator. A key's bias has no gradient but what rounding leaves, of which AdamW
     # would make steps without a larger eps
     shared = ("model.attn_dropout=0", "optim.eps=1e-5")
-    whole, parts = small(*shared, "name=whole"), small(*shared, "batch.micro=3", "name=parts")
+    whole, parts = small(*shared, "name=whole", "trainer.log_every=1"), small(*shared, "batch.micro=3", "name=parts")
     a, b = (read(result["directory"])[0] for result in (whole, parts))
     assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
+    each, pairs = (losses(result) for result in (whole, parts))
+    assert pairs == pytest.approx([(one + two) / 2 for one, two in zip(each[::2], each[1::2], strict=True)], rel=1e-4)
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    """As a run has logged them."""
+    rows = curves.read(Path(result["directory"], "metrics.csv"))
+    return [float(row["train/loss"]) for row in rows if row["train/loss"]]
+
+
+def test_steps_are_those_of_plain_adamw(one_thread):
+    """Seeds, micro-batches, the mean of the loss, clipping, rates and the optimiser's fields are as asked for."""
+    fields = ("attn=standard", "batch.size=6", "optim.betas=[0.7,0.8]", "optim.eps=1e-4", "optim.clip=0.5",
+              "optim.weight_decay=0.2", "optim.lr=0.01", "optim.warmup=2", "seed=7")  # fmt: skip
+    run = configure(arguments(*fields)).config
+    ours, theirs = (build(run)[1].train() for _ in range(2))
+    rng = torch.Generator().manual_seed(0)
+    split = Split.from_offsets(
+        torch.randint(15, (180,), generator=rng).numpy().astype("uint8"), torch.arange(0, 181, 10).numpy(),
+        torch.randint(10, (18,), generator=rng).numpy(),
+    )  # fmt: skip
+    step = Step(run)
+    optimizer, plain = step.optimizer(ours), torch.optim.AdamW(theirs.parameters(), 1.0, (0.7, 0.8), 1e-4, 0.2)
+    step.start(ours, optimizer)
+    norms = []
+    for number in range(3):
+        rows = range(6 * number, 6 * number + 6)
+        parts = [split.collate(rows[i : i + 3], max_length=32, index=range(i, i + 3)) for i in (0, 3)]
+        rate = step.take(ours, optimizer, parts, number)
+        assert rate == learning_rate(run.optim, number, run.trainer.steps)
+        torch.manual_seed(derive(7, "dropout", number, 0))
+        seed = torch.tensor(derive(7, "attention", number))
+        batches = [part.to("cpu").with_seed(seed) for part in parts]
+        total = torch.stack([F.cross_entropy(theirs(batch), batch.label, reduction="sum") for batch in batches]).sum()
+        plain.zero_grad()
+        (total / 6).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)))
+        plain.param_groups[0]["lr"] = rate
+        plain.step()
+    assert min(norms) > 0.5, "each is clipped"
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
