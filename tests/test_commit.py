@@ -1,4 +1,4 @@
-"""What a result says that it was made with: the checkout's commit, and whether it was changed."""
+"""What a result says that it was made with: the commit of the checkout, whether it was changed, and the command."""
 
 from __future__ import annotations
 
