@@ -18,10 +18,23 @@ TRITONS = $(if $(strip $(VENV)),$(abspath $(VENV))/triton-3.6.0 $(abspath $(VENV
 
 # the full-size task where PyTorch sees a GPU, minutes on two cores elsewhere
 RECIPE = $(shell $(PY) -c 'import torch; print("xiong2021" if torch.cuda.is_available() else "demo")')
-PYTEST = $(PY) -m pytest -q -n auto --maxprocesses=8 --dist=worksteal
+PYTEST_OPTIONS = -q -n auto --maxprocesses=8 --dist=worksteal
+PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
+
+# What `make versions` tries, and how uv chooses each: the lowest versions that pyproject.toml names and this Python has,
+# or the highest there are. Its tests are those that use most of other packages: a minute or two.
+VERSIONS ?= oldest newest
+oldest := --resolution lowest-direct --only-binary :all:
+newest := --resolution highest
+SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget \
+  $(patsubst %,tests/models/test_%.py,transformer peers fused_blocks) \
+  $(patsubst %,tests/training/test_%.py,step fit engine checkpoints) \
+  $(patsubst %,tests/data/test_%.py,golden image text) tests/config/test_compose.py \
+  $(patsubst %,tests/experiments/test_%.py,report launch) tests/test_cli.py \
+  tests/test_results.py::test_runs_share_the_gpus_that_are_visible
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all aot lint docs screenshot clean help
+.PHONY: demo test test-all versions aot lint docs screenshot clean help
 
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
@@ -31,6 +44,14 @@ test: $(READY)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
 
 test-all: $(READY)  ## every test; on a GPU host and with LRA_TEST_DATA none is skipped
 	@$(PYTEST) $(PYTEST_ARGS)
+
+versions: $(READY)  ## some tests with the oldest versions that lra supports and with the newest of everything (VERSIONS=newest)
+	@[ -n "$(strip $(VENV))" ] || { echo "make versions installs: name a folder for it with VENV=" >&2; exit 1; }
+	@set -e; $(foreach set,$(VERSIONS),python="$(abspath $(VENV))/$(set)/bin/python"; \
+	  [ -x "$$python" ] || $(PY) -m venv --without-pip "$(abspath $(VENV))/$(set)"; \
+	  $(PY) -m uv pip install -q -U -p "$$python" $($(set)) -e '.[dev]'; \
+	  "$$python" -c 'from lra.environment import versions; print("$(set):", *(" ".join(map(str, each)) for each in versions().items()), sep="  ")'; \
+	  "$$python" -m pytest $(PYTEST_OPTIONS) -m "not slow" $(SOME) $(PYTEST_ARGS);)
 
 aot: $(READY) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
