@@ -8,14 +8,14 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from lra.errors import UsageError, denied
+from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
-console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 1000)
+console = Terminal(soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
 app = typer.Typer(
     help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
     no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
@@ -339,11 +339,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
-def _visible(text: str) -> str:
-    """One line, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
-
 def main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
@@ -355,12 +350,12 @@ def main() -> None:
         _refuse(error)
     except UsageError as error:
         _complain(str(error))
-    except OSError as error:
+    except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
+        sys.exit(INTERRUPTED)
+    except Exception as error:
         if not (said := denied(error)):
             raise
         _complain(said)
-    except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
-        sys.exit(INTERRUPTED)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends with 1
             sys.exit(INTERRUPTED)
@@ -376,5 +371,5 @@ def _refuse(error: Any) -> NoReturn:
 
 
 def _complain(text: str) -> NoReturn:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]lra:[/red] {escape(_visible(text))}")
+    Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
     sys.exit(2)

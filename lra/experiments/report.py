@@ -23,6 +23,7 @@ from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.reproduction import Table, number, spread
 from lra.experiments.speed import STANDARD, mean_ratio
+from lra.terminal import visible
 from lra.training.run import RUNS, write
 
 
@@ -242,7 +243,7 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
         "tex": lambda: latex(table, report),
         "html": lambda: html.page(table, *report),
     }
-    texts = {folder / f"{table.name}.{ending}": make() for ending, make in makers.items()}
+    texts = {folder / f"{table.name}.{ending}": visible(make(), kept="\n") for ending, make in makers.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():

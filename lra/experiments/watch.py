@@ -17,6 +17,7 @@ from lra.experiments.cells import State
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import States
 from lra.experiments.reproduction import spread
+from lra.terminal import Terminal
 from lra.training.callbacks import duration
 from lra.training.run import RUNS, write
 
@@ -76,7 +77,7 @@ class Watch:
     """
 
     def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
-        self.console = console or Console(highlight=False, markup=False)
+        self.console = console or Terminal()
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.file, self.title = RUNS.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
         self.say = self.console.print if self.live else say  # above the table
@@ -144,7 +145,7 @@ class Watch:
     def _save(self, table: Group) -> None:
         self.saved = time.monotonic()
         text = io.StringIO()
-        Console(file=text, width=1000, markup=False, highlight=False, color_system=None).print(table)
+        Terminal(file=text, width=1000, color_system=None).print(table)
         plain = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,18 +13,18 @@ from typing import Any, NoReturn, cast
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import RichProgressBar
-from rich.console import Console
 
 from lra import environment
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
+from lra.terminal import Terminal, visible
 from lra.training import faults
 from lra.training.checkpoints import WholeFiles
 from lra.training.curves import record
 from lra.training.step import Step
 
-console = Console(highlight=False, soft_wrap=True, markup=False)
+console = Terminal(soft_wrap=True)
 
 
 # set for the runs of a grid: how many have a GPU at once
@@ -342,7 +342,7 @@ def say(trainer: pl.Trainer, text: str) -> None:
     if trainer.is_global_zero:
         bar = trainer.progress_bar_callback
         live = isinstance(bar, RichProgressBar) and bar.progress is not None
-        (bar.progress.console if live else console).print(text, markup=False)  # type: ignore[union-attr]
+        (bar.progress.console if live else console).print(visible(text), markup=False)  # type: ignore[union-attr]
 
 
 def duration(seconds: float) -> str:
