@@ -11,6 +11,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
+from lra import caches
 from lra.errors import UsageError, denied
 from lra.terminal import Terminal, visible
 
@@ -353,7 +354,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if not (said := denied(error)):
+        if not (said := denied(error) or caches.damaged(error)):
             raise
         _complain(said)
     except SystemExit as ended:

@@ -20,6 +20,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
+from lra import caches
 from lra.config.compose import Composed, compose, differences, restore
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
@@ -211,7 +212,7 @@ def _recorded(
             if trainer.is_global_zero:
                 directory.finish("oom", known | {"error": advice})
             raise UsageError(advice) from None
-        full, refused = disk_full(error), denied(error)
+        full, refused = disk_full(error), denied(error) or caches.damaged(error)
         with suppress(OSError) if full or refused else nullcontext():  # nor can this be written, perhaps
             if trainer.is_global_zero:
                 directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})

@@ -1,0 +1,85 @@
+"""Errors that come out of a damaged file in a compile cache: Triton's, that of torch.compile, numba's."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# where each library reads what it has compiled, by the end of the file's path, and the variable that names its folder
+READERS = {
+    "triton/runtime/cache.py": "TRITON_CACHE_DIR",
+    "triton/runtime/build.py": "TRITON_CACHE_DIR",
+    "triton/runtime/autotuner.py": "TRITON_CACHE_DIR",
+    "triton/compiler/compiler.py": "TRITON_CACHE_DIR",
+    "torch/_inductor/codecache.py": "TORCHINDUCTOR_CACHE_DIR",
+    "torch/_inductor/remote_cache.py": "TORCHINDUCTOR_CACHE_DIR",
+    "torch/_inductor/triton_bundler.py": "TORCHINDUCTOR_CACHE_DIR",
+    "torch/_inductor/runtime/autotune_cache.py": "TORCHINDUCTOR_CACHE_DIR",
+    "torch/_inductor/runtime/compile_tasks.py": "TORCHINDUCTOR_CACHE_DIR",
+    "torch/_inductor/runtime/static_triton_launcher.py": "TORCHINDUCTOR_CACHE_DIR",
+    "numba/core/caching.py": "NUMBA_CACHE_DIR",
+}
+UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)  # nothing else there does so
+# functions that do nothing but make something of a file's content: whatever they find wrong is of the file
+READING = (
+    "CompiledKernel.__init__",
+    "_CacheImpl.rebuild",
+    "IndexDataCacheFile._load_index",
+    "IndexDataCacheFile._load_data",
+)
+# of a library or a GPU's code that can't be loaded
+WORDS = (
+    "file too short",
+    "invalid ELF",
+    "image is invalid",
+    "invalid image",
+    "named symbol not found",
+    "Failed to import",
+)
+
+
+def damaged(error: BaseException | None) -> str | None:
+    """What is said of an error that comes out of reading a compile cache, with the mend; None of any other error."""
+    while error is not None:
+        for frame in _innermost_first(error):
+            code = frame.f_code
+            variable = next((READERS[end] for end in READERS if Path(code.co_filename).as_posix().endswith(end)), None)
+            if variable and _of_a_file(error, code.co_qualname):
+                file = next(_files(frame), None)
+                where = f"{file.parent} has" if file else f"the folder that {variable} names, or its default, has"
+                said = str(error).partition("\n")[0] or type(error).__name__
+                return f"the compile cache is damaged: {where} a file that can't be read ({said}); remove that folder"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _of_a_file(error: BaseException, function: str) -> bool:
+    if isinstance(error, UNREADABLE):
+        return True
+    if isinstance(error, ImportError | OSError | RuntimeError) and any(word in str(error) for word in WORDS):
+        return True
+    return function in READING and not isinstance(error, OSError | RuntimeError | MemoryError)
+
+
+def _innermost_first(error: BaseException) -> list[FrameType]:
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames[::-1]
+
+
+def _files(frame: FrameType) -> Iterator[Path]:
+    """The files that a function was at: those in its variables and in those of its object."""
+    values: list[Any] = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
+    for value in values:
+        for each in value.values() if isinstance(value, dict) else (value,):
+            name = getattr(each, "name", each)  # of an open file
+            # not pathlib's is_file, which raises for a text that is no path
+            if isinstance(name, str | Path) and os.path.isabs(name) and os.path.isfile(name):
+                yield Path(name)
