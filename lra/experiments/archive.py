@@ -7,7 +7,6 @@ place. Each is, under the claim on its directory, which stays: a run that a proc
 
 from __future__ import annotations
 
-import csv
 import lzma
 import os
 import shutil
@@ -22,25 +21,21 @@ from typing import Any, Literal
 from lra.config.compose import differences
 from lra.config.options import parse
 from lra.errors import UsageError, disk_full
-from lra.experiments import ledger
 from lra.experiments.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
     CLAIM,
     COMPUTING,
-    ENDS,
     FIRST_FAILURE,
     RUNS,
-    End,
     at_rest,
     claim,
     claimed,
-    read_config,
-    read_result,
     replacing,
     unshared,
     vacant,
 )
+from lra.training.saved import ENDS, End, read_config, whole_result
 
 ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
@@ -89,21 +84,23 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
-        result = self._ended("result.json", ENDS)
-        if result and (lacks := ledger.lacking(result)):
-            raise UsageError(f"{self.name}/result.json lacks {lacks}: make the run anew, or leave it out")
-        return result
+        return self._ended("result.json", ENDS)
 
     def failure(self) -> dict[str, Any] | None:
         """The first result of a run that failed and was tried again; UsageError if it is another one."""
         return self._ended(FIRST_FAILURE, ("failed",))
 
     def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
-        file = self.path / name
-        result = read_result(file)
-        if file.exists() and (result is None or result["status"] not in ends):
-            status = " or ".join(ends)
-            raise UsageError(f"{self.name}/{name} is no whole result, {status}: make the run anew, or leave it out")
+        try:
+            result = whole_result(self.path / name)
+            if result["status"] not in ends:
+                raise ValueError(f"it lacks a status of {', '.join(ends)}")
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name}/{name} is no whole result ({error}): make the run anew, or leave it out"
+            ) from None
         return result
 
     def finished(self) -> dict[str, Any] | None:
@@ -128,11 +125,10 @@ class Run:
     def check_curves(self) -> None:
         """UsageError if it has a metrics.csv that reports could not read."""
         try:
-            if not all(r["step"].isdecimal() and "val/accuracy" in r for r in curves.read(self.path / "metrics.csv")):
-                raise ValueError
+            curves.read(self.path / "metrics.csv")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, AttributeError, csv.Error):
+        except UsageError:
             raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
 
     def check_weights(self, config: dict[str, Any]) -> None:

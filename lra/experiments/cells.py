@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid import Cell
 from lra.training import curves
-from lra.training.run import COMPUTING, FIRST_FAILURE, End, claimed, read_config, read_result, unshared, vacant
+from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
+from lra.training.saved import End, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
@@ -143,15 +143,12 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
     step, validated, best = 0, 0, None
     try:
         rows = curves.read(cell.directory.curves)
-    except (OSError, ValueError, csv.Error):
+    except (OSError, UsageError):
         return 0, 0, None
     for row in rows:
-        try:
-            step = int(row["step"])
-            if row["val/accuracy"]:
-                validated, best = step, max(best or 0.0, float(row["val/accuracy"]))
-        except (ValueError, TypeError, KeyError):
-            continue  # the last row, as it is being written
+        step = int(row["step"])
+        if accuracy := row.get("val/accuracy"):
+            validated, best = step, max(best or 0.0, float(accuracy))
     return step, validated, best
 
 

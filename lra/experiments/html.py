@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -11,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lra.bench import plots
+from lra.errors import UsageError
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.ledger import Entry, Row, hardware, mean
 from lra.experiments.reproduction import Table
+from lra.terminal import visible
 from lra.training import curves
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def chart(title: str, across: str, lines: Mapping[str, list[Points]], number: Ma
             for place, line in enumerate(group):
                 look = plots.look(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
-        axes.set(title=title, xlabel=across, xscale="log" if log else "linear")
+        axes.set(title=title, xlabel=visible(across, kept="\n"), xscale="log" if log else "linear")
         plots.ticks(axes.xaxis)
         low, high = axes.get_ylim()
         room = max(0.0, LEAST_SPAN - (high - low)) / 2
@@ -106,13 +107,10 @@ def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mappin
 def _validation(path: Path) -> Points | str:
     """(step, accuracy in %) of a file, thinned; or what is wrong with it."""
     try:
-        rows = curves.read(path)
-        named = [(int(row["step"]), row["val/accuracy"]) for row in rows]
-        points = [(float(step), 100 * float(text)) for step, text in named if text]
-        if not all(math.isfinite(y) for _, y in points):
-            raise ValueError("a value is no number")
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        return f"{path} can't be read as curves ({error})"
+        validated = [row for row in curves.read(path) if row.get("val/accuracy")]
+    except (OSError, UsageError) as error:
+        return str(error)
+    points = [(float(row["step"]), 100 * float(row["val/accuracy"])) for row in validated]
     kept = points[:: math.ceil(len(points) / MOST_POINTS) or 1]
     return [*kept, points[-1]] if points and kept[-1] != points[-1] else kept
 

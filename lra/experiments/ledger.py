@@ -7,7 +7,6 @@ name. Its configuration says which cell it is of, never its path.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +18,10 @@ from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid import Cell, Grid
+from lra.reading import read_json
 from lra.tasks import TASKS, versioned
-from lra.training.run import COMPUTING, ENDS, FIRST_FAILURE, spent, unshared
+from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
+from lra.training.saved import lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -136,8 +137,8 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue  # of a first try, or being written
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(path)
+        except (OSError, ValueError) as error:
             notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
             continue
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name in CURVES):
@@ -175,7 +176,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
-        "micro": (micro := _mapping(result["config"].get("batch")).get("micro")),
+        "micro": (micro := mapping(result["config"].get("batch")).get("micro")),
         "commit": made_with.get("commit") or "",
         "date": entry.date,
         "result": str(entry.path),
@@ -257,48 +258,6 @@ def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str,
 def _key(version: str, fields: Identity) -> str:
     """Of a task's version too: another one has other data or another protocol."""
     return json.dumps([version, fields], sort_keys=True, default=str)
-
-
-def lacking(content: Mapping[str, Any]) -> str:
-    """What a run's result lacks of what every one has; empty if nothing."""
-    config, environment, test = (_mapping(content.get(name)) for name in ("config", "environment", "test"))
-    there = {
-        f"a status of {', '.join(ENDS)}": content.get("status") in ENDS,
-        "a config with task and attn": all(
-            isinstance(_mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
-        ),
-        "task": isinstance(content.get("task"), str),
-        "environment.date": isinstance(environment.get("date"), str),
-    }
-    if content.get("status") == "finished":
-        there["test with all scores"] = _scored(test)
-        there["val.accuracy"] = "val" not in content or _is_number(_mapping(content["val"]).get("accuracy"))
-        there["fresh with all scores"] = "fresh" not in content or _scored(_mapping(content["fresh"]))
-    for name in ("steps", "steps_per_second", "train_seconds", "peak_gpu_bytes", "world_size"):
-        there[f"a number as {name}"] = content.get(name) is None or (_is_number(content[name]) and content[name] >= 0)
-    there["a text as engine"] = isinstance(content.get("engine"), str | None)
-    for name in ("gpu", "commit"):
-        there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
-    return ", ".join(what for what, found in there.items() if not found)
-
-
-def _scored(test: Mapping[str, Any]) -> bool:
-    """Whether a test set has its accuracy as a share, its bound, size and baselines."""
-    shares = [test.get("accuracy"), test.get("plus_minus"), *_mapping(test.get("baselines")).values()]
-    return all(_is_number(share) and 0 <= share <= 1 for share in shares) and "majority" in _mapping(
-        test.get("baselines")
-    )
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that is no float
-        return False
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from lra.experiments.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.callbacks import duration
-from lra.training.run import RUNS, read_result, unshared
+from lra.training.run import RUNS, unshared
+from lra.training.saved import read_result
 
 # fields that don't change what a step takes
 NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")

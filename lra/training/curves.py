@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
+from lra.errors import UsageError
+from lra.reading import read_csv
 from lra.training.run import write
 
 COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
@@ -22,6 +25,8 @@ class Curves(Logger):
     def __init__(self, path: Path):
         super().__init__()
         self.path, self.started = path, False
+        if path.exists():
+            read(path)  # refused now, not after the first steps
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -36,8 +41,7 @@ class Curves(Logger):
 
     def _start(self, step: int) -> None:
         rows = read(self.path) if self.path.exists() else []
-        # what a power cut has left of a row is none
-        kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < step]
+        kept = [{name: row[name] for name in COLUMNS if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
@@ -65,7 +69,26 @@ def record(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """The whole rows: a process that is killed can leave half of one."""
-    with path.open(newline="") as file:
-        whole, _, _ = file.read().rpartition("\n")
-    return list(csv.DictReader(whole.splitlines()))
+    """The whole rows, which have a step and numbers; columns of others are there, too, as they are.
+
+    Half a row at the end, as a process that is killed leaves it, is left out. UsageError for any other file.
+    """
+    try:
+        rows = read_csv(path)
+        for number, row in enumerate(rows, start=2):
+            if not _is_row(row):
+                raise ValueError(f"line {number} is no row with a step and numbers")
+    except ValueError as error:
+        raise UsageError(f"{path} can't be read as curves ({error}): move it away, a run goes on without it") from None
+    return rows
+
+
+def _is_row(row: dict[str, str]) -> bool:
+    step = row.get("step", "")
+    if not (step.isascii() and step.isdecimal() and len(step) <= 12):
+        return False
+    try:
+        numbers = {name: float(row[name].encode("ascii")) for name in COLUMNS if row.get(name)}
+    except ValueError:
+        return False
+    return math.isfinite(numbers.get("val/accuracy", 0.0))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -23,14 +23,13 @@ from lra import environment
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError
 from lra.tasks import TASKS, versioned
+from lra.training.saved import End, read_config, whole_result
 
 RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
 CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
 PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
-End = Literal["finished", "oom", "failed"]  # how a run ended by itself
-ENDS: tuple[End, ...] = get_args(End)
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
 COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that choose or continue a run, or that may be others when it goes on: none of them names its directory
@@ -52,12 +51,16 @@ class RunDirectory:
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:
-        """The result of a run that ended by itself; UsageError if it can't be read."""
+        """The result of a run that ended by itself, which lies here now; UsageError if it is not whole."""
         file = self.path / "result.json"
-        result = read_result(file)
-        if result is None and file.exists():
-            raise UsageError(f"{file} is no whole result: remove it, then resume=auto makes it anew")
-        return result
+        try:
+            return whole_result(file) | {"directory": str(self.path)}
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UsageError(
+                f"{file} is no whole result ({error}): remove it, then resume=auto makes it anew"
+            ) from None
 
     @property
     def finished(self) -> bool:
@@ -214,30 +217,6 @@ def _lock(file: int, kind: int, path: Path) -> bool:
     return True
 
 
-def read_config(file: Path) -> dict[str, Any] | None:
-    """A run's configuration as `config.yaml` has it; None if that is damaged or something else."""
-    try:
-        config = yaml.load(file.read_text(encoding="utf-8"), _Plain)
-    except PermissionError:  # nothing is damaged
-        raise
-    except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def read_result(file: Path) -> dict[str, Any] | None:
-    """The content of a run's `result.json`; None if there is none, or it is damaged or something else."""
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-        ended = result["status"] in ENDS and isinstance(result["config"], dict) and isinstance(result["task"], str)
-        whole = ended and (result["status"] != "finished" or 0 <= float(result["test"]["accuracy"]) <= 1)
-    except PermissionError:  # nothing is damaged
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return result if whole else None
-
-
 def vacant(path: Path) -> bool:
     """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
     return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
@@ -253,21 +232,6 @@ def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
     if "wall_seconds" in result:
         return result["wall_seconds"], result.get("peak_gpu_bytes")
     return (None, None) if result.get("resumed") else (result.get("session_seconds"), result.get("peak_gpu_bytes"))
-
-
-class _Plain(yaml.SafeLoader):
-    """YAML as lra writes it: no key twice, and no aliases, a few lines of which make a tree of any size."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) < len(node.value):
-            raise yaml.YAMLError("a key twice")
-        return mapping
 
 
 def write(path: Path, text: str) -> None:

@@ -24,6 +24,9 @@ GRID = Grid("small", "a small grid", "no paper", "demo", 2, ("flash", "standard"
     "cut": Column(("task=text", "task.max_length=9"), True),
 }, {"flash": {"listops": 37.6, "average": 59.8}})  # fmt: skip
 
+MADE_WITH = {"date": "2026-01-02T03:04:05Z"}
+BESIDE = {"plus_minus": 0.1, "n": 10, "baselines": {"majority": 0.1}}  # an accuracy
+
 # python <this> <plan> <fields of lra fit>: appends to runs.txt, then does what the plan says of that start of the cell
 STUB = """
 import json, os, signal, sys, time
@@ -50,12 +53,12 @@ if does == "gate":
     while not Path("gate").exists():
         time.sleep(0.02)
 time.sleep(entry["seconds"])
-result = {"status": "failed", "task": entry["task"], "config": {}, "error": "oh", "traceback": f"start {starts}"}
+result = entry["facts"] | {"status": "failed", "error": "oh", "traceback": f"start {starts}"}
 if does == "oom":
-    result = {"status": "oom", "task": entry["task"], "config": {}, "error": "too much"}
+    result = entry["facts"] | {"status": "oom", "error": "too much"}
     result["runs_per_device"] = int(os.environ["LRA_RUNS_PER_DEVICE"])
 if does in ("finish", "wait", "gate"):
-    result = {"status": "finished", "task": entry["task"], "config": {}, "test": {"accuracy": 0.5}}
+    result = entry["facts"] | {"status": "finished", "test": {"accuracy": 0.5} | entry["beside"]}
 (path / ".aside").write_text(json.dumps(result))
 (path / ".aside").replace(path / "result.json")
 """
@@ -71,11 +74,15 @@ def made(cell: Cell, status: str | None = None, accuracy: float = 0.4, **more: A
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(yaml.safe_dump(cell.directory.config))
     if status:
-        test = {"test": {"accuracy": accuracy}} if status == "finished" else {"error": "it broke\nhere"}
-        result = {"status": status, "task": cell.directory.task, "config": cell.directory.config, "runs_per_device": 1}
-        result |= test | more
+        test = {"test": {"accuracy": accuracy} | BESIDE} if status == "finished" else {"error": "it broke\nhere"}
+        result = facts(cell) | {"status": status, "runs_per_device": 1} | test | more
         (path / "result.json").write_text(json.dumps(result))
     return path
+
+
+def facts(cell: Cell) -> dict[str, Any]:
+    """What every result has."""
+    return {"task": cell.directory.task, "config": cell.directory.config, "environment": MADE_WITH}
 
 
 def stub(todo: Sequence[Cell], *does: str, seconds: float = 0.0) -> list[str]:
@@ -83,7 +90,7 @@ def stub(todo: Sequence[Cell], *does: str, seconds: float = 0.0) -> list[str]:
     entries = {
         " ".join([*cell.args, "resume=auto"]): {
             "path": str(cell.directory.path), "config": yaml.safe_dump(cell.directory.config), "does": does,
-            "seconds": seconds, "task": cell.directory.task,
+            "seconds": seconds, "facts": facts(cell), "beside": BESIDE,
         }
         for cell in todo
     }  # fmt: skip

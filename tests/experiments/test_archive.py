@@ -115,7 +115,7 @@ def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, here, tmp_
         ({"status": "failed"}, "has no finished run's result.json"),
         ({"directory": "flash/xiong2021-s0"}, "has 'flash/xiong2021-s0' as its directory"),
         ({"directory": "x/../../.."}, "has '../../..' as its directory: get it anew"),
-        ({"directory": 5}, "has '5' as its directory: get it anew"),
+        ({"directory": 5}, "it lacks a text as directory"),
         ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
         ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import lzma
 import tarfile
 from collections.abc import Mapping
@@ -27,6 +28,13 @@ def crafted(path: Path, members: Mapping[str, bytes | tarfile.TarInfo]) -> Path:
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return path
+
+
+# what every result has, of another run
+OTHER = {
+    "task": "a", "config": {"task": {"name": "a"}, "attn": {"name": "b"}},
+    "environment": {"date": "2026-01-02T03:04:05Z"},
+}  # fmt: skip
 
 
 def whole(runs: Path, name: str = DONE) -> dict[str, bytes | tarfile.TarInfo]:
@@ -99,11 +107,11 @@ def test_a_damaged_archive_is_refused(runs, here):
         ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
-        ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result, failed"),
-        ({FIRST_FAILURE: b'{"status": "failed", "task": "a", "config": {}}'}, "config.yaml and failed.json of"),
+        ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result"),
+        ({FIRST_FAILURE: json.dumps(OTHER | {"status": "failed"}).encode()}, "config.yaml and failed.json of"),
         (
-            {FIRST_FAILURE: b'{"status": "finished", "task": "a", "config": {}, "test": {"accuracy": 1}}'},
-            "no whole result, failed",
+            {FIRST_FAILURE: json.dumps(OTHER | {"status": "oom"}).encode()},
+            r"failed.json is no whole result \(it lacks a status of failed\)",
         ),
         ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),
         ({"last.ckpt": b""}, "last.ckpt can't be read"),

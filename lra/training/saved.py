@@ -1,0 +1,83 @@
+"""What a run's directory says of the run: its configuration, and its result, which is whole or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lra.reading import is_number, read_json, read_yaml
+
+End = Literal["finished", "oom", "failed"]  # how a run ended by itself
+ENDS: tuple[End, ...] = get_args(End)
+# numbers of a result that may be lacking, as in results of older versions
+NUMBERS = (
+    "steps", "steps_per_second", "train_seconds", "wall_seconds", "session_seconds", "peak_gpu_bytes", "world_size",
+    "runs_per_device",
+)  # fmt: skip
+
+
+def read_config(file: Path) -> dict[str, Any] | None:
+    """A run's configuration as `config.yaml` has it; None if there is none, or it is damaged or something else."""
+    try:
+        config = read_yaml(file)
+    except (FileNotFoundError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def read_result(file: Path) -> dict[str, Any] | None:
+    """The content of a run's `result.json`; None if there is none, or it is not whole."""
+    try:
+        return whole_result(file)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def whole_result(file: Path) -> dict[str, Any]:
+    """The content of a run's `result.json`; ValueError that says why it is not whole."""
+    result = read_json(file)
+    if not isinstance(result, dict):
+        raise ValueError("it is no mapping")
+    if lacks := lacking(result):
+        raise ValueError(f"it lacks {lacks}")
+    return result
+
+
+def lacking(content: Mapping[str, Any]) -> str:
+    """What a run's result lacks of what every one has; empty if nothing. Whoever reads a result relies on this."""
+    config, environment, test = (mapping(content.get(name)) for name in ("config", "environment", "test"))
+    there = {
+        f"a status of {', '.join(ENDS)}": content.get("status") in ENDS,
+        "a config with task and attn": all(
+            isinstance(mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
+        ),
+        "task": isinstance(content.get("task"), str),
+        "environment.date": isinstance(environment.get("date"), str),
+    }
+    if content.get("status") == "finished":
+        there["test with all scores"] = _scored(test)
+        there["val.accuracy"] = "val" not in content or is_number(mapping(content["val"]).get("accuracy"))
+        sets = {name: score for name, score in content.items() if name == "fresh" or "plus_minus" in mapping(score)}
+        there |= {f"{name} with all scores": _scored(mapping(score)) for name, score in sets.items()}
+    for name in NUMBERS:
+        there[f"a number as {name}"] = content.get(name) is None or (is_number(content[name]) and content[name] >= 0)
+    for name in ("engine", "directory"):
+        there[f"a text as {name}"] = isinstance(content.get(name), str | None)
+    for name in ("gpu", "commit"):
+        there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
+    return ", ".join(what for what, found in there.items() if not found)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A value if it is a mapping, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _scored(test: Mapping[str, Any]) -> bool:
+    """Whether a test set has its accuracy as a share, its bound, size and baselines."""
+    baselines = mapping(test.get("baselines"))
+    shares = [test.get("accuracy"), test.get("plus_minus"), *baselines.values()]
+    size = test.get("n", 1)
+    counted = isinstance(size, int) and is_number(size) and size >= 0
+    return counted and "majority" in baselines and all(is_number(share) and 0 <= share <= 1 for share in shares)
