@@ -36,6 +36,12 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def brief(value: object) -> str:
+    """A value for a message: of a long one the beginning, and its length."""
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:40]}… ({len(text):,} characters)"
+
+
 def named(error: BaseException) -> str:
     """Its type, and the first line of what it says."""
     name, said = type(error).__name__, first_line(error)

@@ -15,6 +15,8 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +24,11 @@ import yaml
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config.recipes import check_names, read_recipe, read_yaml, recipes
+from lra.config.recipes import check_names, read_recipe, read_task, recipes
 from lra.config.registry import Registry
-from lra.errors import UsageError
+from lra.errors import UsageError, brief
 
+MOST_CHARACTERS = 200  # of a value that is no text: more are no number that anybody means
 STARTED = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
 
@@ -83,15 +86,21 @@ def _compose(
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
     task, attn = selected["task"], selected["attn"]
 
-    task_yaml = read_yaml("task", task)
+    task_yaml = read_task(task)
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
-        raise UsageError(f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}")
+        raise UsageError(
+            f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}, or write one into "
+            f"configs/task/{task}.yaml, as recipe: <name>"
+        )
     recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
     check_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
-        raise UsageError(f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(tasks))}")
+        raise UsageError(
+            f"recipe '{recipe}' has no section for task '{task}': it covers {', '.join(sorted(map(str, tasks)))}; "
+            f"choose another, or add {task} to the tasks in {label}"
+        )
 
     tree = _Tree(schema, {name: cls.Config for name, cls in classes.items()})
     own = attns.get(attn) or {}
@@ -109,7 +118,8 @@ def _compose(
     if rules and locate and tree.origin["init"] == DEFAULT:
         start = _start(rules[0], selected, given)
         own = {field: value for field, value in flatten(rules[0].get("with") or {}) if tree.origin.get(field) != GIVEN}
-        own |= {"init": locate(start)}
+        with _in_chain(label, start):
+            own |= {"init": locate(start)}
         tree.merge((f"{label} start", own))
     return Composed(tree.build(), tree.origin, given, start)
 
@@ -162,6 +172,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collect
 
 DEFAULT, GIVEN = "default", "command line"
 # fields of it that are a run's own: where it starts from is given other ones
+MOST_STAGES = 30  # runs of which each starts from the next; recipes have up to four
+# the arguments of the runs that start, one from the other, from what is composed
+_chain: ContextVar[tuple[tuple[str, ...], ...]] = ContextVar("_chain", default=())
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
@@ -190,6 +203,22 @@ def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence
         kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
     chosen = {name: f"{name}={value}" for name, value in selected.items()}
     return tuple(text for text in (chosen | kept | changed).values() if not text.endswith("="))
+
+
+@contextmanager
+def _in_chain(label: str, start: tuple[str, ...]) -> Iterator[None]:
+    """While a run is composed that others start from; UsageError if its chain of them does not end."""
+    after = _chain.get()
+    if start in after or len(after) == MOST_STAGES:
+        what = "starts from itself" if start in after else f"has more than {MOST_STAGES} runs after it"
+        raise UsageError(
+            f"{label}: by the rules of start, the run of {' '.join(start)} {what}: mend their when or from"
+        )
+    token = _chain.set((*after, start))
+    try:
+        yield
+    finally:
+        _chain.reset(token)
 
 
 def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -250,6 +279,9 @@ class _Tree:
             for field, value in flatten(values):
                 if field not in self.origin:
                     raise UsageError(f"{label}: {self.unknown(field)}")
+                parts = value if isinstance(value, list) else [value]
+                if any("${" in str(part) or part == "???" for part in parts):  # to OmegaConf another field, and a gap
+                    raise UsageError(f"{label}: {field}={brief(value)}: write the value itself")
                 self.values[field], self.origin[field] = value, label
 
     def build(self) -> Any:
@@ -260,10 +292,14 @@ class _Tree:
                 continue
             try:
                 OmegaConf.update(tree, field, self.values[field])
-            except OmegaConfBaseException:  # its messages are of its own types, and some are templates
-                given = self.given.get(field, self.values[field])
+            except (OmegaConfBaseException, OverflowError):  # its messages are of its own types, and some are templates
+                given = brief(self.given.get(field, self.values[field]))
                 raise UsageError(f"{label}: {field}={given}: write {_form(self._hint(field))}") from None
-        return OmegaConf.to_object(tree)
+        built = OmegaConf.to_object(tree)
+        for field, value in self.values.items():
+            if isinstance(value, int) and value >= 1 << 64:  # where nothing has a limit of its own
+                raise UsageError(f"{self.origin[field]}: {field}={value} is too large: use at most {(1 << 63) - 1}")
+        return built
 
     def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         """Sets the command line's fields and returns them as `field=value` with complete names, sorted."""
@@ -294,6 +330,8 @@ class _Tree:
         literals = [value for option in options for value in typing.get_args(option)]
         if str in options or any(isinstance(value, str) for value in literals):
             return text
+        if len(text) > MOST_CHARACTERS or not text.isascii():
+            raise UsageError(f"command line: {field}={brief(text)} can't be read as a value: write {_form(hint)}")
         if int in options and text.removeprefix("-").isdecimal():
             return int(text)  # YAML takes 010 for 8
         if ":" in text and {int, float} & {*options}:
@@ -304,7 +342,7 @@ class _Tree:
             value = typing.cast(Any, OmegaConf.create(f"value: {text}")).value
             if not any(map(OmegaConf.is_config, value if isinstance(value, ListConfig) else [value])):
                 return value  # no field is nested
-        except (OmegaConfBaseException, yaml.YAMLError):
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError):
             pass
         raise UsageError(f"command line: {field}={text} can't be read as a value: write {_form(hint)}")
 

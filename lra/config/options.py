@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from lra.config.registry import unknown
-from lra.errors import UsageError
+from lra.errors import UsageError, brief
 
 Options = TypeVar("Options")
+MOST_DIGITS = 40  # of a number
 
 
 def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset: Any) -> Options:
@@ -58,6 +60,8 @@ def shown(options: Any) -> dict[str, Any]:
 
 def _convert(given: str, hint: Any, text: str) -> Any:
     arguments = typing.get_args(hint)
+    if hint in (int, float) and (len(text) > MOST_DIGITS or not text.isascii()):
+        raise UsageError(f"{brief(given)}: write a number, in at most {MOST_DIGITS} of the digits 0 to 9")
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         if text == "null":
             return None
@@ -73,6 +77,11 @@ def _convert(given: str, hint: Any, text: str) -> Any:
             raise UsageError(f"{given}: choose from {', '.join(by_text)}")
         return by_text[text]
     try:
-        return hint(text)
+        value = hint(text)
     except ValueError:
         raise UsageError(f"{given}: '{text}' is not of the type {hint.__name__}") from None
+    if hint is float and not math.isfinite(value):
+        raise UsageError(f"{given}: write a finite number")
+    if hint is int and abs(value) >= 1 << 63:
+        raise UsageError(f"{given} is too large: use at most {(1 << 63) - 1}")
+    return value

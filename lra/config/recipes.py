@@ -8,18 +8,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from lra import reading
 from lra.config.registry import Registry, unknown
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError, brief
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
+def names(folder: str) -> list[str]:
+    """The YAML files of `configs/<folder>`."""
+    return sorted(file.stem for file in (CONFIGS / folder).glob("[!.]*.yaml"))
+
+
 def recipes() -> list[str]:
-    return sorted(file.stem for file in (CONFIGS / "recipe").glob("*.yaml"))
+    return names("recipe")
+
+
+def read_task(name: str) -> dict[str, Any]:
+    """A task's YAML: its default `recipe`, and values of fields; empty of a task without one."""
+    return read_yaml("task", name) if name in names("task") else {}
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -29,17 +36,19 @@ def read_recipe(name: str) -> dict[str, Any]:
     recipe = read_yaml("recipe", name)
     extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
-        raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(extra))}")
+        raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(map(str, extra)))}")
     for part, value, kind in _parts(recipe):
         if not isinstance(value, kind):
-            form = "a mapping" if kind is dict else "a list"
-            raise UsageError(f"recipe/{name}.yaml: {part} is {value!r}, and must be {form}")
+            form = {dict: "a mapping", list: "a list", str: "a text"}[kind]
+            raise UsageError(f"recipe/{name}.yaml: {part} is {brief(repr(value))}, and must be {form}")
     return recipe
 
 
 def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
     """Each part of a recipe and what it must be; those within it when that has been found so."""
-    for section, kind in (("defaults", dict), ("tasks", dict), ("attns", dict), ("start", list)):
+    for section, kind in (
+        ("about", str), ("source", str), ("defaults", dict), ("tasks", dict), ("attns", dict), ("start", list)
+    ):  # fmt: skip
         yield section, recipe.get(section) or kind(), kind
     for task, fields in (recipe.get("tasks") or {}).items():
         yield f"tasks.{task}", fields or {}, dict
@@ -51,21 +60,22 @@ def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
         yield "a rule of start", rule, dict
         for key, kind in (("when", dict), ("from", list), ("with", dict)):
             yield f"{key} of a rule of start", rule.get(key) or kind(), kind
+        yield from (("what a rule of start has in from", text, str) for text in rule.get("from") or ())
 
 
 def read_yaml(folder: str, name: str) -> dict[str, Any]:
     """`configs/<folder>/<name>.yaml`; not to be written to, as it is kept."""
     file = CONFIGS / folder / f"{name}.yaml"
-    return _loaded(file, file.stat().st_mtime_ns)
+    try:
+        return _loaded(file, file.stat().st_mtime_ns)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{folder}/{name}.yaml can't be read: {why}") from None
 
 
 @functools.lru_cache(maxsize=64)
 def _loaded(file: Path, changed: int) -> dict[str, Any]:
-    # OmegaConf's loader reads 1e-4 as a number, PyYAML's does not
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(file))
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise UsageError(f"{file.parent.name}/{file.name} can't be read: {first_line(error)}") from None
+    found = reading.read_yaml(file, by_hand=True)
     if not isinstance(found, dict):
         raise UsageError(f"{file.parent.name}/{file.name} has no fields: it is a mapping of names to values")
     return typing.cast(dict[str, Any], found)

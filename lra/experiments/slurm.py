@@ -25,10 +25,11 @@ from typing import Any
 from filelock import FileLock
 
 from lra.config.options import parse
-from lra.errors import UsageError
+from lra.errors import UsageError, brief
 from lra.experiments import cells
 from lra.experiments.grid import Cell
 from lra.experiments.launch import FIT, Local, States, caught, slots
+from lra.reading import read_json
 from lra.training.run import RUNS, write
 
 FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
@@ -51,6 +52,8 @@ class Resources:
         for name in ("time", "cpus"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"slurm.{name}={value}: it is at least 1")
+        if self.gres and re.search(r"\d{5}", self.gres):
+            raise UsageError(f"slurm.gres={brief(self.gres)} asks for more GPUs than there are: write gpu:1, say")
 
     @property
     def gpus(self) -> int | None:
@@ -163,7 +166,7 @@ class Slurm:
         owners: dict[str, str] = {}
         for file in FOLDER.glob("*.json"):
             try:
-                owners |= {str(task): str(path) for task, path in json.loads(file.read_text()).items()}
+                owners |= {str(task): str(path) for task, path in read_json(file).items()}
             except (ValueError, AttributeError):
                 raise UsageError(f"{file} is damaged: scancel {file.stem}, then remove it") from None
         mine = {str(cell.directory.path): cell for cell in self.todo}

@@ -192,8 +192,8 @@ def test_a_rule_may_ask_for_a_field_that_another_task_has(layers):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tasks:\n\tlistops:", "can't be read: while scanning for the next token"),
-        ("tasks: {listops: {}, listops: {}}", "can't be read: while constructing a mapping"),
+        ("tasks:\n\tlistops:", "can't be read: found character"),
+        ("tasks: {listops: {}, listops: {}}", "can't be read: it has a key twice in the mapping on line 1"),
         ("- tasks", "has no fields: it is a mapping of names to values"),
         ("tasks: [listops]", "tasks is ['listops'], and must be a mapping"),
         ("tasks: {listops: fast}", "tasks.listops is 'fast', and must be a mapping"),

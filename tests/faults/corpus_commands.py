@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+NINES = "9" * 5000  # more digits than Python makes a number of
 SHOW = ("config", "show", "task=listops", "attn=flash")
 
 # argument beside task=listops attn=flash -> words
@@ -98,6 +99,17 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "task.val=1000000000": ("task.val=1000000000", "at most 10000000"),
     "task.test=1000000000": ("task.test=1000000000", "at most 10000000"),
     "task.fresh=1000000000": ("task.fresh=1000000000", "at most 10000000"),
+    # digits without end, and those that only Unicode knows
+    f"seed={NINES}": (f"seed={NINES[:40]}… (5,000 characters)", "write an integer"),
+    f"seed=0x{NINES}": ("seed=0x", "(5,002 characters)", "write an integer"),
+    f"optim.lr={NINES}": (f"optim.lr={NINES[:40]}… (5,000 characters)", "write a number"),
+    f"optim.lr={NINES[:400]}": ("(400 characters)", "write a number"),
+    "optim.lr=1e400": ("optim.lr=inf", "finite"),
+    f"optim.betas=[{NINES[:400]},0.9]": ("(406 characters)", "write [number,number]"),
+    f"model.axes={NINES}": ("(5,000 characters)", "write 1 or 2"),
+    f"task.data_seed={NINES[:150]}": ("task.data_seed=999", "choose 0 to"),
+    "seed=１２": ("seed=１２", "write an integer"),
+    "optim.lr=１e-3": ("optim.lr=１e-3", "write a number"),
     # values out of a list
     "optim.schedule=Linear": ("optim.schedule=Linear", "linear", "cosine"),
     "model.axes=3": ("model.axes=3", "write 1 or 2"),
@@ -239,6 +251,11 @@ VERBS: dict[str, tuple[str, ...]] = {
     "data prepare task=image source=file": ("file", "a local mirror"),
     "data prepare task=image source=.": ("cannot load CIFAR-10", "a local mirror"),
     "data prepare task=text source=.": ("cannot load IMDB", "a local mirror"),
+    f"data show task=listops count={NINES}": ("count=999", "(5,006 characters)", "write a number"),
+    f"report table3 seeds={NINES}": ("seeds=999", "write a number"),
+    f"bench attention attn=flash batch={NINES[:30]}": ("batch=999", "too large: use at most"),
+    "bench attention attn=flash dropout=nan": ("dropout=nan", "finite"),
+    f"reproduce table3 launcher=slurm slurm.gres=gpu:{NINES}": ("slurm.gres=gpu:999", "write gpu:1"),
     "data verify": ("task= missing", "listops"),
     "data verify task=listops x": ("'x'", "field=value"),
     "data verify task=../../etc": ("'../../etc'", "listops"),
