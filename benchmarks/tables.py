@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from lra.config.recipes import read_recipe, recipes
+from lra.config.recipes import names, read_recipe, recipes
 from lra.experiments import grid, ledger, plan, report, speed
 from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
@@ -126,7 +126,7 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
 def make() -> dict[Path, str]:
     """Every page that there is something for."""
     os.chdir(pages.ROOT)  # results are named as from here
-    made = {pages.ROOT / "docs" / f"{name}.md": page(grid.read(name)) for name in grid.names()}
+    made = {pages.ROOT / "docs" / f"{name}.md": page(grid.read(name)) for name in names("table")}
     return {path: text for path, text in made.items() if text is not None}
 
 

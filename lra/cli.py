@@ -104,13 +104,13 @@ def reproduce(
     ] = False,
 ) -> None:
     """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
-    from lra.experiments import EXPERIMENTS, find
+    from lra.experiments import experiments, find
 
     if dry_run and not fields:
         raise UsageError("--dry-run of what? lra reproduce lists the names")
     if not fields:
         table = Table("experiment", "what")
-        for name, what in EXPERIMENTS.items():
+        for name, what in experiments().items():
             table.add_row(name, what)
         console.print(table)
         return
@@ -132,15 +132,17 @@ def report(
     ] = None,
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
-    from lra.experiments import grid
-    from lra.experiments.report import run
+    from lra.config.recipes import names
+    from lra.experiments import described
 
     if not fields:
-        table = Table("table", "what", "source")
-        for name in grid.names():
-            table.add_row(name, (found := grid.read(name)).about, found.source)
+        table = Table("table", "what")
+        for name in names("table"):
+            table.add_row(name, described(name))
         console.print(table)
         return
+    from lra.experiments.report import run
+
     made = run(fields[0], fields[1:])
     _print_measured(made.tables, made.notes, [])
 
@@ -172,7 +174,7 @@ def ls_recipes() -> None:
             recipe = read_recipe(name)
         except UsageError as error:  # one that is broken takes no other away
             recipe = {"about": str(error)}
-        table.add_row(name, " ".join(recipe.get("tasks") or {}), recipe.get("about", ""))
+        table.add_row(name, " ".join(map(str, recipe.get("tasks") or {})), recipe.get("about") or "")
     console.print(table)
 
 

@@ -7,20 +7,32 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from lra.config.recipes import names, read_yaml
 from lra.config.registry import unknown
 from lra.errors import UsageError
 
-EXPERIMENTS = {
-    "fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and memory of all attentions against N",
-    "table3": "FlashAttention's Table 3: accuracy of nine attentions on five tasks, each run by lra fit",
-    "table6": "FlashAttention's Table 6: nine attentions on Path-X and Path-256, each run starting from a smaller one",
-}
+MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and memory of all attentions against N"}
+
+
+def experiments() -> dict[str, str]:
+    """Each by name, and what it is: those with a module of their own, and the tables of `configs/table`."""
+    return MODULES | {name: described(name) for name in names("table")}
+
+
+def described(table: str) -> str:
+    """What a table is, or why its YAML can't be read: one that is broken takes no other away."""
+    try:
+        tree = read_yaml("table", table)
+    except UsageError as error:
+        return str(error)
+    stated = [str(text) for text in (tree.get("about"), tree.get("source")) if text]
+    return ": ".join(stated) or "accuracies, each of a run by lra fit"
 
 
 def find(name: str) -> Callable[..., Any]:
     """The `run` of an experiment; UsageError with a suggestion if there is none."""
-    if name not in EXPERIMENTS:
-        raise UsageError(unknown("experiment", name, EXPERIMENTS))
-    if name.startswith("table"):
-        return functools.partial(importlib.import_module("lra.experiments.accuracy").run, name)
-    return importlib.import_module(f"lra.experiments.{name}").run
+    if name in MODULES:
+        return importlib.import_module(f"lra.experiments.{name}").run
+    if name not in (tables := names("table")):
+        raise UsageError(unknown("experiment", name, [*MODULES, *tables]))
+    return functools.partial(importlib.import_module("lra.experiments.accuracy").run, name)

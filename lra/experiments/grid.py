@@ -10,11 +10,15 @@ import functools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lra.config.compose import Composed, differences, to_dict
-from lra.config.recipes import CONFIGS, read_yaml
+from lra.config.recipes import names, read_yaml, recipes
 from lra.config.registry import unknown
-from lra.errors import UsageError
+from lra.errors import UsageError, brief
+from lra.models.attention import ATTENTIONS
+from lra.reading import is_number
+from lra.tasks import TASKS
 from lra.training.fit import configure
 from lra.training.run import RunDirectory
 
@@ -191,14 +195,52 @@ class Grid:
 
 
 def read(name: str) -> Grid:
-    """The grid of `configs/table/<name>.yaml`; UsageError if there is none."""
-    if name not in (known := list(names())):
+    """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
+    if name not in (known := names("table")):
         raise UsageError(unknown("table", name, known))
     tree = read_yaml("table", name)
+    if wrong := next(_wrong(tree), None):
+        raise UsageError(f"table/{name}.yaml: {wrong}")
     columns = {key: Column(**(value | {"fields": tuple(value["fields"])})) for key, value in tree["columns"].items()}
-    return Grid(name=name, **(tree | {"attns": tuple(tree["attns"]), "columns": columns}))
+    default = {"about": f"accuracy on {', '.join(columns)}", "source": "no paper", "seeds": 1, "paper": {}}
+    return Grid(name=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 
 
-def names() -> Iterator[str]:
-    """The tables that there are."""
-    return (file.stem for file in sorted((CONFIGS / "table").glob("*.yaml")))
+def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What makes of a YAML no table, the first thing first."""
+    required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
+    for key in tree:
+        if key not in (*required, *optional):
+            yield unknown("field", str(key), (*required, *optional))
+    if lacking := [key for key in required if not tree.get(key)]:
+        yield f"it lacks {', '.join(lacking)}"
+    for key, kind, form in (
+        ("about", str, "a text"), ("source", str, "a text"), ("recipe", str, "a recipe's name"),
+        ("seeds", int, "how many there are"), ("attns", list, "a list of attentions"),
+        ("columns", dict, "a mapping of columns"), ("paper", dict, "a mapping of attentions"),
+    ):  # fmt: skip
+        if key in tree and (not isinstance(tree[key], kind) or isinstance(tree[key], bool)):
+            yield f"{key} is {brief(repr(tree[key]))}, and must be {form}"
+    if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
+        yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
+    if tree["recipe"] not in recipes():
+        yield unknown("recipe", tree["recipe"], recipes())
+    attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
+    for attn in tree["attns"]:
+        if str(attn) not in attns:
+            yield unknown("attention", str(attn), attns)
+    for name, column in tree["columns"].items():
+        made = column.get("fields") if isinstance(column, dict) else None
+        if not isinstance(name, str):
+            yield f"the name of column {name} is no text: write it in quotes"
+        elif not isinstance(made, list) or not all(isinstance(text, str) and "=" in text for text in made):
+            yield f"column {name} needs fields, a list of arguments of lra fit: {name}: {{fields: [task={name}]}}"
+        elif column.keys() - {"fields", "apart"} or not isinstance(column.get("apart", False), bool):
+            yield f"column {name} has more than fields and apart, which is true or false"
+        elif len(task := [text.removeprefix("task=") for text in made if text.startswith("task=")]) != 1:
+            yield f"column {name} needs one task= among its fields"
+        elif task[0] not in tasks:
+            yield f"column {name}: {unknown('task', task[0], tasks)}"
+    for attn, figures in tree.get("paper", {}).items():
+        if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
+            yield f"paper's {attn} is {brief(repr(figures))}, and must be a mapping of columns to numbers"

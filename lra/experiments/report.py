@@ -119,7 +119,7 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
-        (f"difference to {table.source} (its accuracy, %)", against),
+        (f"difference to {table.source} (its accuracy, %)", against if table.paper else []),
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
