@@ -35,6 +35,10 @@ MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
 MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
 
 
+# that the Config of every task has, as a task that is generated may declare them
+FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
+
+
 class TaskData(pl.LightningDataModule):
     """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `depict`."""
 
@@ -47,6 +51,10 @@ class TaskData(pl.LightningDataModule):
     def __init__(self, run: RunConfig):
         super().__init__()
         self.run, self.config = run, run.task
+        if lacking := [f"`{name}: {form}`" for name, form in FIELDS.items() if not hasattr(run.task, name)]:
+            file = f"{type(run.task).__module__.replace('.', '/')}.py"
+            what = f"add {' and '.join(lacking)} to its Config in {file}"
+            raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
         self.resident: dict[str, Examples] | None = None  # parts on the GPU; None before that is decided
 
     def params(self) -> dict[str, Any]:
@@ -75,14 +83,14 @@ class TaskData(pl.LightningDataModule):
 
     def hold_out(self, train: Split) -> dict[str, Examples]:
         """`val`, a seeded tenth of `train`, and the rest as `train`: for a data set without a validation split."""
-        kept, held_out = order.split_off(self.config.data_seed, len(train), 0.1)
+        kept, held_out = order.split_off(getattr(self.config, "data_seed", 0), len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out)}
 
     def baselines(self, name: str) -> dict[str, float]:
         """Accuracy on a test set of predictors that compute nothing: train's majority class, and the store's own."""
         majority = self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)
         stored = self.store.manifest["baselines"].items()
-        return {"majority": majority} | {rule: accuracy[name] for rule, accuracy in stored}
+        return {"majority": majority} | {rule: accuracy[name] for rule, accuracy in stored if name in accuracy}
 
     def depict(self, example: Any) -> np.ndarray | str:
         """An example for human eyes: an image uint8 `[H, W]`, or text."""
