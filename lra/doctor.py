@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 import platform
 import shutil
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lra import environment
 from lra.errors import first_line
+from lra.reading import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -163,8 +163,8 @@ def _command(path: Path) -> str:
     from lra.tasks import TASKS
 
     params: dict[str, Any] = {}  # those of the default, where none can be read
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        params = dict(json.loads((path / "manifest.json").read_bytes())["params"])
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        params = dict(read_json(path / "manifest.json")["params"])
     with suppress(Exception):  # a task that is no more, or what none of its fields can be
         task = TASKS.get(path.name.partition("@")[0])
         given = {PARAMS.get(name, name): value for name, value in params.items()}

@@ -71,13 +71,18 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file by column, up to the last line break. A process that is killed can leave half a row."""
+def read_csv(path: Path, required: str) -> list[dict[str, str]]:
+    """The rows of a CSV file by column, of which one is `required`, up to the last line break.
+
+    A process that is killed can leave half a row.
+    """
     whole, _, _ = read_text(path, MOST_CURVES).rpartition("\n")
     try:
         header, *rows = csv.reader(whole.splitlines()) if whole else [[]]
     except csv.Error as error:
         raise ValueError(str(error)) from None
+    if header and required not in header:
+        raise ValueError(f"it has no column {required}")
     return [dict(zip(header, row, strict=len(row) > len(header))) for row in rows if row]
 
 

@@ -97,8 +97,12 @@ def test_only_regular_files_are_read(tmp_path, file):
 
 def test_rows_are_whole(file):
     file.write_text("step,a\n1,2\n\n3\n4,")
-    assert read_csv(file) == [{"step": "1", "a": "2"}, {"step": "3"}]
-    for content, said in (("a\n1,2\n", "longer"), (f"a\n{'x' * 1_000_000}\n", "field larger than field limit")):
+    assert read_csv(file, "step") == [{"step": "1", "a": "2"}, {"step": "3"}]
+    for content, said in (
+        ("a\n1,2\n", "longer"),
+        (f"a\n{'x' * 1_000_000}\n", "field larger than field limit"),
+        ("b\n", "no column a"),
+    ):
         file.write_text(content)
         with pytest.raises(ValueError, match=said):
-            read_csv(file)
+            read_csv(file, "a")

@@ -20,7 +20,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from lra import environment
+from lra import environment, reading
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full
+from lra.reading import is_number
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
 # what every manifest says beside its format and files
@@ -40,6 +41,9 @@ STATED = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
     *("splits", "baselines", "notes", "date", "versions"),
 )
+
+
+LENGTHS = ("min", "max", "mean")  # of the sequences of a split
 
 
 def root() -> Path:
@@ -134,13 +138,11 @@ class Store:
             mend = f"; run: {command}" if command else ""
             raise UsageError(f"{path.name.split('@')[0]} is not prepared: no {path}{mend}")
         try:
-            text = (path / "manifest.json").read_bytes()
-            manifest = json.loads(text)
+            text = reading.read_text(path / "manifest.json", reading.MOST_JSON)
+            manifest = reading.parse_json(text)
             version, source = manifest["format"], Path(manifest.get("source", ""))
             files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-        except PermissionError:  # nothing is damaged
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
         if command and source.is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again
@@ -150,19 +152,18 @@ class Store:
             )
         if missing := [name for name in STATED if name not in manifest]:
             raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
+        if wrong := ", ".join(_wrong(manifest)):
+            raise UsageError(f"{path}/manifest.json has no {wrong}; {_again(path, command)}")
         if path.name != folder(manifest["task"], manifest["version"], manifest["params"]).name:
             other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
             raise UsageError(f"{path} holds another store, of {other}; {_again(path, command)}")
-        parts = manifest["splits"].values() if isinstance(manifest["splits"], dict) else [None]
-        if not all(isinstance(part, dict) and isinstance(part.get("labels"), dict) for part in parts):
-            raise UsageError(f"{path}/manifest.json does not say which labels the splits have; {_again(path, command)}")
         for name, (stated, _) in files.items():
             size = (path / name).stat().st_size if (path / name).exists() else "no"
             if size != stated:
                 raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(path, command)}")
         arrays = {name: _map(path / name, command) for name in files}
         with suppress(FileNotFoundError):
-            if (path / "manifest.json").read_bytes() == text:
+            if reading.read_text(path / "manifest.json", reading.MOST_JSON) == text:
                 return cls(path, manifest, command, arrays)
         return cls.open(path, command)  # replaced meanwhile: the arrays may be of either build
 
@@ -214,6 +215,41 @@ class Store:
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
                 raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
+
+
+def _wrong(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The fields of a manifest that have another form than a store's: whoever reads them relies on it."""
+    for name, kind in (
+        ("task", str), ("version", int), ("params", dict), ("source", str), ("vocabulary", list), ("generator", str),
+        ("seed", int | None), ("vocabulary_hash", str), ("splits", dict), ("baselines", dict), ("notes", list),
+        ("date", str), ("versions", dict),
+    ):  # fmt: skip
+        if not isinstance(manifest[name], kind):
+            yield f"{name} of a store"
+            return
+    if not all(isinstance(text, str) for text in (*manifest["vocabulary"], *manifest["notes"])):
+        yield "texts in vocabulary and notes"
+    for name, file in manifest["files"].items():
+        if "/" in name or not isinstance(file["bytes"], int) or not isinstance(file["sha256"], str):
+            yield f"size and checksum of {name}"
+    for name, part in manifest["splits"].items():
+        if not _is_part(part) or not _are_counts(part.get("labels")):
+            yield f"counts of the sequences and labels of {name}"
+    if "documents" in manifest and not _is_part(manifest["documents"]):
+        yield "counts of the documents"
+    for rule, shares in manifest["baselines"].items():
+        if not isinstance(shares, dict) or not all(is_number(share) and 0 <= share <= 1 for share in shares.values()):
+            yield f"shares of the baseline {rule}"
+
+
+def _is_part(part: Any) -> bool:
+    """Whether a split, or the documents, has its count and, of sequences, their lengths."""
+    lengths = part.get("length", {"min": 0, "max": 0, "mean": 0}) if isinstance(part, dict) else None
+    return isinstance(lengths, dict) and all(is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTHS)))
+
+
+def _are_counts(labels: Any) -> bool:
+    return isinstance(labels, dict) and all(isinstance(n, int) and n > 0 for n in labels.values())
 
 
 def _map(file: Path, command: str) -> np.ndarray:

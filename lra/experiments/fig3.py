@@ -27,6 +27,7 @@ from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
+from lra.reading import is_number, read_json
 
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
@@ -72,11 +73,12 @@ class Part:
         if not path.exists():
             return
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             changed = differences(found["options"], self.result["options"])
             self.result = {name: found[name] for name in self.result}
             for record in self.records:
-                assert {"attention", "N", "pass", "status", "ms"} <= record.keys()
+                assert all(isinstance(record[name], str) for name in ("attention", "pass", "status"))
+                assert is_number(record["N"]) and (record["ms"] is None or is_number(record["ms"]))
         except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="

@@ -8,7 +8,6 @@ fault of the GPU, which ends the command.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from lra.errors import UsageError
 from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
+from lra.reading import is_number, read_json
 from lra.training.fit import build, quiet, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.run import RUNS
@@ -200,13 +200,14 @@ def paces(table: Grid, result: dict[str, Any]) -> list[tuple[dict[str, Any], flo
 def read(path: Path) -> dict[str, Any]:
     """{"environment", "options", "cells"} of a file; UsageError if it is no such measurement."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         result = {name: found[name] for name in ("environment", "options", "cells")}
         texts = [result["options"]["recipe"], *result["options"]["fields"]]
-        stated = all(isinstance(text, str) for text in texts) and {"gpu", "date"} <= result["environment"].keys()
+        made = [result["environment"][name] for name in ("date", "gpu")] + [result["environment"].get("commit")]
+        stated = all(isinstance(text, str) for text in [*texts, made[0], *filter(None, made[1:])])
         if stated and all(map(_is_whole, result["cells"])):
             return result
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
 
@@ -353,7 +354,9 @@ def _is_whole(record: dict[str, Any]) -> bool:
     numbers = [record[name] for name in ("ms", "steps_per_second", "rows")]
     measured = min(numbers) > 0 if record["status"] == "ok" else not any(numbers)
     named = (*_key(record), record["status"], record["reason"])
-    return measured and all(isinstance(text, str) for text in named) and {"engine", "memory_mb"} <= record.keys()
+    rest = [number for number in (*numbers, record["memory_mb"]) if number is not None]
+    texts = (*named, *filter(None, [record["engine"]]))
+    return measured and all(isinstance(text, str) for text in texts) and all(map(is_number, rest))
 
 
 def _key(record: dict[str, Any]) -> tuple[str, str, str]:

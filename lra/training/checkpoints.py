@@ -221,10 +221,16 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
 def behind(path: Path) -> tuple[int, Path | None]:
     """What a `.ckpt` has behind it: optimisation steps, and the best checkpoint so far, which lies beside it."""
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    states = checkpoint["callbacks"].values()
-    scored = (state for state in states if state.get("best_model_score") is not None)
-    best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
-    return checkpoint["global_step"], next(best, None)
+    try:
+        states = checkpoint["callbacks"].values()
+        scored = (state for state in states if state.get("best_model_score") is not None)
+        best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
+        return int(checkpoint["global_step"]), next(best, None)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # weights alone, as in fault.pt
+        raise UsageError(
+            f"{path} has weights, and not what training goes on with ({type(error).__name__}): give another resume=, "
+            f"or init={path}"
+        ) from None
 
 
 def save_weights(module: TaskModule, path: Path) -> None:

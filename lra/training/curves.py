@@ -74,7 +74,7 @@ def read(path: Path) -> list[dict[str, str]]:
     Half a row at the end, as a process that is killed leaves it, is left out. UsageError for any other file.
     """
     try:
-        rows = read_csv(path)
+        rows = read_csv(path, "step")
         for number, row in enumerate(rows, start=2):
             if not _is_row(row):
                 raise ValueError(f"line {number} is no row with a step and numbers")

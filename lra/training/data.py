@@ -76,7 +76,7 @@ def info(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield "task", f"{m['task']}@{m['version']}"
     yield "source", f"{m['source']}, by {m['generator']}" + ("" if m["seed"] is None else f", seed {m['seed']}")
     yield "parameters", ", ".join(f"{name}={value}" for name, value in m["params"].items())
-    made_with = ", ".join(f"{name} {m['versions'][name]}" for name in ("lra", "numpy", "pillow"))
+    made_with = ", ".join(f"{name} {m['versions'].get(name)}" for name in ("lra", "numpy", "pillow"))
     yield "prepared", f"{m['date']}, with {made_with}"
     words = m["vocabulary"] if len(m["vocabulary"]) <= 20 else [*m["vocabulary"][:3], "...", m["vocabulary"][-1]]
     yield "vocabulary", f"{len(m['vocabulary'])} ids: {' '.join(words)}; sha256 {m['vocabulary_hash']}"
@@ -95,7 +95,9 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
     if "length" in part:
         yield "length {min:,} to {max:,}, mean {mean:,.1f}".format(**part["length"])
     if "labels" in part:
-        yield "labels " + ", ".join(f"{label}: {100 * n / part['count']:.2f}%" for label, n in part["labels"].items())
+        yield "labels " + ", ".join(
+            f"{label}: {100 * n / max(1, part['count']):.2f}%" for label, n in part["labels"].items()
+        )
 
 
 def show(args: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import os
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,17 @@ def _only(data: bytes) -> Spoil:
 
 def _result(data: bytes) -> Spoil:
     return lambda run: (run / "result.json").write_bytes(data)
+
+
+def _told(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """A result that says something else."""
+
+    def spoil(run: Path) -> None:
+        result = json.loads((run / "result.json").read_bytes())
+        change(result)
+        (run / "result.json").write_text(json.dumps(result))
+
+    return spoil
 
 
 _BOMB = b"a0: &a0 [x]\n" + b"".join(
@@ -81,6 +93,22 @@ DIRECTORIES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "result without scores": (_result(b'{"status": "finished"}'), _RESULT),
     "result not UTF-8": (_result(b"\xff\xff"), _RESULT),
     "result nested too deep": (_result(b"[" * 100_000), _RESULT),
+    "result without baselines": (_told(lambda result: result["test"].pop("baselines")), _RESULT),
+    "result with a text for a share": (_told(lambda result: result["test"].update(accuracy="good")), _RESULT),
+    "result with a text for a size": (_told(lambda result: result["fresh"].update(n="all")), _RESULT),
+    "result with a share above 1": (_told(lambda result: result["fresh"]["baselines"].update(majority=17.1)), _RESULT),
+    "result with a list for a bound": (_told(lambda result: result["test"].update(plus_minus=[1])), _RESULT),
+    "result with another set of scores": (_told(lambda result: result.update(more={"plus_minus": "x"})), _RESULT),
+    "result with a number for a directory": (_told(lambda result: result.update(directory=5)), _RESULT),
+    "result with a number without end": (_told(lambda result: result.update(steps=10**400)), _RESULT),
+    "result with NaN": (_told(lambda result: result["test"].update(loss=float("nan"))), _RESULT),
+    "result with a key twice": (_result(b'{"status": "finished", "status": "finished"}'), (*_RESULT, "a key twice")),
+    "result a pipe": (
+        lambda run: ((run / "result.json").unlink(), os.mkfifo(run / "result.json")), (*_RESULT, "no regular file")
+    ),
+    "config a pipe": (lambda run: ((run / "config.yaml").unlink(), os.mkfifo(run / "config.yaml")), _CONFIG),
+    "config with digits without end": (_config(lambda good: good + b"a: " + b"9" * 5000), _CONFIG),
+    "config of a megabyte": (_config(lambda good: good + b"a: " + b"9" * (1 << 20)), _CONFIG),
     "result a folder": (lambda run: ((run / "result.json").unlink(), (run / "result.json").mkdir()), _RESULT),
 }  # fmt: skip
 
@@ -247,8 +275,24 @@ STORES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "an array of objects": (_header("val.labels.npy", b"'<i8'", b"'|O' "), ("val.labels", *_MEND)),
     "an array of another shape": (_header("val.labels.npy", b"(10,)", b"(99,)"), ("val.labels", *_MEND)),
     "an array that runs": (_header("val.labels.npy", b"False", b"1//0 "), ("val.labels", *_MEND)),
-    "splits a list": (_stated(lambda m: m.update(splits=["train"])), ("which labels", *_MEND)),
-    "splits without labels": (_stated(lambda m: m["splits"]["val"].pop("labels")), ("which labels", *_MEND)),
+    "splits a list": (_stated(lambda m: m.update(splits=["train"])), ("no splits of a store", *_MEND)),
+    "splits without labels": (_stated(lambda m: m["splits"]["val"].pop("labels")), ("labels of val", *_MEND)),
+    "a count that is a text": (_stated(lambda m: m["splits"]["val"].update(count="ten")), ("of val", *_MEND)),
+    "a length that is a text": (_stated(lambda m: m["splits"]["val"]["length"].update(mean="9")), ("of val", *_MEND)),
+    "no longest length": (_stated(lambda m: m["splits"]["val"]["length"].pop("max")), ("of val", *_MEND)),
+    "a label's count a text": (_stated(lambda m: m["splits"]["val"]["labels"].update({"0": "x"})), ("of val", *_MEND)),
+    "a baseline of a text": (
+        _stated(lambda m: m["baselines"].update(wise={"test": "all"})), ("shares of the baseline wise", *_MEND)
+    ),
+    "a baseline above 1": (_stated(lambda m: m["baselines"].update(wise={"test": 7})), ("baseline wise", *_MEND)),
+    "notes a text": (_stated(lambda m: m.update(notes="none")), ("no notes of a store", *_MEND)),
+    "a note a number": (_stated(lambda m: m.update(notes=[5])), ("texts in vocabulary and notes", *_MEND)),
+    "versions a list": (_stated(lambda m: m.update(versions=[])), ("no versions of a store", *_MEND)),
+    "a file of another folder": (
+        _stated(lambda m: m["files"].update({"../x.npy": {"bytes": 1, "sha256": ""}})), ("../x.npy", *_MEND)
+    ),
+    "a size without end": (_stated(lambda m: m["files"]["val.labels.npy"].update(bytes=10**400)), _MEND),
+    "a vocabulary of numbers": (_stated(lambda m: m.update(vocabulary=[1, 2])), ("texts in vocabulary", *_MEND)),
     "no vocabulary": (_stated(lambda m: m.pop("vocabulary")), ("lacks vocabulary", *_MEND)),
 }  # fmt: skip
 

@@ -373,3 +373,46 @@ def test_a_process_meets_a_bomb(around):
         spoil, words = cases[case]
         spoil(folder := make(around / data))
         check(process("data", "prepare", *command, f"source={folder}"), words)
+
+
+CURVES = (  # what a run can't go on with
+    b"\xff\xfe\x00\x01" * 99, b"step,train/loss\n1," + b"x" * 1_000_000 + b"\n", bytes(500) + b"\n",
+    b"step,val/accuracy\n1,high\n", b"step,val/accuracy\n" + b"9" * 5000 + b",0.1\n", b"step\n1,2,3\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", CURVES, ids=lambda content: ascii(content)[:20])
+def test_curves_are_looked_at_before_a_run_goes_on(content, around, made, monkeypatch):
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
+    shutil.copytree(made / "data", around / "data")
+    shutil.copytree(made / PLACE, run := around / "here" / PLACE)
+    (run / "result.json").unlink()
+    (run / "metrics.csv").write_bytes(content)
+    refuses(around, ("fit", *RUN, "name=done", "resume=auto"), ("metrics.csv can't be read as curves", "move it away"))
+
+
+def test_what_others_wrote_does_not_reach_a_terminal(around, made):
+    evil, seen = "\x1b[2J\x9b1m\u202e", r"\x1b[2J\x9b1m\u202e"
+    shutil.copytree(made / "data", around / "data")
+    shutil.copytree(made / PLACE, run := around / "here" / PLACE)
+    result = json.loads((run / "result.json").read_text())
+    result |= {"directory": evil}
+    result["test"]["baselines"] |= {evil: 0.9}
+    (run / "result.json").write_text(json.dumps(result))
+    done = lra("fit", *RUN, "name=done")
+    assert done.code == 0 and seen in done.out and not {*evil} & {*done.out} - {*"[2J1m"}
+    assert f"{PLACE}/best.ckpt" in done.out  # where it lies, whatever the file says
+    [store] = (around / "data").glob("listops@*")
+    manifest = json.loads((store / "manifest.json").read_text())
+    (store / "manifest.json").write_text(json.dumps(manifest | {"notes": [evil], "date": evil}))
+    for command in ("info", "prepare"):
+        done = lra("data", command, *DATA)
+        assert done.code == 0 and seen in done.out and "\x1b" not in done.out
+    result["environment"] |= {"commit": evil, "gpu": evil}
+    (run / "result.json").write_text(json.dumps(result))
+    done = lra("report", "table3", "recipe=demo", "tasks=listops", "attns=flash", "seeds=1", *DATA[2:], *SHORT,
+               "out=out")  # fmt: skip
+    assert done.code == 0 and seen in done.out and "\x1b" not in done.out
+    for ending in ("md", "csv", "tex", "html"):
+        text = Path(f"out/table3.{ending}").read_text()
+        assert "\x1b" not in text and "x1b" in text

@@ -24,6 +24,7 @@ import torch
 from lra import environment
 from lra.errors import UsageError
 from lra.kernels.flash.layout import Layout
+from lra.reading import is_number, read_json
 
 KERNELS = (
     "forward", "dkdv", "dq", "dkdv_dq",
@@ -282,12 +283,13 @@ def sources() -> str:
 def read(path: Path) -> Table:
     """UsageError if the file is not what `write` wrote."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         table = Table(path, content["measured"], content["sources"], {}, {})
         for row in content["tiles"]:
             key = Key(*(row[name] for name in Key._fields))
             chosen = Tile(*(row[name] for name in Tile._fields))
-            if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 for n in (key.block_d, *chosen)):
+            sizes = (key.block_d, *chosen, row["microseconds"])
+            if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 and is_number(n) for n in sizes):
                 raise ValueError(f"no kernel has the row {row}")
             table.tiles[key], table.microseconds[key] = chosen, row["microseconds"]
         if not (table.measured["versions"]["triton"] and table.measured["gpu"] and table.measured["date"]):
