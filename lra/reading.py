@@ -7,8 +7,10 @@ Errors of the system pass: a file that may not be read, or is on a disk that fai
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
+import os
 import re
 import stat
 from pathlib import Path
@@ -24,7 +26,11 @@ MOST_CURVES = 1 << 30  # bytes; a row has about 50
 
 def read_text(path: Path, most: int) -> str:
     """The text of a regular file of at most so many bytes; a byte order mark is left out."""
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device may never end
+    try:
+        mode = path.stat().st_mode
+    except NotADirectoryError:  # a file lies where its folder would
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    if not stat.S_ISREG(mode):  # a pipe would be waited for, and a device may never end
         raise ValueError("it is no regular file")
     with path.open("rb") as file:
         data = file.read(most + 1)

@@ -7,8 +7,8 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
-import numba
 import pytest
 
 from lra import caches, cli
@@ -63,16 +63,12 @@ def test_code_that_the_gpu_does_not_load(entry, monkeypatch):
     kernel = object.__new__(compiler.CompiledKernel)
     kernel.module, kernel.metadata_group = None, {name: str(path) for name, path in entry.items()}
 
-    class Driver:
-        @staticmethod
-        def get_current_device():
-            raise RuntimeError(Driver.word)
-
-    monkeypatch.setattr(compiler, "driver", type("", (), {"active": Driver}))
-    for Driver.word in ("Triton Error [CUDA]: device kernel image is invalid", "Triton Error [CUDA]: out of memory"):
+    for word in ("device kernel image is invalid", "out of memory"):
+        refusal = RuntimeError(f"Triton Error [CUDA]: {word}")
+        monkeypatch.setattr(compiler, "driver", mock.Mock(**{"active.get_current_device.side_effect": refusal}))
         with pytest.raises(RuntimeError) as raised:
             kernel._init_handles()
-        if "image" in Driver.word:
+        if "image" in word:
             said(raised.value, entry["kernel.cubin"].parent)
         else:
             assert caches.damaged(raised.value) is None
@@ -112,7 +108,7 @@ def test_what_numba_keeps(tmp_path, ending, monkeypatch):
     name = f"for_numba_{ending[1:]}"
     (tmp_path / f"{name}.py").write_text("import numba\n@numba.njit(cache=True)\ndef twice(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
     assert importlib.import_module(name).twice(2) == 4
     [file] = (tmp_path / "__pycache__").glob(f"*{ending}")
     for data in (b"", file.read_bytes()[:30], b"garbage"):

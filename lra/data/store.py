@@ -142,7 +142,7 @@ class Store:
             manifest = reading.parse_json(text)
             version, source = manifest["format"], Path(manifest.get("source", ""))
             files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
         if command and source.is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again

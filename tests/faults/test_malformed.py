@@ -274,7 +274,10 @@ def test_a_file_that_may_not_be_read(file, around, made, monkeypatch):
 
 def test_a_folder_that_has_the_name_of_a_file(around):
     Path("fig3/plain.json").mkdir(parents=True)
-    check(lra("reproduce", "fig3"), ("fig3/plain.json can't be used (Is a directory): move it away, or name another",))
+    check(
+        lra("reproduce", "fig3"),
+        ("fig3/plain.json is no measurement of lra reproduce fig3: remove it, or choose another out=",),
+    )
 
 
 def test_a_run_that_may_not_write_any_more(around, made, monkeypatch):
