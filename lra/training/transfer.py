@@ -131,7 +131,10 @@ def apply(
 def _stream(task: Any) -> str | None:
     """The stream of generated examples that a task's splits are, one after another, by name; None of imported data."""
     own = (f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in SAME_STREAM)
-    return ", ".join([task.name, *own]) if getattr(task, "source", None) == "generate" else None
+    drawn = getattr(task, "source", None) == "generate" and all(
+        hasattr(task, name) for name in ("train", "val", "data_seed")
+    )
+    return ", ".join([task.name, *own]) if drawn else None
 
 
 def _seen(identity: dict[str, Any]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lra.training.step import Step
 from tests.experiments.runs import until
@@ -419,3 +420,13 @@ def test_what_others_wrote_does_not_reach_a_terminal(around, made):
     for ending in ("md", "csv", "tex", "html"):
         text = Path(f"out/table3.{ending}").read_text()
         assert "\x1b" not in text and "x1b" in text
+
+
+def test_a_checkpoint_without_a_state_to_go_on_from(around, made, monkeypatch):
+    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
+    shutil.copytree(made / "data", around / "data")
+    held = torch.load(made / PLACE / "last.ckpt", weights_only=True)
+    for name in ("callbacks", "global_step"):
+        torch.save({key: value for key, value in held.items() if key != name}, around / "part.ckpt")
+        resume = f"resume={around / 'part.ckpt'}"
+        refuses(around, ("fit", *RUN, "name=other", resume), ("part.ckpt has weights, and not what", "init="))
