@@ -21,6 +21,8 @@ import yaml
 MOST_JSON = 64 << 20  # bytes; the largest manifests have some hundred thousand
 MOST_YAML = 1 << 18  # bytes; PyYAML reads about 50,000 a second
 MOST_NODES = 100_000  # values of a YAML file, aliases written out; those of lra have some hundred
+MOST_LEVELS = 50  # of values within values; those of lra have up to five
+DEEP = "it is nested too deeply"
 MOST_CURVES = 1 << 30  # bytes; a row has about 50
 
 
@@ -47,11 +49,11 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text."""
     try:
-        return json.loads(
-            text, object_pairs_hook=_mapping, parse_int=_integer, parse_float=_real, parse_constant=_real
-        )  # fmt: skip
+        return _shallow(
+            json.loads(text, object_pairs_hook=_mapping, parse_int=_integer, parse_float=_real, parse_constant=_real)
+        )
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(DEEP) from None
 
 
 def read_yaml(path: Path, by_hand: bool = False) -> Any:
@@ -67,14 +69,14 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
         if node is None:
             return None
         _count(node, {})
-        return loader.construct_document(node)
+        return _shallow(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         where = f" on line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{error.problem or error.context}{where}") from None
     except (yaml.YAMLError, TypeError) as error:
         raise ValueError(str(error).partition("\n")[0]) from None
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(DEEP) from None
 
 
 def read_csv(path: Path, required: str) -> list[dict[str, str]]:
@@ -90,6 +92,17 @@ def read_csv(path: Path, required: str) -> list[dict[str, str]]:
     if header and required not in header:
         raise ValueError(f"it has no column {required}")
     return [dict(zip(header, row, strict=len(row) > len(header))) for row in rows if row]
+
+
+def _shallow(value: Any) -> Any:
+    """A value that code which goes through it level by level can be given."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [part for parts in inner for part in parts]
+        if not level:
+            return value
+    raise ValueError(DEEP)
 
 
 def is_number(value: Any) -> bool:

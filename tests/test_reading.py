@@ -24,6 +24,7 @@ def file(tmp_path):
     [
         (b"", "Expecting value"),
         (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 60 + b"]" * 60, "nested too deeply"),
         (b"9" * 5000, "a number of 5,000 digits"),
         (b'{"a": %s}' % (b"9" * 400), "a number of 400 digits"),
         (b"18446744073709551616", "a number of 20 digits"),
@@ -49,6 +50,7 @@ def test_json_that_is_refused(file, content, said):
         (BOMB, "aliases make more than"),
         (b"a: &a [*a]", "an alias within what it stands for"),
         (b"[" * 5000, "nested too deeply"),
+        (b"[" * 60 + b"]" * 60, "nested too deeply"),
         (b"a: " + b"9" * 5000, "a number of 5,000 characters on line 1"),
         (b"b: 1\na: 0x" + b"f" * 5000, "a number of 5,002 characters on line 2"),
         (b"a: 1\nb:\n  c: 1\n  c: 2", "a key twice in the mapping on line 3"),

@@ -430,3 +430,19 @@ def test_a_checkpoint_without_a_state_to_go_on_from(around, made, monkeypatch):
         torch.save({key: value for key, value in held.items() if key != name}, around / "part.ckpt")
         resume = f"resume={around / 'part.ckpt'}"
         refuses(around, ("fit", *RUN, "name=other", resume), ("part.ckpt has weights, and not what", "init="))
+
+
+def test_a_compile_cache_that_was_cut_short(around, made, monkeypatch):
+    """It is met in the first step, after all checks; with the folder away the run goes on."""
+    from triton.compiler.compiler import CompiledKernel
+
+    shutil.copytree(made / "data", around / "data")
+    (entry := around / "cache/KEY").mkdir(parents=True)
+    (entry / "kernel.json").touch()
+    group = {"kernel.json": str(entry / "kernel.json")}
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "__call__", lambda *_: CompiledKernel(None, group, "hash"))
+        done = lra("fit", *RUN, "name=cached")
+    check(done, ("the compile cache is damaged", f"{entry} has a file", "remove that folder; resume=auto goes on"))
+    assert (entry / "kernel.json").exists()
+    assert lra("fit", *RUN, "name=cached", "resume=auto").code == 0
