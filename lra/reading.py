@@ -82,9 +82,12 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
 def read_csv(path: Path, required: str) -> list[dict[str, str]]:
     """The rows of a CSV file by column, of which one is `required`, up to the last line break.
 
-    A process that is killed can leave half a row.
+    A process that is killed can leave half a row there, and a power cut zeros in place of the last ones.
     """
-    whole, _, _ = read_text(path, MOST_CURVES).rpartition("\n")
+    text = read_text(path, MOST_CURVES)
+    if "\0" in text and not text[(cut := text.index("\0")) :].strip("\0\n"):
+        text = text[:cut]
+    whole, _, _ = text.rpartition("\n")
     try:
         header, *rows = csv.reader(whole.splitlines()) if whole else [[]]
     except csv.Error as error:

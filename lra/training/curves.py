@@ -71,7 +71,7 @@ def record(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
 def read(path: Path) -> list[dict[str, str]]:
     """The whole rows, which have a step and numbers; columns of others are there, too, as they are.
 
-    Half a row at the end, as a process that is killed leaves it, is left out. UsageError for any other file.
+    What a kill or a power cut leaves of the last row is left out. UsageError for any other file.
     """
     try:
         rows = read_csv(path, "step")

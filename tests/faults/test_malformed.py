@@ -380,7 +380,7 @@ def test_a_process_meets_a_bomb(around):
 
 
 CURVES = (  # what a run can't go on with
-    b"\xff\xfe\x00\x01" * 99, b"step,train/loss\n1," + b"x" * 1_000_000 + b"\n", bytes(500) + b"\n",
+    b"\xff\xfe\x00\x01" * 99, b"step,train/loss\n1," + b"x" * 1_000_000 + b"\n", b"\x01" * 500 + b"\n",
     b"step,val/accuracy\n1,high\n", b"step,val/accuracy\n" + b"9" * 5000 + b",0.1\n", b"step\n1,2,3\n",
 )  # fmt: skip
 

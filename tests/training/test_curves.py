@@ -37,6 +37,12 @@ def test_a_row_without_a_step_and_numbers_is_refused(tmp_path, row):
     assert file.read_text() == f"{HEADER}\n{row}\n2,,,,0.5\n"
 
 
+@pytest.mark.parametrize("end", ["2,,", "\0\0\n", "2,\0\0", "\0\n\0"])
+def test_what_a_kill_or_a_power_cut_leaves_of_the_last_row_is_none(tmp_path, end):
+    (tmp_path / "metrics.csv").write_text(f"{HEADER}\n1,2.5,0.1,,\n{end}")
+    assert [row["step"] for row in curves.read(tmp_path / "metrics.csv")] == ["1"]
+
+
 def test_an_empty_file_has_no_rows(tmp_path):
     (tmp_path / "metrics.csv").touch()
     assert curves.read(tmp_path / "metrics.csv") == []
