@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lra import caches
-from lra.errors import UsageError, denied
+from lra.errors import UsageError, unusable
 from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
@@ -356,7 +357,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if not (said := denied(error) or caches.damaged(error)):
+        if not (said := unusable(error) or caches.damaged(error)):
             raise
         _complain(said)
     except SystemExit as ended:
@@ -374,5 +375,6 @@ def _refuse(error: Any) -> NoReturn:
 
 
 def _complain(text: str) -> NoReturn:
-    Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
+    with suppress(OSError):  # a full disk may have the standard error, too
+        Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
     sys.exit(2)

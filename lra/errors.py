@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -13,13 +16,72 @@ class UsageError(Exception):
     """
 
 
+_ACCESS = "change who may use it, or work in another folder (that of data is LRA_DATA)"
+_SPACE = "free some space, or work in another folder (that of data is LRA_DATA)"
+_MOUNT = "see whether its disk or network mount still works"
+_OPEN = "close other programs, or raise the limit on open files (ulimit -n)"
+_MENDS = {
+    errno.EACCES: _ACCESS, errno.EPERM: _ACCESS, errno.EROFS: _ACCESS, errno.ENOTDIR: _ACCESS,
+    errno.ENAMETOOLONG: "name another", errno.EISDIR: "move it away, or name another",
+    errno.ENOSPC: _SPACE, errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EMFILE: _OPEN, errno.ENFILE: _OPEN,
+    errno.ENOENT: "it is not there: put back what was removed or renamed",
+    errno.EIO: _MOUNT, errno.ESTALE: _MOUNT, errno.ENOTCONN: _MOUNT, errno.ENODEV: _MOUNT, errno.ENXIO: _MOUNT,
+    errno.EREMOTEIO: _MOUNT, errno.EHOSTDOWN: _MOUNT, errno.ETIMEDOUT: _MOUNT,
+}  # fmt: skip
+# errors that a library may wrap: nothing but the system's files gives them
+_CERTAIN = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE,
+)  # fmt: skip
+_OTHERS = (ConnectionError, BlockingIOError, ChildProcessError, InterruptedError, ProcessLookupError)  # of no file
+
+
+def _behind(error: BaseException | None, *numbers: int) -> OSError | None:
+    """The first OSError with one of these numbers among `error` and those that it was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in numbers:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def disk_full(error: BaseException | None) -> bool:
     """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return _behind(error, errno.ENOSPC, errno.EDQUOT) is not None
+
+
+def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
+    """What is said of a file or folder that the system can't read or write, and how to mend it.
+
+    Args:
+        error: an OSError, or an error that a library made of one.
+        place: what is named where the error names no file.
+
+    Returns:
+        One line without a full stop; None if `error` is not the system's word on a file.
+    """
+    found = _behind(error, *_CERTAIN) or error
+    if not isinstance(found, OSError) or isinstance(found, _OTHERS) or found.errno is None:
+        return None
+    if not found.filename and found.errno not in _MENDS:
+        return None
+    mend = _MENDS.get(found.errno, f"{_MOUNT}, or work in another folder")
+    return f"{found.filename or place} can't be used ({found.strerror}): {mend}"
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Errors of the system inside are raised as OSErrors that name `path`, also where a library has wrapped them."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        found = error if isinstance(error, OSError) else _behind(error, *_CERTAIN)
+        if found is None or found.errno is None:
+            raise
+        raise OSError(found.errno, found.strerror, str(path)) from error
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -46,16 +108,6 @@ def named(error: BaseException) -> str:
     """Its type, and the first line of what it says."""
     name, said = type(error).__name__, first_line(error)
     return name if said == name else f"{name}: {said}"
-
-
-def denied(error: BaseException) -> str | None:
-    """What is said of a file or folder that may not or can't be read or written; None of any other error."""
-    where = "change who may use it, or work in another folder (that of data is LRA_DATA)"
-    mends = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR), where)
-    mends |= {errno.ENAMETOOLONG: "name another", errno.EISDIR: "move it away, or name another"}
-    if not isinstance(error, OSError) or error.errno not in mends or not error.filename:
-        return None
-    return f"{error.filename} can't be used ({error.strerror}): {mends[error.errno]}"
 
 
 def refuse_diverged(loss: float, split: str) -> None:

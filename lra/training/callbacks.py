@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 
 from lra import environment
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, out_of_memory
+from lra.errors import UsageError, naming, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.terminal import Terminal, visible
 from lra.training import faults
@@ -342,7 +342,8 @@ def say(trainer: pl.Trainer, text: str) -> None:
     if trainer.is_global_zero:
         bar = trainer.progress_bar_callback
         live = isinstance(bar, RichProgressBar) and bar.progress is not None
-        (bar.progress.console if live else console).print(visible(text), markup=False)  # type: ignore[union-attr]
+        with naming("the standard output"):
+            (bar.progress.console if live else console).print(visible(text), markup=False)  # type: ignore[union-attr]
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""metrics.csv: one row per logged step, appended, so that a resumed run continues its own file."""
+"""metrics.csv and TensorBoard's file: one row per logged step, appended, so that a resumed run continues its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.errors import UsageError
+from lra.errors import UsageError, naming
 from lra.reading import read_csv
-from lra.training.run import write
+from lra.training import events
+from lra.training.run import replacing, write
 
 COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
@@ -24,7 +25,8 @@ class Curves(Logger):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.path, self.started = path, False
+        self.path, self.folder = path, path.with_name("tensorboard")
+        self.events: Path | None = None  # this session's file, once a row is logged
         if path.exists():
             read(path)  # refused now, not after the first steps
 
@@ -34,12 +36,14 @@ class Curves(Logger):
         if not row:
             return
         assert step is not None
-        if not self.started:
-            self._start(step)
-        with self.path.open("a", newline="") as file:
+        if self.events is None:
+            self.events = self._start(step)
+        with naming(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
+        with naming(self.events), self.events.open("ab") as file:
+            file.write(events.row(row, step))
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int) -> Path:
         rows = read(self.path) if self.path.exists() else []
         kept = [{name: row[name] for name in COLUMNS if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
@@ -47,7 +51,20 @@ class Curves(Logger):
         writer.writeheader()
         writer.writerows(kept)
         write(self.path, text.getvalue())
-        self.started = True
+        return self._start_events(kept)
+
+    def _start_events(self, kept: list[dict[str, str]]) -> Path:
+        """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
+        with naming(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            before, when = [*self.folder.glob(events.PATTERN)], events.times(self.folder)
+        path = self.folder / events.file_name()
+        with replacing(path) as file:
+            file.write(events.opening(kept, when))
+        for old in before:
+            if old != path:
+                old.unlink()
+        return path
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass  # config.yaml holds them

@@ -6,10 +6,11 @@ import atexit
 import gc
 import logging
 import math
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches
 from lra.config.compose import Composed, compose, differences, restore
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, denied, disk_full, out_of_memory
+from lra.errors import UsageError, naming, out_of_memory, unusable
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
@@ -212,14 +212,12 @@ def _recorded(
             if trainer.is_global_zero:
                 directory.finish("oom", known | {"error": advice})
             raise UsageError(advice) from None
-        full, refused = disk_full(error), denied(error) or caches.damaged(error)
-        with suppress(OSError) if full or refused else nullcontext():  # nor can this be written, perhaps
-            if trainer.is_global_zero:
-                directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
-        if full:
-            raise UsageError(f"no space left for {directory.path}: free some, then add resume=auto") from error
-        if refused:
-            raise UsageError(f"{refused}; resume=auto goes on") from error
+        if said := unusable(error, directory.path) or caches.damaged(error):
+            if trainer.is_global_zero and trainer.strategy.launcher is not None:  # other ranks would wait for this one
+                trainer.strategy.launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
+            raise UsageError(f"{said}; then resume=auto goes on from the last checkpoint, if there is one") from error
+        if trainer.is_global_zero:
+            directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
         raise
 
 
@@ -303,7 +301,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=[Curves(directory.curves), TensorBoardLogger(directory.path, name="", version="tensorboard")],
+        logger=Curves(directory.curves),
         plugins=[checkpoints.WholeFiles(directory.path)],
         callbacks=[
             clock,
@@ -383,7 +381,8 @@ def _sets(data: TaskData) -> str:
 
 @rank_zero_only
 def _say(text: str) -> None:
-    console.print(text)
+    with naming("the standard output"):
+        console.print(text)
 
 
 def quiet() -> None:

@@ -21,7 +21,7 @@ import yaml
 
 from lra import environment
 from lra.config.compose import Composed, differences
-from lra.errors import UsageError
+from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
 from lra.training.saved import End, read_config, whole_result
 
@@ -153,7 +153,7 @@ class RunDirectory:
             write(self.path / "env.json", json.dumps(environment.describe(), indent=2) + "\n")
             write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
-            raise UsageError(f"cannot write to {self.path} ({error.strerror}): start in another folder") from error
+            raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
 
     def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""
@@ -245,11 +245,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` in one step when all is written: a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with aside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the name without the content
-        os.replace(aside, path)
+        with naming(path):
+            with aside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut may leave the name without the content
+            os.replace(aside, path)
     finally:
         with suppress(OSError):  # there is none: it is in place, or could not be opened
             aside.unlink()

@@ -1,0 +1,73 @@
+"""TensorBoard's file of a run's curves, written by the thread that trains.
+
+The writers of tensorboardX and PyTorch hand events to a thread through a queue of limited size. When that thread
+fails, on a full disk say, the run waits for ever to put its next event there. Here a failure is raised where the row is
+logged.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+PATTERN = "events.out.tfevents.*"
+
+
+def opening(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
+    """The beginning of a file: rows of earlier sessions, in place of all that TensorBoard has read of the run.
+
+    Args:
+        rows: those of metrics.csv.
+        times: by step, when they were logged, in seconds since 1970, where that is known.
+    """
+    now = time.time()
+    start = Event(wall_time=now, session_log=SessionLog(status=SessionLog.START))
+    events = [record(Event(wall_time=now, file_version="brain.Event:2")), record(start)]
+    for each in rows:
+        values = {tag: float(value) for tag, value in each.items() if tag != "step" and value}
+        events.append(row(values, int(each["step"]), times.get(int(each["step"]), now)))
+    return b"".join(events)
+
+
+def row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
+    """One step's values."""
+    summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+    return record(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
+
+
+def record(event: Event) -> bytes:
+    """An event as the file has it: length and content, each with its checksum."""
+    content = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
+    return length + checks[0] + content + checks[1]
+
+
+def times(folder: Path) -> dict[int, float]:
+    """When each step was logged, as the files of a folder say; damaged parts are passed over."""
+    found: dict[int, float] = {}
+    for file in sorted(folder.glob(PATTERN)):
+        content, place = file.read_bytes(), 0
+        while place + 16 <= len(content):
+            end = place + 12 + int.from_bytes(content[place : place + 8], "little")
+            try:
+                event = Event.FromString(content[place + 12 : end])
+            except DecodeError:
+                break
+            if event.summary.value:
+                found[event.step] = event.wall_time
+            place = end + 4
+    return found
+
+
+def file_name() -> str:
+    """The name of a session's file; TensorBoard looks for its second word."""
+    return PATTERN.replace("*", f"{int(time.time())}.{socket.gethostname()}")

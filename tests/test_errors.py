@@ -1,0 +1,73 @@
+"""What is said of files that the system can't read or write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+
+import pytest
+
+from lra import cli
+from lra.errors import UsageError, naming, unusable
+
+MENDS = {
+    "ENOSPC": "free some space", "EDQUOT": "free some space", "EFBIG": "ulimit -f", "EMFILE": "ulimit -n",
+    "ENFILE": "ulimit -n", "ENOENT": "put back", "EROFS": "another folder", "EACCES": "another folder",
+    "EPERM": "another folder", "EIO": "disk or network mount", "ESTALE": "disk or network mount",
+    "ENOTCONN": "disk or network mount", "EUCLEAN": "another folder", "ENAMETOOLONG": "name another",
+}  # fmt: skip
+
+
+def system(name: str, *file: str) -> OSError:
+    number = getattr(errno, name)
+    return OSError(number, os.strerror(number), *file)
+
+
+@pytest.mark.parametrize("name", MENDS)
+def test_each_number_has_one_line_that_names_the_file_and_the_mend(name):
+    said = unusable(system(name, "run/last.ckpt"))
+    assert said and said.startswith(f"run/last.ckpt can't be used ({os.strerror(getattr(errno, name))}): ")
+    assert MENDS[name] in said and "\n" not in said
+
+
+def test_an_error_that_a_library_has_wrapped_is_found_and_named():
+    with pytest.raises(OSError, match="No space left") as caught, naming("run/best.ckpt"):
+        try:
+            raise system("ENOSPC")
+        except OSError:
+            raise RuntimeError("file write failed") from None
+    assert caught.value.filename == "run/best.ckpt"
+    assert "run/best.ckpt can't be used" in (unusable(caught.value) or "")
+
+
+def test_what_is_no_word_on_a_file_stays_a_bug():
+    others = [
+        ValueError("x"), OSError("of a library"), ConnectionResetError(errno.ECONNRESET, "reset"),
+        socket.gaierror(-2, "x"), ChildProcessError(errno.ECHILD, "none"), system("EINVAL"),
+    ]  # fmt: skip
+    assert not any(unusable(error) for error in others)
+    with pytest.raises(UsageError, match="mine"), naming("file"):
+        raise UsageError("mine")
+    with pytest.raises(ValueError, match="mine"), naming("file"):
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize("error", [system("EIO", "a/file"), system("ESTALE", "a/file")])
+def test_the_command_line_says_it_in_one_line_also_where_nothing_can_be_said(error, monkeypatch, capsys):
+    def app(**_):
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(sys, "argv", ["lra", "ls"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("lra: a/file can't be used")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it holds back is written when it is closed
