@@ -65,8 +65,8 @@ def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
     run: RunConfig = composed.config
     if "profile=true" in args and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
-    if run.init or run.name or run.resume != "false":
-        raise UsageError("init=, name= and resume= mean nothing to a measurement: leave them out")
+    if run.init or run.name or run.resume != "false" or run.draws != "same":
+        raise UsageError("init=, name=, resume= and draws= mean nothing to a measurement: leave them out")
     if run.trainer.steps < options.total:
         raise UsageError(
             f"trainer.steps={run.trainer.steps}, but {options.total} are needed: raise it, or lower steps= and warmup="

@@ -198,6 +198,7 @@ class RunConfig:
     positions: PositionsConfig = field(default_factory=PositionsConfig)
     name: str | None = None  # names the run's directory instead of its recipe and overrides
     resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint
+    draws: Literal["same", "changed"] = "same"  # changed: resume also where lra has other draws than the checkpoint
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -230,12 +231,12 @@ class RunConfig:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
     def saved(self) -> dict[str, Any]:
-        """The plain form that runs and checkpoints keep: all but `resume`, which says how a run was called.
+        """The plain form that runs and checkpoints keep: all but `resume` and `draws`, which say how a run was called.
 
         `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
         and `mask` of runs that pretrain; and what tasks were given later where it is not as it was before (`LATER`).
         """
-        kept = {key: value for key, value in to_dict(self).items() if key != "resume"}
+        kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":

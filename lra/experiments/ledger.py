@@ -25,7 +25,7 @@ from lra.training.saved import lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
-    "name", "resume",  # where a run writes, and how it was called
+    "name", "resume", "draws",  # where a run writes, and how it was called
     *COMPUTING,
     "trainer.log_every",  # what is written down
 )  # fmt: skip

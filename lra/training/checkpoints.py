@@ -218,14 +218,17 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     module.seen = identity.get("seen", {})
 
 
-def behind(path: Path) -> tuple[int, Path | None]:
-    """What a `.ckpt` has behind it: optimisation steps, and the best checkpoint so far, which lies beside it."""
+def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
+    """What a `.ckpt` has behind it: optimisation steps, the best checkpoint so far, which lies beside it, and draws.
+
+    The draws are as `lra.training.draws` writes them; a checkpoint of an older lra states none.
+    """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     try:
         states = checkpoint["callbacks"].values()
         scored = (state for state in states if state.get("best_model_score") is not None)
         best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
-        return int(checkpoint["global_step"]), next(best, None)
+        return int(checkpoint["global_step"]), next(best, None), checkpoint.get("draws", [])
     except (LookupError, TypeError, AttributeError, ValueError) as error:  # weights alone, as in fault.pt
         raise UsageError(
             f"{path} has weights, and not what training goes on with ({type(error).__name__}): give another resume=, "

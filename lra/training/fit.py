@@ -33,6 +33,7 @@ from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, Rehearsal, console
 from lra.training.curves import Curves
+from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import hardware
 from lra.training.preemption import Preemption, start_compilers
 from lra.training.run import COMPUTING, RunDirectory, replacing
@@ -43,8 +44,8 @@ REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
 # fields that change no score of trained weights, beside those of optim
 OF_TRAINING = (
-    "name", "resume", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size", "batch.micro",
-    "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
+    "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
+    "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
 )  # fmt: skip
 
 OF_STAGE = "(a run before this one: init=null leaves it out, name= does not reach it)"
@@ -102,8 +103,8 @@ def fit(*args: str) -> dict[str, Any]:
         _assembled(run, directory)[0].prepare_data()  # what is refused is refused before another run trains for hours
         _before(composed.start)
     data, module, trainer, clock, attention, engine = _assembled(run, directory)
-    checkpoint, carried, origin = directory.checkpoint(), None, transfer.Origin()
-    trainer.callbacks.append(origin)  # type: ignore[attr-defined]
+    checkpoint, carried, origin, draws, done = directory.checkpoint(), None, transfer.Origin(), Draws(), 0
+    trainer.callbacks += [origin, draws]  # type: ignore[attr-defined]
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
         weights, identity = checkpoints.read(checkpoint)
@@ -113,7 +114,7 @@ def fit(*args: str) -> dict[str, Any]:
             mend = f"begin another run, name=, with its weights, init={checkpoint}"
             raise UsageError(f"{checkpoint} is of {identity['task']}, and the task is {directory.task} by now: {mend}")
         own = checkpoint.parent.resolve() == directory.path.resolve()
-        done, best = checkpoints.behind(checkpoint)
+        done, best, drawn = checkpoints.behind(checkpoint)
         if best and checkpoints.fault(best):
             over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
             raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
@@ -124,6 +125,10 @@ def fit(*args: str) -> dict[str, Any]:
         scoring = own and directory.best.exists()  # may be what is left to do
         if done >= run.trainer.steps and not scoring:
             raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
+        if done < run.trainer.steps:
+            draws.go_on(checkpoint, done, drawn, run.draws == "changed")
+        else:  # nothing more is drawn
+            draws.sessions = drawn or UNKNOWN
     elif run.init:
         moved = transfer.start(module, run.init)
         origin.transfer = asdict(moved)
@@ -137,14 +142,14 @@ def fit(*args: str) -> dict[str, Any]:
     clock.begin(trainer, what)
 
     def facts() -> dict[str, Any]:
-        known = {"resumed": checkpoint is not None, "transfer": origin.transfer}
+        known = {"resumed": checkpoint is not None, "transfer": origin.transfer, "draws": draws.sessions}
         counts = module.step.counts  # type: ignore[attr-defined]
         known |= {"attention": attention, "engine": engine, "skipped_updates": counts.skipped if counts else 0}
         return result.facts(composed, module, trainer, clock) | known | result.spent(clock)
 
     preemption = Preemption(run, directory.last, clock)
     trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
-    opened = directory.opened(checkpoint) if trainer.is_global_zero else nullcontext()
+    opened = directory.opened(checkpoint, done) if trainer.is_global_zero else nullcontext()
     with opened, preemption.listening(trainer), _recorded(directory, run, trainer, facts):
         if carried and trainer.is_global_zero:
             with replacing(directory.best) as file:

@@ -23,7 +23,7 @@ from lra import environment
 from lra.config.compose import Composed, differences
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
-from lra.training.saved import End, read_config, whole_result
+from lra.training.saved import End, read_config, read_environments, whole_result
 
 RUNS = Path("checkpoints") / "runs"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
@@ -33,7 +33,7 @@ PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
 COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that choose or continue a run, or that may be others when it goes on: none of them names its directory
-NOT_NAMED = ("seed", "name", "resume", *COMPUTING)
+NOT_NAMED = ("seed", "name", "resume", "draws", *COMPUTING)
 
 
 class RunDirectory:
@@ -120,11 +120,12 @@ class RunDirectory:
         return None if self.resume == "false" else Path(self.resume)
 
     @contextmanager
-    def opened(self, checkpoint: Path | None) -> Iterator[None]:
+    def opened(self, checkpoint: Path | None, step: int = 0) -> Iterator[None]:
         """The directory with its configuration and environment, claimed; UsageError if somebody works there.
 
         Args:
             checkpoint: what `checkpoint` said when the run was prepared, which may have taken hours.
+            step: how many steps it has behind it.
         """
         inherited = os.environ.get(CLAIMED) == str(self.path)
         held = None if inherited else claim(self.path)
@@ -138,19 +139,21 @@ class RunDirectory:
                 raise UsageError(
                     f"another process has worked in {self.path}: the same command again goes on from there"
                 )
-            self._open()
+            self._open(step)
             yield
         finally:
             if held is not None:
                 os.close(held)
 
-    def _open(self) -> None:
+    def _open(self, step: int) -> None:
+        sessions = read_environments(self.path / "env.json")
+        sessions.append({"step": step} | environment.describe())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
                 aside.unlink()
             (self.path / "result.json").unlink(missing_ok=True)
-            write(self.path / "env.json", json.dumps(environment.describe(), indent=2) + "\n")
+            write(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
             write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
             raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lra.errors import UsageError
 from lra.reading import is_number, read_json, read_yaml
 
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
@@ -42,6 +43,23 @@ def whole_result(file: Path) -> dict[str, Any]:
     if lacks := lacking(result):
         raise ValueError(f"it lacks {lacks}")
     return result
+
+
+def read_environments(file: Path) -> list[dict[str, Any]]:
+    """What `env.json` states of each session of a run, in their order; UsageError if that is damaged.
+
+    `step` is how many steps a session found done. Files of an older lra have the last session alone, without it.
+    """
+    try:
+        stated = read_json(file)
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        stated = None
+    sessions = [stated] if isinstance(stated, dict) else stated
+    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+        raise UsageError(f"{file} is damaged: remove it, what it stated of earlier sessions is lost")
+    return sessions
 
 
 def lacking(content: Mapping[str, Any]) -> str:

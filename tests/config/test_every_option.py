@@ -66,6 +66,7 @@ SAME: dict[str, tuple[Any, ...]] = {
     "engine": ("eager",),  # auto, where there is no GPU
     "trainer.accelerator": () if torch.cuda.is_available() else ("auto",),
     "head": ("kept",),  # null, as its shapes agree
+    "draws": ("changed",),  # a permission: tests/training/test_draws.py
     "positions.scale": ("pixel",),  # null
 }
 # of attentions

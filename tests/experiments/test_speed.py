@@ -278,7 +278,7 @@ def test_every_commit_that_measured_is_stated(fake):
         (["engine=eager"], "engine=eager can't be beside speed=true: it is set by the two ways"),
         (["batch.layout=packed"], "batch.layout=packed can't be beside speed=true"),
         (["attn=flash"], "attn=flash can't be beside speed=true: give attns="),
-        (["name=x"], "init=, name= and resume= mean nothing to a measurement"),
+        (["name=x"], "init=, name=, resume= and draws= mean nothing to a measurement"),
         (["optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),
         (["trainer.steps=5", "trainer.eval_every=5", "trainer.log_every=5"], "trainer.steps=5, but 23 are needed"),
         (["tasks=listop"], "unknown task 'listop'"),
