@@ -42,13 +42,14 @@ def commit() -> str | None:
         return None
     try:
         sha = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        )
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=root, capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
         dirty = subprocess.run(
             ["git", "status", "--porcelain", "--", "lra", "benchmarks/*.py"],
-            cwd=root, capture_output=True, text=True, check=True,
+            cwd=root, capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lra.errors import UsageError
+from lra.errors import UsageError, unusable
 from lra.experiments import cells
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
@@ -146,9 +146,12 @@ class Local:
         """What can't be done with one cell's directory: the others go on."""
         try:
             yield
-        except UsageError as error:
-            self.states[cell] = State("refused", {"error": str(error)}, final=True)
-            self.say(f"{cell}: refused, {error}")
+        except (UsageError, OSError) as error:
+            said = str(error) if isinstance(error, UsageError) else unusable(error, cell.directory.path)
+            if said is None:
+                raise
+            self.states[cell] = State("refused", {"error": said}, final=True)
+            self.say(f"{cell}: refused, {said}")
 
     def _room(self, cell: Cell, alone: bool) -> Sequence[Slot]:
         """A free slot, or all slots of GPUs that have no run; none where that is not to be had."""
@@ -170,8 +173,6 @@ class Local:
                 return
             cells.clear(cell)
             arguments = [*self.command, *cell.args, "resume=auto"]
-            for slot in room:
-                self.free.remove(slot)
             with (path / LOG).open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
@@ -180,6 +181,8 @@ class Local:
                     stderr=subprocess.STDOUT, pass_fds=(held,),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command
                 )  # fmt: skip
+            for slot in room:
+                self.free.remove(slot)
             self.children[cell] = Child(process, room)
             self.states[cell] = State("running")
         finally:
@@ -243,8 +246,11 @@ def _ending(cell: Cell, code: int) -> str:
 
 
 def _said(cell: Cell) -> str:
-    """The last line of its process; empty if that said nothing."""
-    log = (cell.directory.path / LOG).read_text(errors="replace")
+    """The last line of its process; empty if that said nothing, or its folder is gone."""
+    try:
+        log = (cell.directory.path / LOG).read_text(errors="replace")
+    except OSError:
+        return ""
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     return "" if last.startswith("$ ") else last
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from lra.config.options import parse
 from lra.errors import UsageError, brief
@@ -33,6 +33,7 @@ from lra.reading import read_json
 from lra.training.run import RUNS, write
 
 FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
+PATIENCE_S = 10.0  # for another command that submits, before a line says so
 LOOK_S = 5.0  # between looks at the queue and at the run directories
 TIME_LIMITS = 1000  # of one run, each followed by a requeue; submitit asks for some number
 
@@ -132,7 +133,7 @@ class Slurm:
         # kept to the end: Python drops a Ctrl-C that comes while its finaliser runs
         lock = FileLock(FOLDER / "lock")
         try:
-            with lock:  # one command at a time sees what is queued and adds to it
+            with self._turn(lock):  # one command at a time sees what is queued and adds to it
                 tasks = self.queued()
                 if new := self._new(tasks):
                     with _uninterrupted():  # else it may be submitted and nowhere written down
@@ -144,6 +145,14 @@ class Slurm:
             self.say(goes_on if arrays else "left, with nothing in the queue")
             raise SystemExit(130) from None
         return self.states
+
+    def _turn(self, lock: FileLock) -> Any:
+        """The lock, held; says so where it has to wait for another command."""
+        try:
+            return lock.acquire(timeout=PATIENCE_S)
+        except Timeout:
+            self.say(f"another command submits tasks and holds {lock.lock_file}: waiting for it")
+            return lock.acquire()
 
     def plan(self) -> list[str]:
         """What would be submitted, in lines; submits nothing."""

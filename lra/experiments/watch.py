@@ -63,7 +63,7 @@ class Pace:
     def _written(self) -> float | None:
         try:
             return self.cell.directory.curves.stat().st_mtime
-        except FileNotFoundError:
+        except OSError:  # the run itself says what is wrong with its folder
             return None
 
 
