@@ -16,6 +16,9 @@ __all__ = ["configure", "fit", "load", "test"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # imported when asked for: `lra ls` needs none of it
+        from lra import ranks
+
+        ranks.check()
         from lra.training import fit
 
         return getattr(fit, name)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from lra import caches
+from lra import caches, ranks
 from lra.errors import UsageError, unusable
 from lra.terminal import Terminal, visible
 
@@ -346,6 +346,7 @@ def _percent(share: float) -> str:
 def main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
+        ranks.check()
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")

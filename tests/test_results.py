@@ -151,7 +151,7 @@ def test_relative_links_resolve(document):
 
 def test_imports_go_down_the_layers_of_the_picture():
     layers = ("cli",), ("experiments",), ("bench",), ("training", "doctor"), ("tasks",), ("data", "models")
-    layers += ("kernels", "config"), ("batch", "errors", "environment", "reading", "terminal", "caches")
+    layers += ("kernels", "config", "ranks"), ("batch", "errors", "environment", "reading", "terminal", "caches")
     level = {name: depth for depth, names in enumerate(layers) for name in names}
     for file in (ROOT / "lra").rglob("*.py"):
         own = file.relative_to(ROOT / "lra").parts[0].removesuffix(".py")

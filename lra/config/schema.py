@@ -140,7 +140,7 @@ class TrainerConfig:
     log_every: int = 50  # steps averaged into one training loss; divides eval_every
     precision: Literal["fp32", "bf16"] = "fp32"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    devices: int = 1  # per node; under torchrun its number counts
+    devices: int = 1  # per node; under torchrun its number counts where this one is left out
     on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite ends the run, or just its update
 
     @property

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from lra import ranks
 from lra.errors import UsageError, unusable
 from lra.experiments import cells
 from lra.experiments.cells import State
@@ -191,7 +192,8 @@ class Local:
     def _environment(self, room: Sequence[Slot]) -> dict[str, str]:
         share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take
         threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
-        shared = threads | os.environ | {RUNS_PER_DEVICE: str(self.slots.count(room[0]) // room.count(room[0]))}
+        sharing = {RUNS_PER_DEVICE: str(self.slots.count(room[0]) // room.count(room[0]))}
+        shared = threads | ranks.alone(os.environ) | sharing
         names = [name for name in dict.fromkeys(room) if name is not None]
         return shared | {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else shared
 

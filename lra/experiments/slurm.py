@@ -78,7 +78,6 @@ class Task:
     command: Sequence[str] = FIT
 
     def __call__(self) -> None:
-        os.environ["SLURM_JOB_NAME"] = "interactive"  # so Lightning leaves ranks and requeueing alone
         gpus = self.cell.composed.config.trainer.devices  # each has a process
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # also where tasks aren't bound to theirs
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // gpus)))

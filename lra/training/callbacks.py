@@ -331,9 +331,9 @@ class Faults(pl.Callback):
 def leave(trainer: pl.Trainer, code: int) -> NoReturn:
     """Ends this rank with SystemExit.
 
-    Where Lightning launched the others, only the first says `code`: when another does, Lightning kills it.
+    Where lra started the others, only the first says `code`: when another does, Lightning kills it.
     """
-    launched = trainer.global_rank and "TORCHELASTIC_RUN_ID" not in os.environ
+    launched = trainer.global_rank and trainer.strategy.cluster_environment.launch.by == "lra"  # type: ignore[attr-defined]
     raise SystemExit(0 if launched else code)
 
 

@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches
-from lra.config.compose import Composed, compose, differences, restore
+from lra.config.compose import GIVEN, Composed, compose, differences, restore
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, naming, out_of_memory, unusable
@@ -34,8 +34,9 @@ from lra.training import checkpoints, result, transfer
 from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, Rehearsal, console
 from lra.training.curves import Curves
 from lra.training.draws import UNKNOWN, Draws
-from lra.training.hardware import hardware
+from lra.training.hardware import crowding, hardware, join
 from lra.training.preemption import Preemption, start_compilers
+from lra.training.rendezvous import RendezvousError
 from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
 from lra.training.step import Step
@@ -91,8 +92,8 @@ def fit(*args: str) -> dict[str, Any]:
     """
     composed = configure(args)
     run: RunConfig = composed.config
+    first = join(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
     directory = RunDirectory(composed)
-    first = rank_zero_only.rank == 0  # pyright: ignore[reportFunctionMemberAccess]
     if first:  # the other ranks arrive in the directory that it opened
         directory.check()
     if directory.finished:
@@ -155,6 +156,8 @@ def fit(*args: str) -> dict[str, Any]:
             with replacing(directory.best) as file:
                 file.write(carried.read_bytes())
         _say(f"{directory.path}: {what}")
+        if crowd := crowding(run):
+            _say(crowd)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         _say(f"scoring {_sets(data)}")
         checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
@@ -209,6 +212,8 @@ def _recorded(
     """Leaves a result.json also when the run inside fails; what the user can mend becomes a UsageError."""
     try:
         yield
+    except RendezvousError:
+        raise
     except Exception as error:
         if out_of_memory(error):
             known, advice = facts(), _smaller(run, trainer, " and resume=auto")
@@ -244,6 +249,7 @@ def test(*args: str) -> dict[str, Any]:
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
     run = restore(RunConfig, REGISTRIES, saved, args)
+    join(run, any(arg.startswith("trainer.devices=") for arg in args))
     checkpoints.check_vocabulary(TASKS.get(run.task.name), identity, path)  # whose model may not even be possible
     quiet()
     atexit.register(_leave_process_group)
@@ -261,6 +267,8 @@ def test(*args: str) -> dict[str, Any]:
     data.check_ranks(trainer.world_size)
     data.setup()
     _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
+    if crowd := crowding(run):
+        _say(crowd)
     try:
         trainer.test(module, datamodule=data, verbose=False)
     except Exception as error:
@@ -296,7 +304,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **hardware(run),
+        **hardware(run, checkpoints.WholeFiles(directory.path)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
@@ -307,7 +315,6 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
         logger=Curves(directory.curves),
-        plugins=[checkpoints.WholeFiles(directory.path)],
         callbacks=[
             clock,
             Onward(),
