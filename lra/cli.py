@@ -14,10 +14,11 @@ from rich.text import Text
 
 from lra import caches, ranks
 from lra.errors import UsageError, unusable
+from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
-console = Terminal(soft_wrap=True, width=None if sys.stdout.isatty() else 1000)
+console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
 app = typer.Typer(
     help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
     no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
@@ -33,7 +34,7 @@ app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
 
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 # click's UsageError, which each version of Typer has elsewhere
 Misused: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -344,6 +345,19 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
+    with guarded() as output:
+        try:
+            _main()
+        except SystemExit as ended:
+            output.flush()
+            if ended.code in (None, 0) and output.error and sys.argv[1:2] != ["fit"]:  # a run leaves its files
+                if isinstance(output.error, BrokenPipeError):
+                    sys.exit(BROKEN_PIPE)  # the reader has gone, and knows it
+                _complain(f"standard output can't be written to ({output.error.strerror}): send it elsewhere")
+            raise
+
+
+def _main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
         ranks.check()
