@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,20 @@ def source_files() -> set[str]:
     }
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of a copy of the checkout: building leaves files beside the sources."""
-    copy, dist = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+def copied(copy: Path) -> Path:
+    """A copy of the checkout: building leaves files beside the sources."""
     for name in ("lra", "tests", "tasks", "models", "kernels", "configs"):
         if (ROOT / name).exists():  # a checkout may lack the links
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the checkout."""
+    copy, dist = copied(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, copy)
     (file,) = dist.iterdir()
     return file
@@ -55,8 +61,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def needs(installed):
-    """Lends the environment this one's dependencies. A .pth file only appends folders: the checkout is none of them,
-    and the hooks by which an editable install finds it are not run."""
+    """Lends the environment this one's dependencies. A .pth file only appends folders: the checkout is none of them."""
     folders = [path for path in sys.path if Path(path).is_dir() and Path(path).resolve() != ROOT]
     (installed[1] / "borrowed.pth").write_text("\n".join(folders) + "\n")
 
@@ -89,6 +94,20 @@ def test_the_command_works_from_another_folder(installed, needs, elsewhere):
     assert "learned" in run(home / "bin" / "lra", "config", "show", "task=listops", "attn=standard", **elsewhere)
 
 
+def test_an_editable_install_wins_over_a_clone_that_the_current_folder_holds(tmp_path):
+    """Where the clone is called lra, Python takes it for a namespace package, unless a path holds the package."""
+    clone, dist, site = tmp_path / "lra", tmp_path / "dist", tmp_path / "site"
+    clone.mkdir()
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", build, dist, cwd=copied(clone))
+    (file,) = dist.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(site)
+    program = "import site, sys; site.addsitedir(sys.argv[1]); import lra; print(lra.__file__)"
+    where = run(sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, ''); {program}", site, cwd=tmp_path)
+    assert where.strip() == str(clone / "lra" / "__init__.py")
+
+
 @pytest.mark.parametrize("what", ["tasks", "attns", "recipes"])
 def test_listing_imports_neither_pytorch_nor_lightning(what):
     program = f"""
@@ -103,3 +122,14 @@ finally:
     output = run(sys.executable, "-c", program, cwd=ROOT)
     assert output.splitlines()[-1].strip() == "imported:"
     assert {"tasks": "listops", "attns": "flash", "recipes": "xiong2021"}[what] in output
+
+
+@pytest.mark.parametrize(
+    ("own", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_that_wait_sleep_soon_unless_the_user_says_how_they_wait(own, spins):
+    program = "import os, lra; print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    assert run(sys.executable, "-c", program, cwd=ROOT, env=environment | own).strip() == str(spins)
