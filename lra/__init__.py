@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lra.training.fit import configure, fit, load, test
 
 # Threads of PyTorch on a CPU wait for each other by spinning, about 10 ms, and take the cores from whoever works there.
-# After 1,000 turns, microseconds, they sleep. libgomp reads this as it is loaded, so it is set before PyTorch is imported.
+# After 1,000 turns, some microseconds, they sleep. libgomp reads this as it is loaded: so before PyTorch is imported.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

@@ -30,6 +30,7 @@ import numpy as np
 from filelock import FileLock
 
 from lra import environment, reading
+from lra.data.preparing import shown
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full
@@ -279,8 +280,9 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
     partial = _beside(path, "partial")
     partial.mkdir()
     try:
-        writer = Writer(partial, len(content.vocabulary))
-        build(writer)
+        with shown(content.task, content.source, content.params) as count:
+            writer = Writer(partial, len(content.vocabulary), count)
+            build(writer)
         written = writer.finish()
         files = sorted(partial.iterdir())
         manifest = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +19,10 @@ class Writer:
     An example is a sequence (`add`), or a pair of sequences out of one collection (`add_documents`, `add_pairs`).
     """
 
-    def __init__(self, folder: Path, vocabulary_size: int):
+    def __init__(self, folder: Path, vocabulary_size: int, count: Callable[[int], None] = lambda _: None):
         if not 1 <= vocabulary_size <= 1 << 16:
             raise ValueError(f"a store holds 1 to 65536 different tokens, not {vocabulary_size}")
+        self.count = count  # is told of examples as they are written
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("u1" if vocabulary_size <= 256 else "<u2")
         self._folder = folder
@@ -39,6 +40,7 @@ class Writer:
         if len(sequences) != len(labels):
             raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
         self._append(split, sequences)
+        self.count(len(labels))
         self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:

@@ -12,16 +12,13 @@ from typing import Any, NoReturn, cast
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import RichProgressBar
 
 from lra import environment
-from lra.config.schema import RunConfig
 from lra.errors import UsageError, naming, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
-from lra.terminal import Terminal, visible
+from lra.terminal import Terminal
 from lra.training import faults
 from lra.training.checkpoints import WholeFiles
-from lra.training.curves import record
 from lra.training.step import Step
 
 console = Terminal(soft_wrap=True)
@@ -51,6 +48,7 @@ class Clock(pl.Callback):
         self.sharing, self._looked = _planned(), 0.0
         self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
         self.validation = 0.0  # seconds
+        self.example: float | None = None  # seconds that scoring one took when a batch was scored early
         self._entered = 0.0  # training, or validation
         self._started: tuple[float, int] | None = None  # when, and after which step
 
@@ -75,7 +73,7 @@ class Clock(pl.Callback):
 
     def stop(self, trainer: pl.Trainer) -> None:
         if self._started is not None:
-            _synchronize(trainer)
+            synchronize(trainer)
             began, step = self._started
             self.seconds += time.perf_counter() - began
             self.steps += trainer.global_step - step
@@ -101,7 +99,7 @@ class Clock(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.first is None:
-            _synchronize(trainer)
+            synchronize(trainer)
             self.first = time.perf_counter() - self._entered
 
     def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
@@ -148,24 +146,6 @@ class Onward(pl.Callback):
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
 
-class Progress(RichProgressBar):
-    """Lightning's bar, in steps, with the training loss, without the only epoch's number and the logger's version."""
-
-    @property
-    def total_train_batches(self) -> int:
-        return self.trainer.max_steps
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args[:-1], batch_idx=trainer.global_step - 1)
-
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        logged = cast(TaskModule, pl_module).step.logged
-        return {} if logged is None else {"train/loss": logged}
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        return "training"
-
-
 class Rehearsal(pl.Callback):
     """Scores a batch of validation soon after the start: if there is no memory for it, an hour is not lost first.
 
@@ -192,45 +172,17 @@ class Rehearsal(pl.Callback):
         self.clock.on_validation_start(trainer, module)
         module.eval()
         with torch.inference_mode(), trainer.precision_plugin.val_step_context():
-            module.evaluate(next(iter(cast(TaskData, trainer.datamodule).val_dataloader())))  # type: ignore[attr-defined]
+            loader = cast(TaskData, trainer.datamodule).val_dataloader()  # type: ignore[attr-defined]
+            for _ in range(2 if module.step.captures(module, module.device) else 1):  # the first one compiles
+                began = time.perf_counter()
+                batch = next(iter(loader))
+                module.evaluate(batch)
+                synchronize(trainer)
+                self.clock.example = (time.perf_counter() - began) / len(batch.label)
         module.train()
         torch.cuda.empty_cache()  # graphs that are captured later can't have what lies there
         trainer.strategy.barrier()  # or the next step is what waits for the rank that compiled longest
         self.clock.on_validation_end(trainer, module)
-
-
-class Narrator(pl.Callback):
-    """One line when the first steps show what the run will cost, and one per validation."""
-
-    PROBE = 20  # steps over which the pace is measured, after as many: most graphs are captured before
-
-    def __init__(self, run: RunConfig, clock: Clock):
-        self.run, self.clock = run, clock
-        self.stamps: list[tuple[float, int]] = []  # seconds of training, and after which step
-        self.next = 0  # the step after which the next one is made
-
-    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        self.next = trainer.global_step + self.PROBE
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if len(self.stamps) == 2 or trainer.global_step < self.next:
-            return
-        _synchronize(trainer)
-        self.stamps.append((self.clock.trained(), trainer.global_step))
-        self.next = trainer.global_step + self.PROBE
-        if len(self.stamps) == 2 and trainer.is_global_zero:
-            (began, first), (ended, last) = self.stamps
-            pace = (ended - began) / (last - first)
-            left = (self.run.trainer.steps - trainer.global_step) * pace
-            expected = f"expect {duration(left)} of training at {1000 * pace:.1f} ms a step{_memory(trainer)}"
-            say(trainer, f"{expected}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
-        record(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
-        if trainer.is_global_zero:
-            done = f"step {trainer.global_step}/{self.run.trainer.steps}"
-            say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
 
 
 class Faults(pl.Callback):
@@ -340,14 +292,12 @@ def leave(trainer: pl.Trainer, code: int) -> NoReturn:
 def say(trainer: pl.Trainer, text: str) -> None:
     """Prints a line of rank 0, above the bar if there is one."""
     if trainer.is_global_zero:
-        bar = trainer.progress_bar_callback
-        live = isinstance(bar, RichProgressBar) and bar.progress is not None
         with naming("the standard output"):
-            (bar.progress.console if live else console).print(visible(text), markup=False)  # type: ignore[union-attr]
+            console.print(text)  # which the bar draws on, too
 
 
 def duration(seconds: float) -> str:
-    if seconds < 90:
+    if seconds < 180:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
@@ -356,7 +306,7 @@ def _step(module: pl.LightningModule) -> Step:
     return cast(Step, cast(TaskModule, module).step)
 
 
-def _memory(trainer: pl.Trainer) -> str:
+def memory(trainer: pl.Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return ""
@@ -368,6 +318,6 @@ def _planned() -> int:
     return int(os.environ.get(RUNS_PER_DEVICE, "1"))
 
 
-def _synchronize(trainer: pl.Trainer) -> None:
+def synchronize(trainer: pl.Trainer) -> None:
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()

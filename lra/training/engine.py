@@ -76,6 +76,11 @@ class CapturedStep:
         self.micro_batches: dict[tuple[int, ...], tuple[Tensor, Graph]] = {}  # of each shape, where a batch lies packed
         self.update = Graph(lambda: self._update(update), self.pool)
 
+    @property
+    def made(self) -> int:
+        """How often a shape, or the update, was compiled or captured: what takes longer than a step."""
+        return sum(min(graph.calls, 2) for graph in (self.update, *(graph for _, graph in self.micro_batches.values())))
+
     def begin(self, seed: int, rate: float) -> None:
         """Of this step: the seed of attention's dropout, and the learning rate."""
         self.seed.fill_(seed)

@@ -31,11 +31,13 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
-from lra.training.callbacks import Clock, Faults, Narrator, Onward, Progress, Rehearsal, console
+from lra.training.callbacks import Clock, Faults, Onward, Rehearsal, console
 from lra.training.curves import Curves
 from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import crowding, hardware, join
+from lra.training.narrator import Narrator
 from lra.training.preemption import Preemption, start_compilers
+from lra.training.progress import Progress
 from lra.training.rendezvous import RendezvousError
 from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
@@ -155,7 +157,8 @@ def fit(*args: str) -> dict[str, Any]:
         if carried and trainer.is_global_zero:
             with replacing(directory.best) as file:
                 file.write(carried.read_bytes())
-        _say(f"{directory.path}: {what}")
+        onward = f"\ngoes on after step {done:,} of {run.trainer.steps:,}" if checkpoint else ""
+        _say(f"{directory.path}: {what}{onward}")
         if crowd := crowding(run):
             _say(crowd)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -260,7 +263,7 @@ def test(*args: str) -> dict[str, Any]:
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         _say(moved.describe(path))
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    trainer = pl.Trainer(**hardware(run), **without, enable_progress_bar=console.is_terminal)
+    trainer = pl.Trainer(**hardware(run), **without, **_bar())
     resolve_attention(module, trainer.strategy.root_device)
     resolve_engine(module, trainer.strategy.root_device)
     data.prepare_data()
@@ -321,7 +324,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             Faults(directory.path),
             Rehearsal(clock),
             Narrator(run, clock),
-            *([Progress()] if console.is_terminal else []),
+            *([Progress(console)] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),
         ],
@@ -333,10 +336,16 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
     return trainer, clock
 
 
+def _bar() -> dict[str, Any]:
+    shown = console.is_terminal
+    return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}
+
+
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
     """What computes attention on the device; UsageError if it can't."""
-    precision = module.run.trainer.precision
-    used = {part.resolve(device, precision) for part in module.modules() if isinstance(part, Attention)}
+    used = {
+        part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Attention)
+    }
     return ", ".join(sorted(used))
 
 

@@ -297,7 +297,7 @@ def test_two_processes_build_once():
     processes = [start_slow_build(1) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert sorted(outputs) == ["", "building\n"]
+    assert sorted(outputs) == ["", "preparing toy: reading made up …\nbuilding\n"]
     Store.open(content().path).verify()
 
 

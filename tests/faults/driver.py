@@ -19,8 +19,8 @@ from lra.data import store
 from lra.data.writer import Writer
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
-from lra.training.callbacks import Narrator
 from lra.training.curves import Curves
+from lra.training.narrator import Narrator
 from lra.training.run import RunDirectory
 from lra.training.step import Step
 

@@ -10,8 +10,9 @@ import torch
 
 from lra.tasks.base import TaskModule
 from lra.training import callbacks
-from lra.training.callbacks import RUNS_PER_DEVICE, Clock, Narrator
+from lra.training.callbacks import RUNS_PER_DEVICE, Clock
 from lra.training.checkpoints import WholeFiles
+from lra.training.narrator import Narrator
 from lra.training.run import spent
 from tests.training.test_fit import interrupt_at
 
@@ -30,7 +31,7 @@ def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, caps
         return slow(*args, **kwargs)
 
     monkeypatch.setattr(owner, method, pausing)
-    monkeypatch.setattr(Narrator, "PROBE", 3)  # validation and checkpoints, after step 4, are within
+    monkeypatch.setattr(Narrator, "PROBE", 2)  # validation and checkpoints, after step 4, are within
     small()
     result = small("name=again")
     assert result["train_seconds"] < 2 * PAUSE, "three validations, each with two checkpoints"

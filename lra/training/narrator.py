@@ -1,0 +1,103 @@
+"""What a run tells its user while it trains: what it will take, and what its validations find."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytorch_lightning as pl
+
+from lra.config.schema import RunConfig
+from lra.tasks.base import TaskData, TaskModule
+from lra.training.callbacks import Clock, duration, memory, say, synchronize
+from lra.training.curves import record
+from lra.training.estimate import Estimate
+from lra.training.step import Step
+
+
+class Narrator(pl.Callback):
+    """Says what the run will cost once its steps show it, again when that doubles, and one line per validation."""
+
+    PROBE, SOME_S = 10, 10.0  # steps, or seconds, over which the pace is measured
+    CLEAN = 200  # steps, after which a pace that compiling is in counts
+    WARM_S, LONG_S = 5.0, 3600.0  # of a first step, beside which warming up is little; of a run on a CPU
+
+    def __init__(self, run: RunConfig, clock: Clock, now: Callable[[], float] = time.perf_counter):
+        self.run, self.clock, self.now = run, clock, now
+        self.estimate: Estimate | None = None
+        self._mark = (0.0, 0, 0)  # seconds of training, after which step, and how many graphs there were
+        self._began, self._told = 0, False
+        self._validated = 0.0
+        self._step: float | None = None  # when the one at hand began; None once their length is known
+        self._steps = 0  # of this session that are done
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parts, world = cast(TaskData, trainer.datamodule).parts, trainer.world_size  # type: ignore[attr-defined]
+        sizes = [math.ceil(len(parts[name]) / world) for name in ("val", *cast(TaskModule, pl_module).Data.test_sets)]
+        self.estimate = Estimate(self.run.trainer.steps, self.run.trainer.eval_every, sizes[0], sum(sizes[1:]))
+        self._began, self._step = trainer.global_step, self.now()
+        self._mark = self.clock.trained(), trainer.global_step, 0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Tells at once that steps are slow: a stride of them may take minutes."""
+        if self._step is None or trainer.strategy.root_device.type != "cpu":
+            return
+        now = self.now()
+        took, self._step, self._steps = now - self._step, now, self._steps + 1
+        if self._steps == 1 and took < self.WARM_S:
+            return
+        self._step = None
+        left = took * (self.run.trainer.steps - trainer.global_step)
+        if left >= self.LONG_S:
+            mend = "set fewer trainer.steps" if self.run.recipe == "demo" else "recipe=demo takes minutes on a CPU"
+            say(trainer, f"a step takes {took:.1f} s on this CPU: about {duration(left)} in all; {mend}")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        assert self.estimate is not None
+        if self.clock.first is None or trainer.global_step == self._began:
+            return
+        engine = cast(Step, cast(TaskModule, pl_module).step).engine
+        graphs = 0 if engine is None else engine.made
+        if not self.clock.trained() or self._mark[1] == self._began:  # the first stride is apart: it warms up
+            self._mark = self.clock.trained(), trainer.global_step, graphs
+            return
+        seconds, step, before = self._mark
+        if trainer.global_step - step < self.PROBE and self.clock.trained() - seconds < self.SOME_S:
+            return
+        if not self._told:
+            synchronize(trainer)
+        now = self.clock.trained()
+        if self._told and now - seconds < self.SOME_S:  # what the host is ahead of the GPU is little beside that
+            return
+        self._mark = now, trainer.global_step, graphs
+        if graphs == before or trainer.global_step - self._began > self.CLEAN:
+            self.estimate.paces.append((now - seconds) / (trainer.global_step - step))
+        self.estimate.example = self.estimate.example or self.clock.example
+        self._tell(trainer)
+
+    def _tell(self, trainer: pl.Trainer) -> None:
+        assert self.estimate is not None
+        now, step = self.clock.trained() + self.clock.validation, trainer.global_step
+        if step == self.run.trainer.steps or not self.estimate.due(now, step):
+            return
+        training, scoring = self.estimate.tell(now, step)
+        parts = f"{duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
+        again = "now " if self._told else ""
+        say(trainer, f"{again}expect {duration(training + scoring)}: {parts}, {duration(scoring)} of scoring"
+            f"{memory(trainer)}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]  # fmt: skip
+        self._told = True
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._validated = self.clock.validation
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
+        record(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
+        if trainer.is_global_zero:
+            done = f"step {trainer.global_step}/{self.run.trainer.steps}"
+            say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
+        if self.estimate is not None:
+            self.estimate.example = (self.clock.validation - self._validated) / self.estimate.validation
+            self._tell(trainer)

@@ -1,0 +1,122 @@
+"""The bar of a run in a terminal: its clock runs and its steps move within a batch of Lightning's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+from rich import progress
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from lra.tasks.base import TaskModule
+
+MEMORY_S = 600.0  # the speed is of these last seconds: of many steps, or of a few slow ones
+
+
+class Pace(progress.ProgressColumn):
+    """Steps per second, or seconds per step."""
+
+    def render(self, task: progress.Task) -> Text:
+        return Text(pace(task.speed))
+
+
+def pace(speed: float | None) -> str:
+    if not speed:
+        return ""
+    return f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each"
+
+
+class Bars(progress.Progress):
+    """Asks the trainer for its step whenever it draws."""
+
+    def __init__(self, trainer: pl.Trainer, module: TaskModule, console: Console):
+        self.trainer, self.module = trainer, module
+        self.training: progress.TaskID | None = None
+        super().__init__(
+            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), Pace(),
+            progress.TextColumn("{task.fields[said]}"),
+            console=console, refresh_per_second=4, speed_estimate_period=MEMORY_S, transient=True,
+        )  # fmt: skip
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.training is not None:
+            loss = self.module.step.logged
+            said = "" if loss is None else f"train/loss: {loss:.3f}"
+            self.update(self.training, completed=self.trainer.global_step, said=said)
+        yield from super().get_renderables()
+
+
+class Progress(ProgressBar):
+    """Training in steps with its loss; validation and test in batches."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+        self.bars: Bars | None = None
+        self._scoring: progress.TaskID | None = None
+
+    def disable(self) -> None:
+        """Lightning does so on other ranks than the first."""
+        self.stop()
+        self.start = lambda *_: None  # type: ignore[method-assign]
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.bars is None:
+            self.bars = Bars(trainer, cast(TaskModule, module), self.console)
+            self.bars.start()
+
+    def stop(self) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+            self.bars = None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self.console.print(*args, **kwargs)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start(trainer, pl_module)
+        if self.bars is not None:
+            total, done = trainer.max_steps, trainer.global_step
+            self.bars.training = self.bars.add_task("training", total=total, completed=done, said="")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._score("validation", sum(trainer.num_val_batches))
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._advance()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._scored()
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start(trainer, pl_module)
+        self._score("test", sum(trainer.num_test_batches))
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self._advance()
+
+    def on_test_end(self, *_: Any) -> None:
+        self._scored()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        self.stop()
+
+    def _score(self, what: str, batches: float) -> None:
+        if self.bars is not None:
+            self._scoring = self.bars.add_task(what, total=batches, said="")
+
+    def _advance(self) -> None:
+        if self.bars is not None and self._scoring is not None:
+            self.bars.advance(self._scoring)
+
+    def _scored(self) -> None:
+        if self.bars is not None and self._scoring is not None:
+            self.bars.remove_task(self._scoring)
+            self._scoring = None
