@@ -37,7 +37,7 @@ from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import crowding, hardware, join
 from lra.training.narrator import Narrator
 from lra.training.preemption import Preemption, start_compilers
-from lra.training.progress import Progress
+from lra.training.progress import Progress, bar
 from lra.training.rendezvous import RendezvousError
 from lra.training.run import COMPUTING, RunDirectory, replacing
 from lra.training.seeding import derive
@@ -263,7 +263,7 @@ def test(*args: str) -> dict[str, Any]:
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         _say(moved.describe(path))
     without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    trainer = pl.Trainer(**hardware(run), **without, **_bar())
+    trainer = pl.Trainer(**hardware(run), **without, **bar(console))
     resolve_attention(module, trainer.strategy.root_device)
     resolve_engine(module, trainer.strategy.root_device)
     data.prepare_data()
@@ -334,11 +334,6 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
     # asks all ranks before each stride whether those handlers were called, and waits for the GPU
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer, clock
-
-
-def _bar() -> dict[str, Any]:
-    shown = console.is_terminal
-    return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:

@@ -120,3 +120,9 @@ class Progress(ProgressBar):
         if self.bars is not None and self._scoring is not None:
             self.bars.remove_task(self._scoring)
             self._scoring = None
+
+
+def bar(console: Console) -> dict[str, Any]:
+    """What a trainer that only scores is given: a bar, in a terminal."""
+    shown = console.is_terminal
+    return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}
