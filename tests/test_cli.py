@@ -141,8 +141,9 @@ def test_the_default_recipe_is_the_tasks():
 
 def test_data_is_prepared_verified_and_described(here, tmp_path):
     first, again = lra("data", "prepare", *DATA), lra("data", "prepare", *DATA)
-    assert first == again and first.code == 0
-    assert re.fullmatch(rf"listops is ready in {tmp_path}/data/listops@1-[0-9a-f]{{8}}\n", first.out)
+    assert first.code == again.code == 0
+    assert first.out == "preparing listops: generating 80 examples …\n" + again.out
+    assert re.fullmatch(rf"listops is ready in {tmp_path}/data/listops@1-[0-9a-f]{{8}}\n", again.out)
     assert lra("data", "verify", *DATA).out.endswith(": every file is as the manifest says\n")
     rows = dict(lra("data", "info", *DATA).rows)
     assert "train=50" in rows["parameters"] and rows["source"] == "generated, by lra.data.listops@1, seed 0"
