@@ -84,6 +84,18 @@ def naming(path: str | Path) -> Iterator[None]:
         raise OSError(found.errno, found.strerror, str(path)) from error
 
 
+def system_error(error: BaseException | None, file: str | Path | None = None) -> OSError | None:
+    """The operating system's word behind `error`, for `file` if it names none: not what a library says of a file.
+
+    Libraries raise an OSError without a number for what they can't make sense of.
+    """
+    while error is not None and not (isinstance(error, OSError) and error.errno):
+        error = error.__cause__ or error.__context__
+    if error is not None and error.filename is None and file is not None:
+        error.filename = str(file)
+    return error
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, a GPU's or the machine's: there PyTorch raises a plain RuntimeError."""
     import torch  # here, as the command line begins without it

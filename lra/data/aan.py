@@ -17,7 +17,7 @@ import numpy as np
 from lra.data import release
 from lra.data.text import VOCABULARY as VOCABULARY
 from lra.data.writer import Writer
-from lra.errors import UsageError, first_line
+from lra.errors import UsageError, first_line, system_error
 
 GENERATOR = "lra.data.aan@1"
 COMPACT = "a folder of papers.parquet and pairs_{train,val,test}.tsv"  # what `scisumm` is read from
@@ -100,7 +100,7 @@ def _read_compact(source: Path, documents: _Documents) -> dict[str, np.ndarray]:
         path = source / name
         try:
             file = path.open("rb")
-        except OSError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise UsageError(f"{path}: {error.strerror}; name the folder of papers.parquet and {name}") from error
         with file:
             if file.readline().rstrip(b"\r\n") != _HEADER:
@@ -118,8 +118,11 @@ def _papers(source: Path) -> dict[str, str]:
     if not os.path.exists(path):
         raise UsageError(f"{source} has no papers.parquet: name its folder, or choose dataset=lra for LRA's own files")
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        with path.open("rb") as file:  # by name, pyarrow takes some for addresses, and folders for tables
+            table = pq.read_table(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, MemoryError) or system_error(error, path):
+            raise
         raise UsageError(f"{path} is no readable parquet file ({first_line(error)}); get the file anew") from error
     if missing := {"id", "text"} - set(table.column_names):
         raise UsageError(f"{path} has no column '{min(missing)}'; get the file anew")

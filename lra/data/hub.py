@@ -1,77 +1,245 @@
-"""Data sets of the Hugging Face Hub, or of a folder with the same layout."""
+"""Data sets of the Hugging Face Hub, or of a folder with the same layout.
+
+A download stays in the Hub's own cache, where `hf download` puts it too; its files are then read as a folder's.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import os
+import re
+import stat
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.errors import UsageError, disk_full, first_line
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lra.data import network
+from lra.errors import UsageError, disk_full, first_line, system_error
 
 CONFIG = "plain_text"  # of every data set read here
+CARD = "README.md"
+BATCH = 1000  # rows
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.parquet", re.DOTALL)
+Batch = dict[str, list[Any]]  # values by column
 
 
-def load(source: str | Path, *, name: str, columns: tuple[str, ...], scratch: Path, mend: str) -> dict[str, Any]:
-    """The splits train and test, each a `datasets.Dataset` that has rows and these columns.
+class Unusable(Exception):
+    """Why a folder can't be taken for the data set."""
 
-    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. What a folder
-    holds is read through files in `scratch`; a download stays in the user's cache. UsageError, ending in the command
-    `mend`, if the data set called `name` cannot be had or is something else.
+
+@dataclass(frozen=True)
+class Rows:
+    """One split."""
+
+    count: int
+    columns: set[str]
+    batches: Callable[[list[str]], Iterator[Batch]]  # of these columns
+
+
+def load(source: str | Path, *, name: str, columns: tuple[str, ...], mend: str) -> dict[str, Iterator[Batch]]:
+    """The splits train and test in batches of rows; each has rows and these columns.
+
+    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. UsageError, ending
+    in the command `mend`, if the data set called `name` can't be had or is something else.
     """
-    dataset = _load(str(Path(source).expanduser()), name, scratch, mend)
+    path = os.path.expanduser(source)
+    try:
+        splits = _folder(Path(path)) if _is_folder(path) else _hub(path)
+    except Unusable as error:
+        raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
     for split in ("train", "test"):
-        if split not in dataset or not len(dataset[split]):
+        if split not in splits or not splits[split].count:
             raise UsageError(f"{source} has no rows in its split '{split}': {mend}")
-        if missing := set(columns) - set(dataset[split].column_names):
+        if missing := set(columns) - splits[split].columns:
             raise UsageError(f"{source} has no column '{min(missing)}' in its split '{split}': {mend}")
-    return {split: dataset[split] for split in ("train", "test")}
+
+    def batches(rows: Rows) -> Iterator[Batch]:
+        try:
+            yield from rows.batches(list(columns))
+        except Unusable as error:
+            raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
+
+    return {split: batches(splits[split]) for split in ("train", "test")}
 
 
-def _load(source: str, name: str, scratch: Path, mend: str) -> Any:
-    """The dataset dictionary, by split."""
+def _is_folder(path: str) -> bool:
+    """Whether a folder is meant, which is there, and no name on the Hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            return True
+        raise Unusable("it is a file; name the folder that holds it")
+    except (FileNotFoundError, NotADirectoryError):
+        try:
+            validate_repo_id(path)
+        except HFValidationError:
+            raise Unusable("there is no such folder") from None
+    return False
+
+
+def _folder(folder: Path) -> dict[str, Rows]:
+    """The splits that a folder's card names."""
+    files = {}
+    for split, patterns in _patterns(folder / CARD).items():
+        found = {pattern: glob.glob(pattern, root_dir=folder, recursive=True) for pattern in patterns}
+        if missing := [pattern for pattern in patterns if not found[pattern]]:
+            raise Unusable(f"{folder} has no {missing[0]}")
+        files[split] = [folder / name for name in sorted({name for names in found.values() for name in names})]
+    return {split: _parquet(paths) for split, paths in files.items()}
+
+
+def _patterns(card: Path) -> dict[str, list[str]]:
+    """Names of files, with wildcards, by split."""
+    from huggingface_hub import metadata_load
+
+    try:
+        metadata: Any = metadata_load(card)
+        configs = {config["config_name"]: config for config in metadata["configs"]}
+        parts = {part["split"]: part["path"] for part in configs[CONFIG]["data_files"]}
+        return {split: [path] if isinstance(path, str) else [*map(str, path)] for split, path in parts.items()}
+    except ABSENT as error:
+        raise Unusable(f"there is no file {card}, which names the others ({error.strerror})") from None
+    except Exception as error:  # of the operating system, YAML, or where something else is written than expected
+        if system_error(error):
+            raise
+        raise Unusable(f"{card} does not name the files of {CONFIG}") from error
+
+
+def _parquet(paths: Sequence[Path]) -> Rows:
+    """The rows of parquet files one after another."""
+    for path in paths:
+        if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) != (
+            count := sum(shard[1] == other[1] for each in paths if (other := _SHARD.fullmatch(each.name)))
+        ):
+            raise Unusable(f"{path.parent} has {count} of the {int(shard[2])} files {shard[1]}-*")
+    tables = []
+    for path in paths:
+        with _opened(path) as table:
+            tables.append((table.metadata.num_rows, set(table.schema_arrow.names)))
+
+    def batches(columns: list[str]) -> Iterator[Batch]:
+        for path in paths:
+            with _opened(path) as table:
+                for batch in table.iter_batches(BATCH, columns=columns):
+                    yield batch.to_pydict()
+
+    return Rows(sum(count for count, _ in tables), set.intersection(*(columns for _, columns in tables)), batches)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """A parquet file. What fails while it is read is the operating system's fault or the file's, and is told so."""
+    try:
+        with path.open("rb") as file:  # by name, pyarrow takes some for addresses
+            yield pq.ParquetFile(file)
+    except MemoryError:
+        raise
+    except ABSENT as error:
+        raise Unusable(f"{path} is no file ({error.strerror})") from None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if cause := system_error(error, path):
+            raise cause from None
+        raise Unusable(f"{path} is no readable parquet file: {first_line(error)}") from error
+
+
+def _hub(source: str) -> dict[str, Rows]:
+    """The splits of a data set of the Hub: downloaded, or a cached copy if the Hub can't be asked."""
+    failure = None
+    if not _offline():
+        try:
+            folder = _download(source)
+        except Unusable:
+            raise
+        except Exception as error:  # the Hub's client and the network raise what they like
+            failure = error
+        else:
+            return _folder(folder)
+    unusable = []
+    for snapshot in _snapshots(source):
+        try:
+            return _folder(snapshot)
+        except Unusable as error:
+            unusable.append(str(error))
+    with suppress(Exception):  # there is none
+        return _arrow(source)
+    if disk_full(failure):
+        there = f"no space left for the download in {_cache()}"
+        raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
+    why = network.reason(failure) if failure else f"{_offline()} is set"
+    there = f"the copy in the Hub's cache is not whole: {unusable[0]}" if unusable else f"no copy is in {_cache()}"
+    raise Unusable(f"{why}; {there}") from failure
+
+
+def _offline() -> str:
+    """The variable by which the user asks for no network; empty if there is none."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), "")
+
+
+def _download(source: str) -> Path:
+    """The folder of the newest revision, with what its card names."""
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    patience = huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT
+    # Asked first: where the Hub does not answer, this says so at once, where a download is tried for half a minute
+    siblings = huggingface_hub.HfApi().dataset_info(source, timeout=patience).siblings or ()
+    names = [file.rfilename for file in siblings]
+    if CARD not in names:
+        raise Unusable(f"it has no {CARD}, which names the files")
+    card = Path(huggingface_hub.hf_hub_download(source, CARD, repo_type="dataset"))
+    for pattern in [pattern for patterns in _patterns(card).values() for pattern in patterns]:
+        for name in fnmatch.filter(names, pattern):
+            huggingface_hub.hf_hub_download(source, name, repo_type="dataset", revision=card.parent.name)
+    return card.parent
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _snapshots(source: str) -> list[Path]:
+    """Folders of revisions in the Hub's cache, the one of `main` first, then the newest."""
+    there = Path(_cache(), f"datasets--{source.replace('/', '--')}")
+    main = ""
+    with suppress(OSError, ValueError):
+        main = (there / "refs/main").read_text().strip()
+    found = [each for each in (there / "snapshots").glob("*") if each.is_dir()]
+    return sorted(found, key=lambda each: (each.name == main, each.stat().st_mtime), reverse=True)
+
+
+def _arrow(source: str) -> dict[str, Rows]:
+    """What `datasets` has cached in a form of its own."""
     import datasets
     import datasets.config
 
-    local = os.path.isdir(source)
-    if not local and (source.startswith((".", "/", "~")) or source.count("/") > 1):  # no name on the Hub
-        raise UsageError(f"cannot load {name} from {source} (there is no such folder); name a copy: {mend}")
-    reachable = local or _hub_answers()
-    # Without a network the Hub's client retries for 24 seconds. Offline mode still finds what it has cached.
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or not reachable
-    told = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it tells of errors and raises them, too
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+    before, told = datasets.config.HF_HUB_OFFLINE, datasets.logging.get_verbosity()
+    datasets.config.HF_HUB_OFFLINE = True
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        # A mirror needs no copy in the user's cache; a download belongs there
-        return datasets.load_dataset(source, CONFIG, cache_dir=str(scratch) if local else None)
-    except Exception as error:  # datasets, its readers and the network raise what they like
-        if disk_full(error) and local:
-            raise  # the store's own disk
-        if disk_full(error):
-            there = f"no space left for the download in {datasets.config.HF_CACHE_HOME}"
-            raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
-        reason = _reason(error) if reachable else "the Hub does not answer and no copy is cached"
-        raise UsageError(f"cannot load {name} from {source} ({reason}); name a copy: {mend}") from error
+        loaded: Any = datasets.load_dataset(source, CONFIG)
     finally:
         datasets.config.HF_HUB_OFFLINE = before
         datasets.logging.set_verbosity(told)
 
+    def batches(split: str, columns: list[str]) -> Iterator[Batch]:
+        for batch in loaded[split].select_columns(columns).with_format("arrow").iter(BATCH):
+            yield batch.to_pydict()
 
-def _reason(error: BaseException) -> str:
-    """First line of the error at the bottom: those above it only say that there was one."""
-    while error.__cause__:
-        error = error.__cause__
-    return first_line(error)
-
-
-def _hub_answers() -> bool:
-    import huggingface_hub
-
-    try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
-    except Exception:  # of whichever HTTP library this version uses
-        return False
-    return True
+    return {
+        split: Rows(len(rows), set(rows.column_names), lambda columns, split=split: batches(split, columns))
+        for split, rows in loaded.items()
+    }

@@ -9,7 +9,7 @@ import numpy as np
 
 from lra.data import hub, picture
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, system_error
 
 HUB = "uoft-cs/cifar10"
 PIXELS = tuple(str(level) for level in range(256))  # vocabulary of 8-bit pixels: a token's id is its gray level
@@ -25,15 +25,17 @@ def build(writer: Writer, source: str | Path) -> None:
     a folder with the same layout (README.md with the config "plain_text", parquet files with the columns img and
     label). UsageError if it cannot be had or is something else.
     """
-    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), scratch=writer.scratch(), mend=_MEND)
-    for split, rows in splits.items():
-        for batch in rows.with_format("arrow").iter(1000):
-            labels = batch["label"].to_pylist()
+    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND)
+    for split, batches in splits.items():
+        for batch in batches:
+            labels = batch["label"]
             if not all(label in range(10) for label in labels):
                 raise UsageError(f"{source} has rows without a label 0 to 9 in its split '{split}': {_MEND}")
             try:
-                tokens = np.stack([_gray(image) for image in batch["img"].to_pylist()])
+                tokens = np.stack([_gray(image) for image in batch["img"]])
             except Exception as error:  # Pillow raises what it likes for a broken file
+                if system_error(error) or isinstance(error, MemoryError):
+                    raise
                 what = f"rows without a {SIDE}x{SIDE} RGB image"
                 raise UsageError(f"{source} has {what} in its split '{split}': {_MEND}") from error
             writer.add(split, tokens, labels)

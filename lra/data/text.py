@@ -22,11 +22,11 @@ def build(writer: Writer, source: str | Path) -> None:
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
     the columns text and label). UsageError if it cannot be had or is something else.
     """
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), scratch=writer.scratch(), mend=_MEND)
-    for split, rows in splits.items():
-        for batch in rows.iter(1000):
+    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND)
+    for split, batches in splits.items():
+        for batch in batches:
             if not all(isinstance(text, str) for text in batch["text"]):
                 raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")
-            if not set(batch["label"]) <= {0, 1}:
+            if not all(label in (0, 1) for label in batch["label"]):
                 raise UsageError(f"{source} has a label other than 0 and 1 in its split '{split}': {_MEND}")
             writer.add(split, [np.frombuffer(text.encode(), np.uint8) for text in batch["text"]], batch["label"])

@@ -53,6 +53,16 @@ def _table(name: str = PARQUET, **columns: Any) -> Spoil:
     return lambda folder: pq.write_table(pa.table(columns), folder / name)
 
 
+def _text(data: bytes) -> Spoil:
+    """These bytes for a text, which its column says are UTF-8."""
+    binary = pa.array([data, data], pa.binary())
+    return _table(text=pa.Array.from_buffers(pa.string(), 2, binary.buffers()), label=[0, 1])
+
+
+def _renamed(name: str, to: str) -> Spoil:
+    return lambda folder: (folder / name).rename(folder / to)
+
+
 def png(side: int, *, height: int | None = None, gray: bool = False, wide: bool = False) -> bytes:
     """A black PNG file, RGB or gray; `wide` ones are gray and of 16 bits."""
     shape = (height or side, side, *(() if gray or wide else (3,)))
@@ -79,28 +89,33 @@ PIXEL_BOMBS = {
 _IMDB = ("cannot load IMDB", "a local mirror")
 _TEXT, _SENTIMENT = ("text that is no string", "'train'"), ("label other than 0 and 1", "'train'")
 TEXT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "no text": (_table(label=[0, 1]), _IMDB),
-    "no label": (_table(text=["a"]), _IMDB),
+    "no text": (_table(label=[0, 1]), ("no column 'text'", "'train'", "a local mirror")),
+    "no label": (_table(text=["a"]), ("no column 'label'", "'train'", "a local mirror")),
     "null for a text": (_table(text=["a", None], label=[0, 1]), _TEXT),
     "bytes for texts": (_table(text=[b"\xff", b"b"], label=[0, 1]), _TEXT),
-    "numbers for texts": (_table(text=[1, 2], label=[0, 1]), _IMDB),
-    "lists for texts": (_table(text=[["a"], ["b"]], label=[0, 1]), _IMDB),
+    "numbers for texts": (_table(text=[1, 2], label=[0, 1]), _TEXT),
+    "lists for texts": (_table(text=[["a"], ["b"]], label=[0, 1]), _TEXT),
     "null for a label": (_table(text=["a", "b"], label=[0, None]), _SENTIMENT),
     "words for labels": (_table(text=["a", "b"], label=["0", "1"]), _SENTIMENT),
     "label 2": (_table(text=["a", "b"], label=[0, 2]), _SENTIMENT),
     "label -1, of IMDB's unlabelled": (_table(text=["a", "b"], label=[0, -1]), _SENTIMENT),
     "half a label": (_table(text=["a", "b"], label=[0.5, 1.0]), _SENTIMENT),
     "label NaN": (_table(text=["a", "b"], label=[float("nan"), 1.0]), _SENTIMENT),
-    "no rows": (_table(text=pa.array([], pa.string()), label=EMPTY), _IMDB),
+    "no rows": (_table(text=pa.array([], pa.string()), label=EMPTY), ("no rows", "'train'", "a local mirror")),
     "no rows to test": (
-        _table("plain_text/test-00000-of-00001.parquet", text=pa.array([], pa.string()), label=EMPTY), _IMDB
+        _table("plain_text/test-00000-of-00001.parquet", text=pa.array([], pa.string()), label=EMPTY),
+        ("no rows", "'test'", "a local mirror"),
     ),
     "cut": (_cut(PARQUET, 200), _IMDB),
     "empty": (_cut(PARQUET, 0), _IMDB),
     "a web page": (_put(PARQUET, b"<html>404</html>" * 99), _IMDB),
     "gone": (_gone(PARQUET), _IMDB),
     "a folder": (_folder(PARQUET), _IMDB),
+    "lists for labels": (_table(text=["a", "b"], label=[[0], [1]]), _SENTIMENT),
+    "no UTF-8": (_text(b"\xff\xfe"), (*_IMDB, PARQUET, "can't decode")),
+    "one of two files": (_renamed(PARQUET, PARQUET.replace("1.parquet", "2.parquet")), (*_IMDB, "1 of the 2 files")),
     "no card": (_gone("README.md"), _IMDB),
+    "a folder for the card": (_folder("README.md"), (*_IMDB, "README.md")),
     "a broken card": (_put("README.md", b"---\n\t- [\n---\n"), _IMDB),
 }  # fmt: skip
 
@@ -113,8 +128,8 @@ def _picture(data: bytes | None, label: int | None = 0) -> Spoil:
 _CIFAR10 = ("cannot load CIFAR-10", "a local mirror")
 _IMAGE, _CLASS = ("without a 32x32 RGB image", "'train'"), ("without a label 0 to 9", "'train'")
 IMAGE: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "no images": (_table(label=[0, 1]), _IMAGE),
-    "no labels": (_table(img=fixtures.pngs([np.zeros((32, 32, 3), np.uint8)])), _CLASS),
+    "no images": (_table(label=[0, 1]), ("no column 'img'", "'train'")),
+    "no labels": (_table(img=fixtures.pngs([np.zeros((32, 32, 3), np.uint8)])), ("no column 'label'", "'train'")),
     "null for an image": (_table(img=pa.array([None], FILES), label=[0]), _IMAGE),
     "null for a file": (_picture(None), _IMAGE),
     "an empty file": (_picture(b""), _IMAGE),
@@ -129,8 +144,8 @@ IMAGE: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "label 10": (_picture(png(32), 10), _CLASS),
     "label -1": (_picture(png(32), -1), _CLASS),
     "null for a label": (_picture(png(32), None), _CLASS),
-    "words for labels": (_table(img=pa.array([{"bytes": png(32), "path": None}], FILES), label=["a"]), _CIFAR10),
-    "no rows": (_table(img=pa.array([], FILES), label=EMPTY), _CIFAR10),
+    "words for labels": (_table(img=pa.array([{"bytes": png(32), "path": None}], FILES), label=["a"]), _CLASS),
+    "no rows": (_table(img=pa.array([], FILES), label=EMPTY), ("no rows", "'train'")),
     "cut": (_cut(PARQUET, 300), _CIFAR10),
     **{name: (_picture(data), _IMAGE) for name, data in PIXEL_BOMBS.items()},
 }  # fmt: skip
@@ -217,7 +232,7 @@ SCISUMM: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "papers gone": (_gone("papers.parquet"), ("papers.parquet", "dataset=lra")),
     "papers cut": (_cut("papers.parquet", 100), ("papers.parquet", "get the file anew")),
     "papers empty": (_cut("papers.parquet", 0), ("papers.parquet", "get the file anew")),
-    "papers a folder": (_folder("papers.parquet"), ("papers.parquet", "get the file anew")),
+    "papers a folder": (_folder("papers.parquet"), ("papers.parquet", "Is a directory")),
     "no text": (_table("papers.parquet", id=["a", "b"]), ("papers.parquet", "'text'")),
     "no id": (_table("papers.parquet", text=["a", "b"]), ("papers.parquet", "'id'")),
     "null for a text": (_table("papers.parquet", id=["a", "b"], text=["x", None]), ("row 1", "no string")),
