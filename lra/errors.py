@@ -20,6 +20,7 @@ _ACCESS = "change who may use it, or work in another folder (that of data is LRA
 _SPACE = "free some space, or work in another folder (that of data is LRA_DATA)"
 _MOUNT = "see whether its disk or network mount still works"
 _OPEN = "close other programs, or raise the limit on open files (ulimit -n)"
+_LACKING = "its file system has no such function, as locks are: work in a folder of another one"
 _MENDS = {
     errno.EACCES: _ACCESS, errno.EPERM: _ACCESS, errno.EROFS: _ACCESS, errno.ENOTDIR: _ACCESS,
     errno.ENAMETOOLONG: "name another", errno.EISDIR: "move it away, or name another",
@@ -29,11 +30,14 @@ _MENDS = {
     errno.ENOENT: "it is not there: put back what was removed or renamed",
     errno.EIO: _MOUNT, errno.ESTALE: _MOUNT, errno.ENOTCONN: _MOUNT, errno.ENODEV: _MOUNT, errno.ENXIO: _MOUNT,
     errno.EREMOTEIO: _MOUNT, errno.EHOSTDOWN: _MOUNT, errno.ETIMEDOUT: _MOUNT,
+    errno.ENOMEM: "free memory, or raise its limit", errno.ENOLCK: _LACKING, errno.ENOSYS: _LACKING,
+    errno.EOPNOTSUPP: _LACKING,
 }  # fmt: skip
 # errors that a library may wrap: nothing but the system's files gives them
 _CERTAIN = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE,
 )  # fmt: skip
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _OTHERS = (ConnectionError, BlockingIOError, ChildProcessError, InterruptedError, ProcessLookupError)  # of no file
 
 
@@ -61,6 +65,8 @@ def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
     Returns:
         One line without a full stop; None if `error` is not the system's word on a file.
     """
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory ({first_line(error)}): free some, or raise its limit"
     found = _behind(error, *_CERTAIN) or error
     if not isinstance(found, OSError) or isinstance(found, _OTHERS) or found.errno is None:
         return None
@@ -68,6 +74,13 @@ def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
         return None
     mend = _MENDS.get(found.errno, f"{_MOUNT}, or work in another folder")
     return f"{found.filename or place} can't be used ({found.strerror}): {mend}"
+
+
+def failing(error: BaseException) -> bool:
+    """Whether a machine can't read or write what is there and may be used: nothing is damaged, and nothing denied."""
+    of_users = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.EDQUOT)
+    known = isinstance(error, OSError) and error.errno in _MENDS and error.errno not in of_users
+    return known or isinstance(error, MemoryError)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]
     `papers.parquet` (id, text) and `pairs_{train,val,test}.tsv` with the header label, id1, id2. All are tab-separated,
     and a quote is a character like others. UsageError names the file and line that is not so.
     """
-    source, documents = Path(source).expanduser(), _Documents(writer)
+    source, documents = Path(os.path.expanduser(source)), _Documents(writer)
     read = {"lra": _read_released, "scisumm": _read_compact}[dataset]
     splits = read(source, documents)
     documents.write()

@@ -81,7 +81,7 @@ def page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
 
 def save(image: Image.Image, path: str | Path) -> None:
     """Write a PNG file, complete or not at all; UsageError if `path` is no .png or its folder cannot be written."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if path.suffix.lower() != ".png":
         raise UsageError(f"{path} does not end in .png: pictures are PNG files")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -91,7 +91,9 @@ def save(image: Image.Image, path: str | Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise UsageError(f"cannot write {path} ({error.strerror}): name a .png in a folder of yours") from error
+        raise UsageError(
+            f"cannot write {path} ({error.strerror or error}): name a .png in a folder of yours"
+        ) from error
 
 
 @cache

@@ -18,15 +18,17 @@ import tarfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, Self, cast
 
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, system_error
 
 NESTED = "lra_release"  # the folder of the inner copies
 BUFFER = 1 << 18  # bytes per read of an archive
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how a file begins
+_OTHERS = {b"PK\3\4": "zip", b"7z\xbc\xaf": "7z", b"\x28\xb5\x2f\xfd": "zstd", b"Rar!": "rar"}
 _MEND = "name LRA's lra_release.gz, the folder in which it is unpacked, or the data folder itself"
 
 
@@ -41,15 +43,18 @@ class File(NamedTuple):
 def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
     """The files of one data folder of the release that match `patterns`, where `*` is any part of one name.
 
-    `folder` is its place in the release, as `pathfinder32/curv_baseline`. `source` is a tar archive (plain, gzip, bzip2
+    `folder` is its place in the release, as `pathfinder32/curv_baseline`. What is hidden, as the files that macOS puts
+    beside others, is no file of it. `source` is a tar archive (plain, gzip, bzip2
     or xz) or a folder: one of the two folders `lra_release`, what holds the outer one, or the data folder or one above
     it. A folder's files come sorted, an archive's in its own order. UsageError if the data folder is not there or its
     copies cannot be told apart, if nothing matches one of the patterns, if a file is a link, or if an archive is
     damaged, cut short or has members outside itself; nothing is yielded from such an archive.
     """
-    source = Path(source).expanduser().resolve()
-    unpacked = os.path.isdir(source)  # unlike pathlib's, False also where nobody may look
+    source = Path(os.path.expanduser(source)).resolve()
+    unpacked = os.path.isdir(source)
     if not unpacked and not os.path.isfile(source):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            source.stat()  # says why it can't be looked at
         raise UsageError(f"{source} is no file or folder that can be read: {_MEND}")
     found = _names_in_folder(source, folder, patterns) if unpacked else _names_in_archive(source, folder, patterns)
     root = _choose(source, folder, patterns, found)
@@ -88,12 +93,12 @@ def _names_in_folder(source: Path, folder: str, patterns: tuple[str, ...]) -> di
     ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
     nested = [f"*/{folder}", f"*/*/{folder}"]  # not deeper: the release has millions of files
     roots = [source, *(root for place in [*ends, *nested] for root in source.glob(place))]
-    names = {root: [path for pattern in patterns for path in root.glob(pattern)] for root in roots}
-    return {
-        root.relative_to(source).as_posix(): [path.relative_to(root).as_posix() for path in paths]
-        for root, paths in names.items()
-        if paths
-    }
+    found = {}
+    for root in roots:
+        paths = [path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern)]
+        if names := [name for name in paths if not _hidden(name)]:
+            found[root.relative_to(source).as_posix()] = names
+    return found
 
 
 def _names_in_archive(source: Path, folder: str, patterns: tuple[str, ...]) -> dict[str, list[str]]:
@@ -102,11 +107,15 @@ def _names_in_archive(source: Path, folder: str, patterns: tuple[str, ...]) -> d
     wanted = re.compile(f"(?:(.*)/)?({matching})", re.DOTALL)
     found = defaultdict(list)
     for path, _, _ in _members(source):
-        if match := wanted.fullmatch(path):
+        if (match := wanted.fullmatch(path)) and not _hidden(match[2]):
             root = match[1] or "."
             if root == "." or f"/{root}".endswith(f"/{folder}") or f"/{folder}".endswith(f"/{root}"):
                 found[root].append(match[2])
     return found
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _read_folder(root: Path, names: list[str]) -> Iterator[File]:
@@ -116,7 +125,7 @@ def _read_folder(root: Path, names: list[str]) -> Iterator[File]:
             raise UsageError(f"{path} is a link or no regular file: put the file itself there")
         try:
             stream = path.open("rb")
-        except OSError as error:
+        except PermissionError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}): make it readable") from error
         with stream:
             yield File(name, str(path), stream)
@@ -148,6 +157,8 @@ def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFi
             while stream.read(BUFFER):  # the checksum of a compressed file is at its end
                 pass
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
+        if system := system_error(error, source):  # nothing is damaged
+            raise system from None
         raise UsageError(f"{source} is no tar archive or a damaged one ({error}): get it anew") from error
 
 
@@ -156,8 +167,10 @@ def _decompressed(source: Path) -> BinaryIO:
     try:
         with source.open("rb") as file:
             head = file.read(8)
-    except OSError as error:
+    except PermissionError as error:
         raise UsageError(f"cannot read {source} ({error.strerror}): make it readable") from error
+    if other := next((name for magic, name in _OTHERS.items() if head.startswith(magic)), None):
+        raise UsageError(f"{source} is packed as {other}, which is not read: unpack it and name the folder")
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), io.open)
     return cast(BinaryIO, opener(source, "rb"))
 

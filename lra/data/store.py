@@ -15,28 +15,36 @@ Where an example is a pair, the sequences are `documents.*.npy`, without labels,
 from __future__ import annotations
 
 import datetime
+import errno
+import fcntl
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock
 
 from lra import environment, reading
 from lra.data.preparing import shown
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
-from lra.errors import UsageError, disk_full
+from lra.errors import UsageError, disk_full, failing, system_error
 from lra.reading import is_number
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
+PATIENCE_S = 30  # for another process, until that is told
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+# what a file system answers that can't map, lock or sync files
+UNSUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 # what every manifest says beside its format and files
 STATED = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
@@ -50,7 +58,7 @@ LENGTHS = ("min", "max", "mean")  # of the sequences of a split
 def root() -> Path:
     """The folder of all prepared stores: `$LRA_DATA`, which may be one of many users, else the user's cache."""
     chosen = os.environ.get("LRA_DATA")
-    return Path(chosen).expanduser().absolute() if chosen else environment.cache_root()
+    return Path(os.path.expanduser(chosen)).absolute() if chosen else environment.cache_root()
 
 
 def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
@@ -96,24 +104,17 @@ def prepare(
     path = content.path
     if os.path.exists(path) and not force:
         return Store.open(path, command)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
-    try:
-        _settle(path)  # what a killed build left
-        if force or not path.exists():
-            _build(path, content, build)
+        with _alone(path):
+            _settle(path)  # what a killed build left
+            if force or not path.exists():
+                _build(path, content, build)
     except UsageError:
         raise
     except Exception as error:
         if disk_full(error):
             raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
         raise
-    finally:
-        lock.release()
     return Store.open(path, command)
 
 
@@ -135,7 +136,7 @@ class Store:
 
         The errors name `command` as the one that prepares this store; without it they name no other.
         """
-        if not os.path.exists(path):  # unlike pathlib's, False also where nobody may look
+        if _size(path) is None:
             mend = f"; run: {command}" if command else ""
             raise UsageError(f"{path.name.split('@')[0]} is not prepared: no {path}{mend}")
         try:
@@ -159,11 +160,11 @@ class Store:
             other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
             raise UsageError(f"{path} holds another store, of {other}; {_again(path, command)}")
         for name, (stated, _) in files.items():
-            size = (path / name).stat().st_size if (path / name).exists() else "no"
-            if size != stated:
-                raise UsageError(f"{path}/{name} has {size} bytes instead of {stated}; {_again(path, command)}")
-        arrays = {name: _map(path / name, command) for name in files}
+            if (size := _size(path / name)) != stated:
+                found = "no" if size is None else size
+                raise UsageError(f"{path}/{name} has {found} bytes instead of {stated}; {_again(path, command)}")
         with suppress(FileNotFoundError):
+            arrays = {name: _map(path / name, command) for name in files}
             if reading.read_text(path / "manifest.json", reading.MOST_JSON) == text:
                 return cls(path, manifest, command, arrays)
         return cls.open(path, command)  # replaced meanwhile: the arrays may be of either build
@@ -253,14 +254,39 @@ def _are_counts(labels: Any) -> bool:
     return isinstance(labels, dict) and all(isinstance(n, int) and n > 0 for n in labels.values())
 
 
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return None
+
+
 def _map(file: Path, command: str) -> np.ndarray:
     try:
-        # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
-        return np.asarray(np.load(file, mmap_mode="r"))
-    except PermissionError:
-        raise
+        array = _load(file)
     except (OSError, ValueError, EOFError) as error:
+        if system := system_error(error, file):  # nothing is damaged
+            raise system from None
         raise UsageError(f"{file} is no array: it is corrupt; {_again(file.parent, command)}") from error
+    array.flags.writeable = False
+    return array
+
+
+def _load(file: Path) -> np.ndarray:
+    """An array whose memory is the file: shared, else private. It is read where the file system can't map files."""
+    modes: tuple[Literal["r", "c"], ...] = ("r", "c")
+    for mode in modes:
+        try:
+            # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
+            return np.asarray(np.load(file, mmap_mode=mode))
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    warnings.warn(f"the file system of {file.parent} can't map files: they are read into memory", stacklevel=4)
+    return np.load(file)
 
 
 def _within(values: np.ndarray, count: int) -> bool:
@@ -284,7 +310,7 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
             writer = Writer(partial, len(content.vocabulary), count)
             build(writer)
         written = writer.finish()
-        files = sorted(partial.iterdir())
+        files = sorted(file for file in partial.iterdir() if not file.name.startswith("."))  # a file system's own
         manifest = {
             "format": FORMAT,
             **asdict(content),
@@ -303,6 +329,41 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
         _sync(path.parent)
     finally:
         _settle(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time prepares a store. The lock goes when its process does."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if disk_full(error) or failing(error):
+            raise
+        raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
+    try:
+        _lock(file, path)
+        yield
+    finally:
+        os.close(file)
+
+
+def _lock(file: int, path: Path) -> None:
+    """Waits for the lock on a store's preparation. UsageError if its file system has no locks."""
+    told = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in UNSUPPORTED:
+                where = f"the file system of {path.parent} has no locks ({error.strerror})"
+                raise UsageError(f"{where}: set LRA_DATA to a folder of another one") from error
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() > told:
+            told = math.inf
+            warnings.warn(f"another process prepares {path}: this one waits for it", stacklevel=5)
+        time.sleep(0.05)
 
 
 def _settle(path: Path) -> None:
@@ -332,5 +393,8 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:  # some file systems know none of folders
+            raise
     finally:
         os.close(descriptor)

@@ -66,7 +66,7 @@ class TaskData(pl.LightningDataModule):
         given, default = self.config.source, type(self.config)().source
         if given in (None, "generate"):
             return "generated" if given else "nowhere"
-        path, on_the_hub = Path(given).expanduser(), default not in (None, "generate")
+        path, on_the_hub = Path(os.path.expanduser(given)), default not in (None, "generate")
         return given if on_the_hub and not os.path.isdir(path) else str(path.resolve())
 
     def seed(self) -> int | None:

@@ -1,8 +1,10 @@
 """Files of LRA's release: which copy is read, from a folder or an archive, and what is refused."""
 
+import errno
 import gzip
 import io
 import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -234,6 +236,61 @@ def test_an_archive_is_read_forwards_only(unpacked, tmp_path, monkeypatch):
 
     monkeypatch.setattr(gzip.GzipFile, "seek", never)
     assert read(path) == expected("inner")
+
+
+def test_what_a_mac_puts_beside_files_is_passed_over(tmp_path):
+    folder = write(tmp_path / FOLDER, mark=b" x")
+    for path in [*folder.rglob("*")]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7")
+        (path.parent / ".DS_Store").write_bytes(b"\0")
+    for name in ("metadata/.0.npy", "imgs/.hidden/sample_1.png", "imgs/empty/.keep"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"no")
+    shutil.copytree(folder, tmp_path / "__MACOSX" / FOLDER, ignore=shutil.ignore_patterns("[!.]*.*"))
+    assert read(tmp_path) == read(folder) == expected("x")
+    for suffix in ("tar", "tar.gz"):
+        for inside in (None, "."):
+            assert read(pack(tmp_path / "pathfinder32", tmp_path / f"mac.{suffix}", inside)) == expected("x")
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_long_names_and_attributes(tmp_path, form):
+    info, data = member("./" + "deep/" * 18 + "listops-1000/a.tsv", data=b"a")
+    if form == tarfile.PAX_FORMAT:
+        info.pax_headers = {"LIBARCHIVE.creationtime": "1700000000", "SCHILY.xattr.com.apple.provenance": "é"}
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        tar.addfile(info, data)
+    assert read(tmp_path / "x.tar", "listops-1000", ("*.tsv",)) == {"a.tsv": b"a"}
+
+
+@pytest.mark.parametrize(
+    ("head", "name"), [(b"PK\3\4", "zip"), (b"7z\xbc\xaf\x27\x1c", "7z"), (b"\x28\xb5\x2f\xfd", "zstd")]
+)
+def test_an_archive_of_another_kind_is_not_called_damaged(tmp_path, head, name):
+    (tmp_path / "lra_release").write_bytes(head + bytes(100))
+    with pytest.raises(UsageError, match=f"is packed as {name}, which is not read: unpack it and name the folder"):
+        read(tmp_path / "lra_release")
+
+
+@pytest.mark.parametrize("name", ["data[v1]", "a*b?", "50% of it", "größe 映画", "#1@home"])
+def test_a_folder_of_any_name(tmp_path, name):
+    write(tmp_path / name / FOLDER, mark=b" x")
+    assert read(tmp_path / name) == read(f"{tmp_path}/{name}/") == expected("x")
+    assert read(pack(tmp_path / name, tmp_path / f"{name}.tar.gz")) == expected("x")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_can_not_be_read_is_not_called_damaged(unpacked, tmp_path, monkeypatch, number, packed):
+    source = pack(unpacked, tmp_path / "release.tar.gz") if packed else unpacked
+
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((gzip.GzipFile, "read") if packed else (Path, "open")), fails)
+    with pytest.raises(OSError) as caught:
+        read(source)
+    assert caught.value.errno == number and (caught.value.filename or not packed)
 
 
 def test_unreadable_files(unpacked, tmp_path):

@@ -1,11 +1,15 @@
 """The prepared store: what is written is read back, and nothing half-written is ever taken for whole."""
 
 import errno
+import fcntl
 import json
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +19,7 @@ import pytest
 from lra.data import store
 from lra.data.store import Content, Store, prepare
 from lra.data.writer import _save
-from lra.errors import UsageError, disk_full
+from lra.errors import UsageError, denied, disk_full, failing
 
 
 def content(**changes):
@@ -398,3 +402,95 @@ def test_an_array_on_a_full_disk_says_so():
     with pytest.raises(OSError) as caught:
         _save(Path("/dev/full"), np.zeros(100_000))
     assert disk_full(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.EINVAL])
+@pytest.mark.parametrize("private", [True, False])
+def test_a_file_system_that_can_not_map_files(monkeypatch, number, private):
+    mapped = mmap.mmap
+
+    def fails(*args, access, **options):
+        if access == mmap.ACCESS_READ or not private:
+            raise OSError(number, os.strerror(number))
+        return mapped(*args, access=access, **options)
+
+    monkeypatch.setattr(mmap, "mmap", fails)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        made = prepare(content(), build)
+        made.verify()
+    assert len(told) == (not private)
+    assert all("can't map files: they are read into memory" in str(each.message) for each in told)
+    train = made.split("train")
+    assert train.labels.tolist() == [0, 1, 2, 1, 0, 7] and train[5].tolist() == [2, 2, 2, 2]
+    assert not train.tokens.flags.writeable
+
+
+TROUBLE = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", TROUBLE)
+@pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.read_bytes", "pathlib.Path.stat"])
+def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
+    path = prepare(content(), build).path
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number), *([str(path)] if "Path" in what else []))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        patch.setattr(what, fails)
+        Store.open(path, "lra data prepare task=toy")
+    assert caught.value.errno == number and caught.value.filename
+    assert denied(caught.value) or failing(caught.value)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(monkeypatch, number):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(UsageError, match=r"has no locks \(.*\): set LRA_DATA to a folder of another one"):
+        prepare(content(), build)
+    monkeypatch.undo()
+
+
+def test_who_waits_for_another_process_says_so(monkeypatch):
+    path = content().path
+    path.parent.mkdir(parents=True)
+    monkeypatch.setattr(store, "PATIENCE_S", 0)
+    with path.with_name(f".{path.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        timer = threading.Timer(0.2, lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        timer.start()
+        with pytest.warns(UserWarning, match=f"another process prepares {path}: this one waits for it") as told:
+            prepare(content(), build)
+        timer.join()
+    assert len(told) == 1
+
+
+def test_a_file_system_that_can_not_sync_folders_and_has_files_of_its_own(monkeypatch):
+    def fails(_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    def visited(writer):
+        build(writer)
+        (writer._folder / "._train.tokens.npy").write_bytes(b"\0\5\x16\7")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    made = prepare(content(), visited)
+    assert not [name for name in made.manifest["files"] if name.startswith(".")]
+    (made.path / "._train.tokens.npy").unlink()
+    made.verify()
+
+
+def test_a_store_of_other_files_that_takes_the_place_while_one_is_opened(monkeypatch):
+    path, load = prepare(content(), build).path, np.load
+
+    def replacing(*args, **options):
+        monkeypatch.setattr(np, "load", load)
+        prepare(content(), paired, force=True)
+        return load(*args, **options)
+
+    monkeypatch.setattr(np, "load", replacing)
+    assert len(Store.open(path).pairs("train")) == 3

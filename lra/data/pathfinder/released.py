@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
@@ -14,7 +15,7 @@ from lra.data import picture, release
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
 from lra.data.pathfinder.law import Law, law
 from lra.data.writer import Writer
-from lra.errors import UsageError
+from lra.errors import UsageError, system_error
 
 GENERATOR = "lra.data.pathfinder.released@1"
 PUBLISHED = 200_000  # images of each folder
@@ -58,13 +59,14 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     if left := len(rows) - len(kept) + len(unnamed):
         writer.note(f"images of {folder} left out, empty or not in metadata: {left}")
 
-    pixels = np.memmap(scratch, np.uint8, "r").reshape(-1, resolution**2)
     order, labels = np.array([places[row.image] for row in kept]), np.array([row.label for row in kept])
     splits = _split(len(kept))
-    for split, chosen in splits.items():
-        for chunk in _chunks(chosen, resolution):
-            writer.add(split, pixels[order[chunk]], labels[chunk])
-    distance = np.concatenate([marker_distance(np.array(chunk), images) for chunk in _chunks(pixels, resolution)])
+    with scratch.open("rb") as file:  # nor can every file system map files
+        for split, chosen in splits.items():
+            for chunk in _chunks(chosen, resolution):
+                writer.add(split, _pixels(file, order[chunk], resolution), labels[chunk])
+        every = _chunks(np.arange(len(places)), resolution)
+        distance = np.concatenate([marker_distance(_pixels(file, chunk, resolution), images) for chunk in every])
     if (unmarked := np.isnan(distance)).any():  # the images are LRA's, whatever the law expects of their markers
         first = f"{folder}/{list(places)[int(unmarked.argmax())]}"
         writer.note(f"no baseline of the marker distance: images without two markers: {unmarked.sum()}, first {first}")
@@ -117,6 +119,8 @@ def _decode(data: bytes, path: str, resolution: int) -> bytes:
                 return image.convert("L").tobytes()
             found = f"{image.width}x{image.height} of mode {image.mode}"
     except Exception as error:  # Pillow raises what it likes for a broken file
+        if system_error(error) or isinstance(error, MemoryError):
+            raise
         raise UsageError(f"{path} is empty or no readable PNG image; get it anew") from error
     raise UsageError(f"{path} is {found}, not {resolution}x{resolution} of 8 bits; get it anew")
 
@@ -129,6 +133,13 @@ def _split(count: int) -> dict[str, np.ndarray]:
     return {split: np.array(part.indices) for split, part in zip(("train", "val", "test"), parts, strict=True)}
 
 
+def _pixels(file: BinaryIO, numbers: np.ndarray, resolution: int) -> np.ndarray:
+    """These images of a file of images, uint8 `[n, resolution**2]`."""
+    size = resolution**2
+    data = bytearray().join(os.pread(file.fileno(), size, int(number) * size) for number in numbers)
+    return np.frombuffer(data, np.uint8).reshape(-1, size)
+
+
 def _chunks(images: np.ndarray, resolution: int) -> list[np.ndarray]:
-    """Rows of images, or their numbers, of about `CHUNK` bytes of pixels."""
+    """Numbers of images in parts of about `CHUNK` bytes of pixels."""
     return np.array_split(images, -(-len(images) * resolution**2 // CHUNK))
