@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from lra import environment
+
 if TYPE_CHECKING:
     from lra.training.fit import configure, fit, load, test
 
-# Threads of PyTorch on a CPU wait for each other by spinning, about 10 ms, and take the cores from whoever works there.
-# After 1,000 turns, some microseconds, they sleep. libgomp reads this as it is loaded: so before PyTorch is imported.
+environment.ensure_user()
+# Threads of PyTorch on a CPU wait for each other by spinning and take the cores from whoever works there. After 1,000
+# turns they sleep. libgomp reads this as it is loaded: so it is set before PyTorch is imported.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import getpass
 import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,40 @@ PACKAGES = (
 
 def cache_root() -> Path:
     """`lra` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lra"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lra"
+
+
+def cache(name: str) -> Path:
+    """A folder for what is compiled: in the temporary folder, where the user's cache can't be written to."""
+    folder = cache_root() / name
+    return folder if _writable(folder) else _aside() / name
+
+
+def ensure_user() -> None:
+    """Give libraries the name, the home and the cache that they ask of a user, where a container's user has none.
+
+    It is called before PyTorch and Triton are imported. What the user has set stays as it is.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # which one depends on Python's version
+        os.environ["USER"] = f"uid-{os.getuid()}"
+    if "HOME" not in os.environ and not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = str(_aside())
+        if not os.environ.get("LRA_DATA"):
+            warnings.warn(f"this user has no home: data goes to {cache_root()}; set HOME or LRA_DATA", stacklevel=2)
+    if not _writable(Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")):
+        os.environ.setdefault("TRITON_CACHE_DIR", str(_aside() / "triton"))
+
+
+def _aside() -> Path:
+    return Path(tempfile.gettempdir(), f"lra-{os.getuid()}")
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a folder may be written to, or made if there is none."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
+    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
 def versions() -> dict[str, str | None]:

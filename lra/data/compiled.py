@@ -42,8 +42,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _cache() -> str:
     here = Path(__file__).parent
     sources = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.rglob("*.py")))).hexdigest()[:16]
-    folders = here / "__pycache__", environment.cache_root() / "compiled"
-    return str((folders[0] if os.access(here, os.W_OK) else folders[1]) / sources)
+    return str((here / "__pycache__" if os.access(here, os.W_OK) else environment.cache("compiled")) / sources)
 
 
 @compiled
