@@ -100,9 +100,9 @@ def naming(path: str | Path) -> Iterator[None]:
 def system_error(error: BaseException | None, file: str | Path | None = None) -> OSError | None:
     """The operating system's word behind `error`, for `file` if it names none: not what a library says of a file.
 
-    Libraries raise an OSError without a number for what they can't make sense of.
+    Libraries raise an OSError without a number for what they can't make sense of, and make calls that are not valid.
     """
-    while error is not None and not (isinstance(error, OSError) and error.errno):
+    while error is not None and not (isinstance(error, OSError) and error.errno not in (None, 0, errno.EINVAL)):
         error = error.__cause__ or error.__context__
     if error is not None and error.filename is None and file is not None:
         error.filename = str(file)

@@ -384,8 +384,12 @@ def _hash(value: Any) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        error.filename = str(path)  # reading names none
+        raise
 
 
 def _sync(path: Path) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_weights
 from safetensors.torch import save
 
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
-from lra.errors import UsageError
+from lra.errors import UsageError, failing, system_error
 from lra.tasks import versioned
 from lra.tasks.base import TaskModule
 from lra.training.run import replacing
@@ -74,10 +75,16 @@ def fault(path: Path) -> str | None:
             # PyTorch writes neither compressed files nor folders, reads both, and zipfile's test passes over them
             plain = all(each.file_size == each.compress_size and not each.external_attr for each in archive.infolist())
             return None if plain and archive.testzip() is None else "checksum"
-    except PermissionError:  # nothing is damaged
-        raise
     except Exception as error:  # of many kinds, depending on where the damage is
+        _raise_of_machine(error, path)
         return type(error).__name__
+
+
+def _raise_of_machine(error: BaseException, path: Path) -> None:
+    """Raises what the operating system says of a file that is there: nothing is damaged."""
+    system = system_error(error, path)
+    if system and (isinstance(system, PermissionError) or failing(system)):
+        raise system from None
 
 
 def _unreadable(path: Path, what: str) -> UsageError:
@@ -114,9 +121,10 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         weights, identity = (_weights_file if path.suffix == ".safetensors" else _checkpoint)(path)
         _expect(weights, identity)
-    except (UsageError, PermissionError):
+    except UsageError:
         raise
     except (SafetensorError, RuntimeError, LookupError, TypeError, ValueError, EOFError, OSError) as error:
+        _raise_of_machine(error, path)
         raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
@@ -144,10 +152,10 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
 
 
 def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    path.open("rb").close()  # safetensors says of what may not be read that it is not there
-    with safe_open(path, "pt") as file:
-        weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        identity = dict(json.loads(file.metadata()["lra"]))
+    data = path.read_bytes()  # safetensors would map it, which not every file system can
+    weights = load_weights(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    identity = dict(json.loads(header["__metadata__"]["lra"]))
     if identity.pop("sha256", None) not in (None, _digest(weights, identity)):  # None: of an earlier lra
         raise _unreadable(path, "checksum")
     return weights, identity
