@@ -227,6 +227,18 @@ def test_a_name_that_is_not_known_and_a_port_where_nobody_listens(online):
     assert "the Hub does not answer at http://127.0.0.1:9: " in refused()
 
 
+def test_an_endpoint_that_is_no_address(online):
+    online("hub.example")
+    assert "HF_ENDPOINT=hub.example is no address" in refused()
+
+
+def test_a_proxy_that_is_no_address(online, monkeypatch):
+    online("https://hub.example")
+    monkeypatch.setenv("HTTPS_PROXY", "ftp://me:secret@127.0.0.1:9")
+    told = refused()
+    assert "the proxy 127.0.0.1:9 can't be used (" in told and "http://<host>:<port>" in told and "secret" not in told
+
+
 def test_a_connection_that_is_not_secure(served, online):
     online(f"https://{served.address}")
     assert "no secure connection" in refused() and "SSL_CERT_FILE" in refused()
