@@ -28,10 +28,10 @@ _MENDS = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EMFILE: _OPEN, errno.ENFILE: _OPEN,
     errno.ENOENT: "it is not there: put back what was removed or renamed",
-    errno.EIO: _MOUNT, errno.ESTALE: _MOUNT, errno.ENOTCONN: _MOUNT, errno.ENODEV: _MOUNT, errno.ENXIO: _MOUNT,
+    errno.EIO: _MOUNT, errno.ESTALE: _MOUNT, errno.ENOTCONN: _MOUNT, errno.ENXIO: _MOUNT,
     errno.EREMOTEIO: _MOUNT, errno.EHOSTDOWN: _MOUNT, errno.ETIMEDOUT: _MOUNT,
     errno.ENOMEM: "free memory, or raise its limit", errno.ENOLCK: _LACKING, errno.ENOSYS: _LACKING,
-    errno.EOPNOTSUPP: _LACKING,
+    errno.EOPNOTSUPP: _LACKING, errno.ENODEV: _LACKING,
 }  # fmt: skip
 # errors that a library may wrap: nothing but the system's files gives them
 _CERTAIN = (

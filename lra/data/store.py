@@ -286,7 +286,11 @@ def _load(file: Path) -> np.ndarray:
             if error.errno not in UNSUPPORTED:
                 raise
     warnings.warn(f"the file system of {file.parent} can't map files: they are read into memory", stacklevel=4)
-    return np.load(file)
+    try:
+        return np.load(file)
+    except MemoryError as error:
+        what = f"{file} is larger than the memory, and its file system can't map files"
+        raise UsageError(f"{what}: set LRA_DATA to a folder of another one") from error
 
 
 def _within(values: np.ndarray, count: int) -> bool:

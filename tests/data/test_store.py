@@ -494,3 +494,17 @@ def test_a_store_of_other_files_that_takes_the_place_while_one_is_opened(monkeyp
 
     monkeypatch.setattr(np, "load", replacing)
     assert len(Store.open(path).pairs("train")) == 3
+
+
+def test_a_store_larger_than_memory_where_files_can_not_be_mapped(monkeypatch):
+    path = prepare(content(), build).path
+
+    def fails(*_, mmap_mode=None):
+        raise OSError(errno.ENODEV, "No such device") if mmap_mode else MemoryError
+
+    monkeypatch.setattr(np, "load", fails)
+    with (
+        pytest.warns(UserWarning, match="can't map files"),
+        pytest.raises(UsageError, match="larger than the memory.*set LRA_DATA"),
+    ):
+        Store.open(path)
