@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lra.errors import denied, failing, system_error
+from lra.errors import failing, system_error
 
 
 def test_the_word_of_the_operating_system_is_found_behind_others():
@@ -38,9 +38,9 @@ def test_what_a_library_makes_of_a_file_is_no_such_word(error):
     ],
 )
 def test_each_has_a_mend_in_one_line(number, mend):
-    said = denied(OSError(number, os.strerror(number), "/a/file")) or ""
+    said = failing(OSError(number, os.strerror(number), "/a/file")) or ""
     assert said.startswith(f"/a/file can't be used ({os.strerror(number)}): ") and mend in said and "\n" not in said
-    assert "can't be used" in str(denied(OSError(number, os.strerror(number))))
+    assert "can't be used" in str(failing(OSError(number, os.strerror(number))))
 
 
 def test_memory_that_ran_out_is_told():

@@ -37,15 +37,21 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """One split."""
+    """One split, as batches of rows; its length is the number of rows."""
 
     count: int
     columns: set[str]
     batches: Callable[[list[str]], Iterator[Batch]]  # of these columns
 
+    def __len__(self) -> int:
+        return self.count
 
-def load(source: str | Path, *, name: str, columns: tuple[str, ...], mend: str) -> dict[str, Iterator[Batch]]:
-    """The splits train and test in batches of rows; each has rows and these columns.
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches(sorted(self.columns))
+
+
+def load(source: str | Path, *, name: str, columns: tuple[str, ...], mend: str) -> dict[str, Rows]:
+    """The splits train and test, each of which has rows and these columns.
 
     `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. UsageError, ending
     in the command `mend`, if the data set called `name` can't be had or is something else.
@@ -61,13 +67,16 @@ def load(source: str | Path, *, name: str, columns: tuple[str, ...], mend: str) 
         if missing := set(columns) - splits[split].columns:
             raise UsageError(f"{source} has no column '{min(missing)}' in its split '{split}': {mend}")
 
-    def batches(rows: Rows) -> Iterator[Batch]:
-        try:
-            yield from rows.batches(list(columns))
-        except Unusable as error:
-            raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
+    def guarded(rows: Rows) -> Rows:
+        def batches(columns: list[str]) -> Iterator[Batch]:
+            try:
+                yield from rows.batches(columns)
+            except Unusable as error:
+                raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
 
-    return {split: batches(splits[split]) for split in ("train", "test")}
+        return Rows(rows.count, set(columns), batches)
+
+    return {split: guarded(splits[split]) for split in ("train", "test")}
 
 
 def _is_folder(path: str) -> bool:

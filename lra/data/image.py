@@ -26,8 +26,8 @@ def build(writer: Writer, source: str | Path) -> None:
     label). UsageError if it cannot be had or is something else.
     """
     splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND)
-    for split, batches in splits.items():
-        for batch in batches:
+    for split, rows in splits.items():
+        for batch in rows:
             labels = batch["label"]
             if not all(label in range(10) for label in labels):
                 raise UsageError(f"{source} has rows without a label 0 to 9 in its split '{split}': {_MEND}")

@@ -23,8 +23,8 @@ def build(writer: Writer, source: str | Path) -> None:
     the columns text and label). UsageError if it cannot be had or is something else.
     """
     splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND)
-    for split, batches in splits.items():
-        for batch in batches:
+    for split, rows in splits.items():
+        for batch in rows:
             if not all(isinstance(text, str) for text in batch["text"]):
                 raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")
             if not all(label in (0, 1) for label in batch["label"]):

@@ -152,6 +152,8 @@ def test_a_download_asks_for_the_data_set_alone_and_stays(served):
     assert all(NAME in path for path in served.asked if "agent" not in path)  # no probe of the Hub itself
     served.answer = lambda handler, path: handler.send(503)
     assert load() == EXPECTED  # the copy
+    rows = hub.load(NAME, name="IMDB", columns=("label",), mend="")["train"]
+    assert len(rows) == 3 and list(rows) == list(rows) == [{"label": COLUMNS["label"]}]
 
 
 @pytest.mark.parametrize(
