@@ -87,7 +87,8 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     if not isinstance(module, Pathfinder) or task.source != "generate":
         raise UsageError(f"init={path} is of {task.name}, source={task.source}: choose a model of generated Pathfinder")
     first, count = task.train + task.val, min(options.count, task.test)
-    images = list(generate(law(task.resolution, task.level), seed=task.data_seed, first=first, count=count))
+    stream = {"seed": task.data_seed, "version": task.version}
+    images = list(generate(law(task.resolution, task.level), **stream, first=first, count=count))
     pixels, labels = (np.concatenate([getattr(i, name) for i in images]) for name in ("pixels", "labels"))
     shares = connected(module, pixels)
     right = (shares > 0.5) == (labels == 1)
@@ -95,7 +96,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     if not chosen[0]:
         raise UsageError(f"of {count} images there is none with one path that it gets right: raise count=")
     one = chosen[0][0]
-    drawing = draw(law(task.resolution, task.level), seed=task.data_seed, index=first + one)
+    drawing = draw(law(task.resolution, task.level), **stream, index=first + one)
     row, column = drawing.markers[0].tolist()
     attention = [layer.reshape(task.resolution, -1) for layer in attentions(module, pixels[one], (row, column))]
     names = PathfinderData.label_names
@@ -107,7 +108,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     called = f"python -m benchmarks.pictures init={checkpoint} count={options.count}"
     record: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "task": versioned(module),
+        "task": versioned(task),
         "count": count,
         "accuracy": round(float(right.mean()), 4),
         "sheet": {

@@ -161,8 +161,11 @@ def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
         for file in release.FILES:
             assert (Path(result["directory"]) / file).read_bytes() == (folder(name) / file).read_bytes()
         assert archive.merge(folder(name))[0] == f"{place}: kept, it is finished here"
-    plan = accuracy.run("table6", ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"], dry_run=True)
+    fields = ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"]
+    plan = accuracy.run("table6", [*fields, "task.version=1"], dry_run=True)
     assert plan.lines[0] == "cells: 3, 3 done"
+    with pytest.raises(UsageError, match="a run of pathx@1, and the task is pathx@2 by now: give task.version=1 "):
+        accuracy.run("table6", fields, dry_run=True)
 
 
 @pytest.fixture
@@ -249,7 +252,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
     for kind, images in record["sheet"].items():
         verdict, label = kind.split(", ")
         for image in images[:1]:
-            drawing = draw(chosen, seed=task["data_seed"], index=first + image["image"])
+            drawing = draw(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
             share = float(pictures.connected(module, drawing.pixels.reshape(1, -1))[0])
             assert image["label"] == label == ("apart", "connected")[drawing.label]
             assert abs(share - image["connected"]) < 1e-3

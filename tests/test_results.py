@@ -269,7 +269,7 @@ def test_learnability_reports_its_curve(script, tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "tiny-learnability.json").read_text())
     assert [point["step"] for point in result["curve"]] == [2, 3] and result["n"] == 12
     assert set(result["baselines"]) == {"majority", "marker distance"}
-    assert script("readme").learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@1]")
+    assert script("readme").learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@2]")
     assert cnn.main(["task=listops", "batch.size=0"]) == 2
 
 

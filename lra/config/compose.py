@@ -125,7 +125,10 @@ def _compose(
 
 
 def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Sequence[str] = ()) -> Any:
-    """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top."""
+    """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top.
+
+    What an older one lacks has the value that the schema states as `later`, by its complete name.
+    """
     selected, overrides = _split(args, (*registries, "recipe"))
     if "recipe" in selected:
         raise UsageError("recipe= chooses fields of a new run: the saved one has its own, give those to change")
@@ -136,6 +139,8 @@ def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, A
         # another component's options would not fit the chosen one
         kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
     tree = _Tree(schema, {name: registry.get(selected[name]).Config for name, registry in registries.items()})
+    later = {field: value for field, value in getattr(schema, "later", {}).items() if kept[field.partition(".")[0]]}
+    tree.merge(("older configuration", {field: value for field, value in later.items() if field in tree.origin}))
     tree.merge(("saved configuration", kept))
     tree.override(overrides)
     return tree.build()

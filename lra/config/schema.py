@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lra.config.compose import to_dict
 from lra.errors import UsageError
 
-LATER = {"background": 0.0, "difference": "signed"}  # fields of tasks that older runs lack, and what they did
+# fields of tasks that older runs lack, and what they did
+LATER = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
 def at_least(limit: int, section: str, config: Any, *names: str) -> None:
@@ -182,6 +184,8 @@ class PositionsConfig:
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
 
+    later: ClassVar[Mapping[str, Any]] = LATER
+
     task: Any
     attn: Any
     recipe: str = ""
@@ -241,5 +245,6 @@ class RunConfig:
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        kept["task"] = {key: value for key, value in kept["task"].items() if (key, value) not in LATER.items()}
+        task = kept["task"].items()
+        kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
         return kept

@@ -163,10 +163,11 @@ def _check(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     found = read_config(file)
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
+    cell.directory.refuse_version("run", cell.directory.task_of(found))
     if changed := differences(found, cell.directory.config, COMPUTING):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
     if result is not None:
-        cell.directory.refuse_version(result)
+        cell.directory.refuse_version("result", result["task"])
     return not differences(found, cell.directory.config)

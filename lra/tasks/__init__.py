@@ -10,7 +10,7 @@ from lra.config.registry import Registry
 class TaskFacts:
     """The facts a task registers with; `lra ls tasks` prints them."""
 
-    version: int  # raised by any change of data or protocol; results carry it
+    version: int  # raised by any change of data or protocol; results carry it. A task may keep older ones: `versioned`
     classes: int
     length: int  # longest sequence of the full-size task
     paper: str
@@ -20,6 +20,11 @@ class TaskFacts:
 TASKS = Registry("task", "lra.tasks", TaskFacts)
 
 
-def versioned(task: Any) -> str:
-    """`listops@1`: a task's module or its class and the version, as checkpoints, results and stores name it."""
-    return f"{task.name}@{task.facts.version}"
+def version_of(config: Any) -> int:
+    """The version that a task's configuration is of: its own field `version`, where it has one, else the task's."""
+    return getattr(config, "version", TASKS.get(config.name).facts.version)
+
+
+def versioned(config: Any) -> str:
+    """`listops@1`: the task of a configuration and its version, as checkpoints, results and stores name it."""
+    return f"{config.name}@{version_of(config)}"

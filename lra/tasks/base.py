@@ -28,7 +28,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TASKS, TaskFacts, versioned
+from lra.tasks import TaskFacts, version_of, versioned
 from lra.tasks.batches import EvalBatches, Rank, TrainBatches
 
 MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
@@ -106,9 +106,8 @@ class TaskData(pl.LightningDataModule):
 
     def content(self) -> Content:
         """What the store holds and where it comes from."""
-        task = self.config.name
-        version = TASKS.get(task).facts.version
-        return Content(task, version, self.params(), self.source(), self.vocabulary, self.generator, self.seed())
+        origin = (self.source(), self.vocabulary, self.generator, self.seed())
+        return Content(self.config.name, version_of(self.config), self.params(), *origin)
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists; UsageError as from `open`."""
@@ -315,7 +314,7 @@ class TaskModule(pl.LightningModule):
     def identity(self) -> dict[str, Any]:
         """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
         return {
-            "task": versioned(self),
+            "task": versioned(self.run.task),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
         } | ({"seen": self.seen} if self.seen else {})

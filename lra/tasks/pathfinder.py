@@ -33,7 +33,8 @@ class PathfinderData(TaskData):
 
     @property
     def generator(self) -> str:
-        return generate.GENERATOR if self.config.source == "generate" else released.GENERATOR
+        c = self.config
+        return generate.GENERATORS[c.version] if c.source == "generate" else released.GENERATOR
 
     def seed(self) -> int | None:
         return self.config.data_seed if self.config.source == "generate" else None
@@ -42,7 +43,8 @@ class PathfinderData(TaskData):
         c = self.config
         which = {"resolution": c.resolution, "level": c.level}
         if c.source == "generate":
-            generate.build(writer, **which, seed=c.data_seed, train=c.train, val=c.val, test=c.test)
+            counts = {"train": c.train, "val": c.val, "test": c.test}
+            generate.build(writer, **which, **counts, seed=c.data_seed, version=c.version)
         else:
             released.build(writer, c.source, **which)
 
@@ -66,9 +68,13 @@ class PathfinderConfig:
     train: int = 160000
     val: int = 20000
     test: int = 20000
+    # 1: the images of pathfinder@1, whose labels are the same at every level and resolution. LRA's images are always 1
+    version: Literal[1, 2] = 2
     resolution: ClassVar[int]
 
     def __post_init__(self) -> None:
+        if self.source != "generate":  # what is imported has not changed
+            object.__setattr__(self, "version", 1)
         at_least(1, "task", self, "train", "val", "test")
         at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         only_generated(self, "train", "val", "test", "data_seed")
@@ -105,7 +111,7 @@ class Pathfinder(TaskModule):
 
 @TASKS.register(
     "pathfinder",
-    version=1,
+    version=2,
     classes=2,
     length=1024,
     mask=0.5,
@@ -121,7 +127,7 @@ class Pathfinder32(Pathfinder):
 
 @TASKS.register(
     "path64",
-    version=1,
+    version=2,
     classes=2,
     length=4096,
     mask=0.5,
@@ -135,7 +141,7 @@ class Path64(Pathfinder):
         resolution: ClassVar[int] = 64
 
 
-@TASKS.register("pathx", version=1, classes=2, length=16384, mask=0.5, paper="Tay et al. 2020, arXiv 2011.04006")
+@TASKS.register("pathx", version=2, classes=2, length=16384, mask=0.5, paper="Tay et al. 2020, arXiv 2011.04006")
 class PathX(Pathfinder):
     """Path-X: Pathfinder in 128 x 128 pixels."""
 
@@ -145,7 +151,7 @@ class PathX(Pathfinder):
 
 
 @TASKS.register(
-    "path256", version=1, classes=2, length=65536, mask=0.5, paper="Dao et al. 2022, arXiv 2205.14135, section 4.2"
+    "path256", version=2, classes=2, length=65536, mask=0.5, paper="Dao et al. 2022, arXiv 2205.14135, section 4.2"
 )
 class Path256(Pathfinder):
     """Path-256: Pathfinder in 256 x 256 pixels."""

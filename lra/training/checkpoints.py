@@ -19,7 +19,7 @@ from safetensors.torch import save
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
-from lra.tasks import versioned
+from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
 from lra.training.run import replacing
 
@@ -171,16 +171,16 @@ def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return weights, checkpoint["lra"]
 
 
-def check_vocabulary(task: type[TaskModule], identity: dict[str, Any], path: str | Path) -> None:
-    """UsageError if a checkpoint reads its ids otherwise."""
-    if identity["vocabulary"] != vocabulary_hash(task.Data.vocabulary):
+def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> None:
+    """UsageError if a checkpoint reads its ids otherwise than a task, whose configuration is given."""
+    if identity["vocabulary"] != vocabulary_hash(TASKS.get(task.name).Data.vocabulary):
         other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned(task)}"
         raise UsageError(f"{other}: choose a checkpoint of this task")
 
 
 def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
     """UsageError if a checkpoint is of another vocabulary, or naming all fields in which it is of another model."""
-    check_vocabulary(type(module), identity, path)
+    check_vocabulary(module.run.task, identity, path)
     there, model = identity["config"]["model"], vars(module.run.model)
     wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])

@@ -111,11 +111,11 @@ def fit(*args: str) -> dict[str, Any]:
     if checkpoint is not None:
         # Lightning loads it again, and says less well what does not fit
         weights, identity = checkpoints.read(checkpoint)
+        if identity["task"] != directory.task and directory.same_task(identity["task"]):
+            mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
+            raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
         _refuse_other(identity["config"], directory.config, checkpoint)
         checkpoints.load(module, weights, identity, checkpoint)
-        if identity["task"] != directory.task:
-            mend = f"begin another run, name=, with its weights, init={checkpoint}"
-            raise UsageError(f"{checkpoint} is of {identity['task']}, and the task is {directory.task} by now: {mend}")
         own = checkpoint.parent.resolve() == directory.path.resolve()
         done, best, drawn = checkpoints.behind(checkpoint)
         if best and checkpoints.fault(best):
@@ -253,7 +253,7 @@ def test(*args: str) -> dict[str, Any]:
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
     run = restore(RunConfig, REGISTRIES, saved, args)
     join(run, any(arg.startswith("trainer.devices=") for arg in args))
-    checkpoints.check_vocabulary(TASKS.get(run.task.name), identity, path)  # whose model may not even be possible
+    checkpoints.check_vocabulary(run.task, identity, path)  # whose model may not even be possible
     quiet()
     atexit.register(_leave_process_group)
     data, module = build(run)

@@ -21,6 +21,7 @@ import yaml
 
 from lra import environment
 from lra.config.compose import Composed, differences
+from lra.config.schema import LATER
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
 from lra.training.saved import End, read_config, read_environments, whole_result
@@ -32,8 +33,9 @@ CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherit
 PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
 COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
-# fields that choose or continue a run, or that may be others when it goes on: none of them names its directory
-NOT_NAMED = ("seed", "name", "resume", "draws", *COMPUTING)
+# fields that choose or continue a run, or that may be others when it goes on: none of them names its directory. The
+# version of the task does not either: a run of an older one stays where it is
+NOT_NAMED = ("seed", "name", "resume", "draws", "task.version", *COMPUTING)
 
 
 class RunDirectory:
@@ -47,7 +49,10 @@ class RunDirectory:
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
         self.config = run.saved()
-        self.task = versioned(TASKS.get(run.task.name))
+        self.task = versioned(run.task)
+        self.versions = hasattr(run.task, "version")  # whether a field chooses one
+        newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
+        self.asked = f"the task is {self.task} by now" if newest else f"{self.task} is asked for"
         self.resume = run.resume
 
     def result(self) -> dict[str, Any] | None:
@@ -83,6 +88,7 @@ class RunDirectory:
                 raise UsageError(
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
+            self.refuse_version("run", self.task_of(saved))
             if changed := differences(saved, self.config, COMPUTING):
                 more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
@@ -90,7 +96,7 @@ class RunDirectory:
                     f"choose another name={more}"
                 )
         if (result := self.result()) is not None:
-            self.refuse_version(result)
+            self.refuse_version("result", result["task"])
             if result["status"] == "finished":
                 return
         elsewhere = path.suffix == ".ckpt" and path.resolve().parent != self.path.resolve()
@@ -105,13 +111,30 @@ class RunDirectory:
                 f"{self.path} holds an unfinished run: add resume=auto to go on, or name= to start another"
             )
 
-    def refuse_version(self, result: Mapping[str, Any]) -> None:
-        """UsageError if a result is of another version of the task: of other data, or another protocol."""
-        if result["task"] != self.task:
+    def refuse_version(self, what: str, task: str) -> None:
+        """UsageError if a run or a result is of another version of the task: of other data, or another protocol."""
+        if task != self.task:
             raise UsageError(
-                f"{self.path} holds a result of {result['task']}, and the task is {self.task} by now: "
-                "move it away, or choose another name="
+                f"{self.path} holds a {what} of {task}, and {self.asked}: "
+                f"{self.mend(task)}move it away, or choose another name="
             )
+
+    def mend(self, task: str) -> str:
+        """The beginning of a mend, where a field of the task chooses the version that `task` names."""
+        same, (_, _, number) = self.same_task(task), task.partition("@")
+        return f"give task.version={number} to go on with it, " if self.versions and same else ""
+
+    def same_task(self, task: str) -> bool:
+        """Whether it is this one, of any version."""
+        return task.partition("@")[0] == self.task.partition("@")[0]
+
+    def task_of(self, saved: Mapping[str, Any]) -> str:
+        """The task and version of a saved configuration, which is ours where it states none."""
+        task = saved.get("task")
+        if not self.versions or not isinstance(task, dict) or not self.same_task(str(task.get("name"))):
+            return self.task
+        number = task.get("version", LATER["task.version"])
+        return f"{task['name']}@{number}" if isinstance(number, int) else self.task
 
     def checkpoint(self) -> Path | None:
         """Where training starts: a checkpoint, or None for the beginning."""

@@ -24,7 +24,9 @@ GENERATED = {
     "listops": ("task.train=300", "task.val=20", "task.test=30", "task.fresh=40", "task.min_length=8",
                 "task.max_length=64"),
     "pathfinder": ("task.train=12", "task.val=4", "task.test=4"),
+    "pathfinder@1": ("task.train=12", "task.val=4", "task.test=4", "task.version=1"),
     "path64": ("task.train=6", "task.val=2", "task.test=2", "task.level=easy", "task.data_seed=1"),
+    "path64@1": ("task.train=6", "task.val=2", "task.test=2", "task.level=easy", "task.data_seed=1", "task.version=1"),
 }  # fmt: skip
 
 
@@ -44,9 +46,9 @@ def contents(task: str, *args: str) -> dict[str, str]:
     return hashes
 
 
-@pytest.mark.parametrize("task", GENERATED)
-def test_golden_stores(task):
-    assert contents(task, *GENERATED[task]) == GOLDEN[task]
+@pytest.mark.parametrize("name", GENERATED)
+def test_golden_stores(name):
+    assert contents(name.partition("@")[0], *GENERATED[name]) == GOLDEN[name]
 
 
 def test_golden_text(tmp_path):
@@ -87,8 +89,10 @@ GOLDEN = {
         "test": "4a419b3fe9902140",
         "fresh": "32d306c4880f3cac",
     },
-    "pathfinder": {"train": "ceafeab6118428ae", "val": "ed169e633c13a9a0", "test": "9206e869c0c7c7eb"},
-    "path64": {"train": "703a1fb223d1ec88", "val": "dcbb28b43c0ab2af", "test": "b6b9a38908236839"},
+    "pathfinder": {"train": "b4b70dd0a649710a", "val": "e2f6a2e962653f49", "test": "da340859a0f7eb63"},
+    "pathfinder@1": {"train": "ceafeab6118428ae", "val": "ed169e633c13a9a0", "test": "9206e869c0c7c7eb"},
+    "path64": {"train": "6c939952cf34b92c", "val": "0decbc52bd284583", "test": "85b5073dd2871146"},
+    "path64@1": {"train": "703a1fb223d1ec88", "val": "dcbb28b43c0ab2af", "test": "b6b9a38908236839"},
     "text": {"train": "3df92cce303ce5a6", "val": "ce8d8b6fe5906386", "test": "f294a312cfec4bc5"},
     "image": {"train": "71fcbc9929329f81", "val": "82e986f6ceebfd0b", "test": "c32d8a13d121e15a"},
     "retrieval": {"train": "b5a4f662c199dc38", "val": "2c4a76c68f78830b", "test": "f2852c616837ed4b"},

@@ -91,7 +91,8 @@ def test_from_data_to_score(task, tmp_path, monkeypatch):
     assert "every file is as the manifest says" in verify(chosen)
     told = dict(info(chosen))
     size = int(told["test"].split(";")[0])
-    assert size > 0 and f"{task}@1" == told["task"] and "sha256" in told["test.labels.npy"]
+    assert size > 0 and "sha256" in told["test.labels.npy"]
+    assert told["task"] == f"{task}@{TASKS.get(task).facts.version}"
     assert show([*chosen, "count=2", "split=test", "out=some.png"]).endswith("of test are drawn in some.png")
     with Image.open("some.png") as picture:
         assert len(np.unique(np.asarray(picture))) > 2
@@ -101,7 +102,7 @@ def test_from_data_to_score(task, tmp_path, monkeypatch):
         *chosen, "attn=flash", *MODEL, *fields,
         f"trainer.eval_every={steps}", "trainer.log_every=20", "trainer.accelerator=cpu",
     )  # fmt: skip
-    assert result["status"] == "finished" and result["task"] == f"{task}@1"
+    assert result["status"] == "finished" and result["task"] == told["task"]
     assert result["test"]["n"] == size and "majority" in result["test"]["baselines"]
     assert ("marker distance" in result["test"]["baselines"]) == task.startswith("path")
     with (Path(result["directory"]) / "metrics.csv").open() as file:

@@ -153,7 +153,7 @@ def test_what_comes_before_is_trained_first_and_once(tmp_path, monkeypatch):
     assert len(runs) == 3 and Path(result["directory"]) in runs
     before = lra.configure(("task=pathfinder", *TINY)).config.init
     assert result["config"]["init"] == before and Path(before) in runs
-    assert result["transfer"]["task"] == "pathfinder@1"
+    assert result["transfer"]["task"] == "pathfinder@2"
     stamps = {run: (run / "result.json").stat().st_mtime_ns for run in runs}
     again = lra.fit("task=pathfinder", *TINY)
     assert again == json.loads((Path(result["directory"]) / "result.json").read_text())
@@ -309,7 +309,7 @@ def test_the_stages_of_dao2022_go_through(tmp_path, monkeypatch):
     first, small = Path("checkpoints/runs/pathx/linear/dao2022-first-s0"), Path("checkpoints/runs/path64/linear")
     assert Path(result["config"]["init"]) == first and result["transfer"]["resized"] is None
     before = json.loads((first / "result.json").read_text())
-    assert Path(before["config"]["init"]).parent == small and before["transfer"]["task"] == "path64@1"
+    assert Path(before["config"]["init"]).parent == small and before["transfer"]["task"] == "path64@2"
     assert before["transfer"]["resized"] == "gridwise, 64x64 pixels to 128x128 pixels"
     assert {run["status"] for run in (result, before)} == {"finished"}
     larger = lra.configure(["task=path256", *few.values(), "optim.warmup=1"])

@@ -88,7 +88,7 @@ def test_there_and_back_is_the_same_model(saved, tmp_path):
     module, said = moved("pathfinder", large, "positions.resize=gridwise")
     weights = checkpoints.read(path)[0]
     assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
-    assert said.task == "path64@1" and said.resized == "gridwise, 64x64 pixels to 32x32 pixels"
+    assert said.task == "path64@2" and said.resized == "gridwise, 64x64 pixels to 32x32 pixels"
 
 
 def test_a_sequence_is_stretched_only_where_asked(saved):
@@ -127,7 +127,7 @@ def test_all_that_does_not_fit_is_in_one_line(saved):
     )  # fmt: skip
     refused("model.positions learned here rotary", "path64", path, "model.positions=rotary")
     refused("model.pooling mean here cls", "path64", path, "model.pooling=cls")
-    refused(r"vocabulary of pathfinder@1, not of listops@1: choose .*", "listops", path, "model.heads=1")
+    refused(r"vocabulary of pathfinder@2, not of listops@1: choose .*", "listops", path, "model.heads=1")
 
 
 def test_heads_count_although_no_shape_shows_them(saved):

@@ -63,7 +63,7 @@ def test_what_is_not_trained_is_not_scored(small):
         lra.test(f"init={small['learned']}", "head=fresh")
     with pytest.raises(UsageError, match=r"positions.resize=gridwise: nothing is resized, both have 32x32"):
         lra.test(f"init={small['learned']}", "positions.resize=gridwise")
-    with pytest.raises(UsageError, match=r"vocabulary of pathfinder@1, not of text@1: choose a "):
+    with pytest.raises(UsageError, match=r"vocabulary of pathfinder@2, not of text@1: choose a "):
         lra.test(f"init={small['learned']}", "task=text")
 
 

@@ -1,6 +1,6 @@
 """Random Pathfinder images, compiled: two target contours, distractors and two markers.
 
-Image `i` of a seed is a function of (seed, i) alone. Contours grow on a map of the space that paddles occupy, uint8
+Image `i` is a function of (tables, seed, i) alone. Contours grow on a map of the space that paddles occupy, uint8
 `[width * width]`. It is full outside the frame that no contour enters, so a paddle that would leave the image hits
 the frame first. Ink is drawn when all contours are known. What the tables hold is said in `stamps.py`.
 """
@@ -291,7 +291,7 @@ def _draw_marker(law, markers, y, x, image):
 
 @compiled
 def draw(laws, starts, kinds, space, ink, bearings, markers, seed, first, count):
-    """Images `first` to `first + count - 1` of `seed`. The other arguments are `Tables`.
+    """Images `first` to `first + count - 1` of `seed`, a uint64. The other arguments are `Tables`.
 
     Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the
     two markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors; the number of

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -20,13 +21,14 @@ from lra.data.pathfinder.law import Law, law
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
-GENERATOR = "lra.data.pathfinder@1"
+GENERATORS = {1: "lra.data.pathfinder@1", 2: "lra.data.pathfinder@2"}  # by version of the images: see `_key`
+GENERATOR = GENERATORS[2]
 CHUNK = 64  # images per call: 4 MB at 256 pixels a side
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Consecutive images. Image `i` of a seed is a function of (seed, i) alone."""
+    """Consecutive images. Image `i` is a function of (law, seed, version, i) alone."""
 
     pixels: np.ndarray  # uint8 [n, resolution * resolution], row by row
     labels: np.ndarray  # int64 [n], 1 if the markers are on one contour
@@ -45,7 +47,9 @@ class Drawing:
     pairs: int  # of targets that were tried
 
 
-def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int) -> None:
+def build(
+    writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
+) -> None:
     """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
 
     UsageError if there is no such resolution or level or a split is empty.
@@ -56,7 +60,7 @@ def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int,
     distances = {}
     for split, first, count in (("train", 0, train), ("val", train, val), ("test", train + val, test)):
         seen = []
-        for images in generate(chosen, seed=seed, first=first, count=count):
+        for images in generate(chosen, seed=seed, first=first, count=count, version=version):
             writer.add(split, images.pixels, images.labels)
             seen.append((images.marker_distance, images.labels))
         distances[split] = tuple(np.concatenate(parts) for parts in zip(*seen, strict=True))
@@ -64,17 +68,19 @@ def build(writer: Writer, *, resolution: int, level: str, seed: int, train: int,
     writer.baseline("marker distance", accuracy)
 
 
-def generate(law: Law, *, seed: int, first: int, count: int, workers: int | None = None) -> Iterator[Images]:
+def generate(
+    law: Law, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
+) -> Iterator[Images]:
     """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
 
     They do not depend on `workers` (threads, by default one per core), which draw up to two chunks each ahead.
     """
     from lra.data.pathfinder import contours, stamps
 
-    tables = stamps.tables(law)
+    tables, key = stamps.tables(law), _key(law, seed, version)
 
     def chunk(start: int) -> Images:
-        pixels, labels, tips, *_ = contours.draw(*tables, seed, start, min(CHUNK, first + count - start))
+        pixels, labels, tips, *_ = contours.draw(*tables, key, start, min(CHUNK, first + count - start))
         return Images(pixels, labels, _distance(tips))
 
     workers = workers or os.cpu_count() or 1
@@ -90,12 +96,13 @@ def generate(law: Law, *, seed: int, first: int, count: int, workers: int | None
         pool.shutdown(cancel_futures=True)
 
 
-def draw(law: Law, *, seed: int, index: int) -> Drawing:
+def draw(law: Law, *, seed: int, index: int, version: int = 2) -> Drawing:
     """Image `index` of `seed`, the same that `generate` makes, with the contours that it shows."""
     from lra.data.pathfinder import contours, stamps
 
     tables = stamps.tables(law)
-    pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in contours.draw(*tables, seed, index, 1))
+    drawn = contours.draw(*tables, _key(law, seed, version), index, 1)
+    pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in drawn)
     border, width = tables.law["border"], tables.law["width"]
     begins = np.stack([paddles["at"] // width - border, paddles["at"] % width - border], axis=1)
     ends = np.ceil(begins + tables.kinds["end"][paddles["kind"]]).astype(np.int64)
@@ -109,6 +116,18 @@ def draw(law: Law, *, seed: int, index: int) -> Drawing:
         tips,
         int(pairs),
     )
+
+
+def _key(law: Law, seed: int, version: int) -> np.uint64:
+    """The seed of the random bits.
+
+    In version 1 it is `seed` alone: image `i` then has the same label, and partly the same targets, at every resolution
+    and level. In version 2 each resolution and level of a seed has a stream of its own.
+    """
+    if version == 1:
+        return np.uint64(seed)
+    name = f"{GENERATORS[version]}: resolution {law.resolution}, contour length {law.contour_length}, seed {seed}"
+    return np.uint64(int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
 def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
