@@ -22,9 +22,11 @@ from lra.tasks import TASKS
 from lra.training.fit import configure
 from lra.training.run import RunDirectory
 
-# fields of a task that leave what its scores mean: where its data lies, which part is held out, how much there is, and
-# how its classifier compares two texts
-SAME = tuple(f"task.{name}" for name in ("source", "data_seed", "train", "val", "test", "fresh", "difference"))
+# fields of a task that leave what its scores mean: where its data lies, which part is held out, from which stream it is
+# drawn, how much there is, and how its classifier compares two texts
+SAME = tuple(
+    f"task.{name}" for name in ("source", "data_seed", "version", "train", "val", "test", "fresh", "difference")
+)
 # of `lra fit`, but set by the grid or by the command
 SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end

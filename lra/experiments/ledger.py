@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lra.config.compose import flatten, to_dict
-from lra.config.schema import RunConfig
+from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid import Cell, Grid
 from lra.reading import read_json
-from lra.tasks import TASKS, versioned
+from lra.tasks import versioned
 from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
 from lra.training.saved import lacking, mapping
 
@@ -41,6 +41,10 @@ class Entry:
 
     path: Path
     result: Mapping[str, Any]
+
+    @property
+    def task(self) -> str:
+        return self.result["task"]
 
     @property
     def date(self) -> str:
@@ -94,14 +98,17 @@ class Ledger:
 
     entries: dict[Cell, Entry] = field(default_factory=dict)
     stopped: dict[Cell, Entry] = field(default_factory=dict)  # without one: the stage that was out of memory
+    older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
     notes: list[str] = field(default_factory=list)
 
 
 def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
 
-    Of a cell without one, that of a stage that was out of memory: it cannot begin. Notes name what was left out: files
-    that can't be read, older results of a cell, and results of no cell. Raises UsageError if there is no such folder.
+    Of a cell without one, that of a stage that was out of memory: it cannot begin. Where a field chooses the version of
+    the task, a column shows results of an older one if it has none of the newest: never of both. Notes say so, and name
+    what was left out: files that can't be read, older results of a cell, and results of no cell. Raises UsageError if
+    there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -109,7 +116,9 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     ledger, strangers = Ledger(), []
     entries, ledger.notes = find(folder)
     entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
-    wanted, defaults = _identities(cells)
+    wanted, defaults, tasks = _identities(cells)
+    owners = ((_owner(entry, wanted, defaults)[0], entry.task) for entry in entries)
+    newest = {cell.column for cell, task in owners if cell and task == tasks[cell]}
     for entry in entries:
         cell, near = _owner(entry, wanted, defaults)
         if cell is None:
@@ -118,9 +127,20 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if entry.result["status"] == "oom" and not unshared(entry.result):
             ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
             continue
+        if entry.task != tasks[cell]:
+            if cell.column in newest:
+                left = f"{entry.path} of {entry.task} is left out, as the column has {tasks[cell]}"
+                ledger.notes.append(f"{cell}: {left}")
+                continue
+            ledger.older[cell] = int(entry.task.partition("@")[2])
         if older := ledger.entries.get(cell):
             ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
         ledger.entries[cell] = entry
+    shown: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in ledger.older:
+        shown.setdefault((ledger.entries[cell].task, tasks[cell]), {})[cell.column] = None
+    for (older, newer), columns in shown.items():
+        ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is {newer} by now")
     ledger.stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
     known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
@@ -151,8 +171,9 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
-    """The fields by which a configuration is compared, with `defaults` for those that it lacks."""
-    fields = dict(flatten(defaults)) | dict(flatten(config))
+    """The fields by which a configuration is compared, with `LATER` and `defaults` for those that it lacks."""
+    known = dict(flatten(defaults))
+    fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
     if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
         fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
     return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
@@ -181,6 +202,8 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "date": entry.date,
         "result": str(entry.path),
     }
+    if cell in found.older:
+        known["command"] += f" task.version={found.older[cell]}"
     if micro:  # no part of the cell, but what fits may depend on it
         known["command"] += f" batch.micro={micro}"
     if result["status"] == "finished":
@@ -217,7 +240,7 @@ def _owner(
     """Which of the cells a result is of, and whether any is of its task and attention."""
     config = entry.result["config"]
     default = defaults.get((config["task"]["name"], config["attn"]["name"]))
-    return wanted.get(_key(entry.result["task"], identity(config, default or {}))), default is not None
+    return wanted.get(_key(entry.task, identity(config, default or {}))), default is not None
 
 
 def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
@@ -229,7 +252,7 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
     for cell in cells:
         if not attns & {stage.attn for stage in cell.stages}:
             continue
-        wanted, defaults = _identities(cell.stages)
+        wanted, defaults, _ = _identities(cell.stages)
         newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
         last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
         if last and last.result["status"] == "oom" and unshared(last.result):
@@ -237,9 +260,15 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
     return found
 
 
-def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]]]:
-    """The cells by what they compute, and the defaults of every field by (task, attention)."""
+def _identities(
+    cells: Iterable[Cell],
+) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]], dict[Cell, str]]:
+    """The cells by what they compute, the defaults of every field by (task, attention), and the cells' tasks.
+
+    What computes the same on the data of an older version of the task is the same cell.
+    """
     wanted: dict[str, Cell] = {}
+    tasks: dict[Cell, str] = {}
     defaults: dict[tuple[str, str], dict[str, Any]] = {}
     composed: dict[tuple[str, ...], RunConfig] = {}  # to compose takes long, and seeds differ in nothing else
     for cell in cells:
@@ -247,12 +276,14 @@ def _identities(cells: Iterable[Cell]) -> tuple[dict[str, Cell], dict[tuple[str,
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
-        version = versioned(TASKS.get(run.task.name))
-        saved = run.saved() | {"seed": cell.seed}
+        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
-        wanted[_key(version, identity(saved, default))] = cell
-    return wanted, defaults
+        own = identity(saved, default)
+        for number in range(1, getattr(run.task, "version", 1)):
+            wanted[_key(f"{run.task.name}@{number}", own | {"task.version": number})] = cell
+        wanted[_key(tasks[cell], own)] = cell
+    return wanted, defaults, tasks
 
 
 def _key(version: str, fields: Identity) -> str:

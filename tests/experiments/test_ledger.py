@@ -13,6 +13,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments import grid, ledger
 from lra.experiments.grid import Cell
+from lra.tasks import versioned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REAL = json.loads((RESULTS / "listops-linear-xiong2021-s0.json").read_text())
@@ -24,7 +25,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     """A finished result of a cell, in the shape of a real one."""
     made = copy.deepcopy(REAL)
     run = cell.composed.config
-    made |= {"task": f"{run.task.name}@1", "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
+    made |= {"task": versioned(run.task), "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
     made["runs_per_device"] = 1
     made["config"] = json.loads(json.dumps(run.saved()))
     made["test"] |= {"accuracy": accuracy}
@@ -255,3 +256,33 @@ def test_a_mean_is_of_the_rows_asked_for_that_finished():
 def test_no_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no is no folder: name one"):
         ledger.match(CELLS, tmp_path / "no")
+
+
+def older(cell: Cell, accuracy: float = 0.7) -> dict[str, Any]:
+    """A result of version 1 of a task that has a newer one."""
+    made = result(cell, accuracy)
+    del made["config"]["task"]["version"]
+    return made | {"task": f"{made['config']['task']['name']}@1"}
+
+
+def test_results_of_an_older_version_are_shown_and_named_where_there_are_no_newer_ones(tmp_path):
+    cells = TABLE.cells(["pathfinder", "pathfinder-lit"], ["flash", "linear"], 1, "curriculum")
+    for number, some in enumerate(cells):
+        put(tmp_path / f"{number}.json", older(some))
+    found = ledger.match(cells, tmp_path)
+    assert set(found.entries) == set(cells)
+    assert found.notes == ["pathfinder, pathfinder-lit: results of pathfinder@1; the task is pathfinder@2 by now"]
+    assert ledger.row(TABLE, cells[0], found).command.endswith("task.version=1")
+
+    put(tmp_path / "newer.json", result(cells[0], 0.6))
+    found = ledger.match(cells, tmp_path)
+    column = {cell for cell in cells if cell.column == cells[0].column}
+    assert set(found.entries) == {*cells} - column | {cells[0]}, "a column is never of both"
+    assert found.entries[cells[0]].result["test"]["accuracy"] == 0.6
+    assert not ledger.row(TABLE, cells[0], found).command.endswith("task.version=1")
+    left = [note for note in found.notes if "is left out, as the column has pathfinder@2" in note]
+    assert len(left) == 2 and found.notes[-1].startswith("pathfinder-lit: results of pathfinder@1")
+
+    asked = TABLE.cells(["pathfinder"], ["flash", "linear"], 1, "curriculum", ["task.version=1"])
+    found = ledger.match(asked, tmp_path)
+    assert set(found.entries) == set(asked) and not found.older
