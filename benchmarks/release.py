@@ -27,6 +27,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.archive import Run
 from lra.experiments.ledger import gpus
+from lra.tasks import TASKS
 from lra.training import checkpoints
 from lra.training.run import RUNS
 
@@ -160,7 +161,11 @@ _ALONE = "Each run starts from the weights of the one before. The last command a
 
 def command(result: Result) -> str:
     """What trains a run."""
-    overrides = (text for text in result["overrides"] if not text.startswith("resume="))
+    overrides = [text for text in result["overrides"] if not text.startswith("resume=")]
+    task, _, version = result["task"].partition("@")
+    chosen = any(text.startswith("task.version=") for text in overrides)
+    if not chosen and "version" in TASKS.get(task).Config.__dataclass_fields__:  # the default may be a newer one by now
+        overrides.append(f"task.version={version}")
     return shlex.join(["lra", "fit", *_selectors(result, _task(result), result["attn"]), *overrides])
 
 
