@@ -239,7 +239,7 @@ class TaskModule(pl.LightningModule):
         self.model: Any = self.network()
         self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
-        self.seen: dict[str, int] = {}  # of streams of generated examples, how many from the first earlier runs had
+        self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.seen`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
         self.mean_loss = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in splits})
@@ -317,4 +317,5 @@ class TaskModule(pl.LightningModule):
             "task": versioned(self.run.task),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
-        } | ({"seen": self.seen} if self.seen else {})
+            "seen": self.seen,
+        }

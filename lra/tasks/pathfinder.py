@@ -85,6 +85,11 @@ class PathfinderConfig:
             raise UsageError("task.background is of tokens=lit: tokens=all keeps all of it")
 
     @property
+    def stream(self) -> str | None:
+        """What the images of version 1 are taken from at every resolution and level: each shares its label there."""
+        return f"pathfinder@1, data_seed={self.data_seed}" if self.version == 1 else None
+
+    @property
     def max_length(self) -> int:
         return self.resolution**2
 

@@ -21,6 +21,7 @@ from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
 from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
+from lra.training import seen
 from lra.training.run import replacing
 
 # fields without which weights mean something else, or have another shape
@@ -140,8 +141,10 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     config = identity["config"]
     names = [identity["task"], identity["vocabulary"], config["recipe"]]
     names += [config["task"]["name"], config["attn"]["name"]]
-    fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*dict(identity.get("seen", {})).values()]
-    if not all(isinstance(each, str | int) for each in names + fields):
+    stated = dict(identity.get("seen", {}))
+    names += [*stated]
+    fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*stated.values()]
+    if not all(isinstance(each, str) for each in names) or not all(isinstance(each, str | int) for each in fields):
         raise TypeError(names, fields)
     # to OmegaConf these are an interpolation, of environment variables too, and a missing value
     if live := [name for name, value in flatten(config) if "${" in str(value) or value == "???"]:
@@ -223,7 +226,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     check(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
-    module.seen = identity.get("seen", {})
+    module.seen = seen.seen_before(identity)
 
 
 def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:

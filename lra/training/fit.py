@@ -135,7 +135,7 @@ def fit(*args: str) -> dict[str, Any]:
     elif run.init:
         moved = transfer.start(module, run.init)
         origin.transfer = asdict(moved)
-        _say(moved.describe(run.init))
+        _say(moved.describe(run.init), *moved.notes)
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     data.check_ranks(trainer.world_size)
     what = ", ".join((
@@ -269,7 +269,7 @@ def test(*args: str) -> dict[str, Any]:
     data.prepare_data()
     data.check_ranks(trainer.world_size)
     data.setup()
-    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}")
+    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes)
     if crowd := crowding(run):
         _say(crowd)
     try:
@@ -396,9 +396,10 @@ def _sets(data: TaskData) -> str:
 
 
 @rank_zero_only
-def _say(text: str) -> None:
+def _say(text: str, *notes: str) -> None:
     with naming("the standard output"):
-        console.print(text)
+        for line in (text, *(f"note: {note}" for note in notes)):
+            console.print(line)
 
 
 def quiet() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from lra.errors import UsageError
 from lra.models.positions import resize
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
-from lra.training import checkpoints
+from lra.training import checkpoints, seen
 from lra.training.checkpoints import SCALE, TABLES
 
-# of a generator: expression i of a seed is its i-th that fits the lengths, so with others it is mostly the same one
-SAME_STREAM = {"tokens", "background", "train", "val", "test", "fresh", "min_length", "max_length"}
 EMBEDDING = "encoder.embedding.weight"
 Grid = tuple[int, int]
 
@@ -35,6 +33,7 @@ class Transfer:
     scale: list[float] | None  # factors of computed positions' coordinates, of all transfers together
     fresh: list[str]  # of this model, as initialised
     left: list[str]  # of the checkpoint, without a place here
+    notes: list[str]  # what is not known of whether the weights were trained on what is scored
 
     def describe(self, path: str | Path) -> str:
         """One line for people."""
@@ -77,9 +76,8 @@ def apply(
     """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
-    trained = _task(there["task"])
-    module.seen = _seen(identity)
-    _refuse_seen(run.task, trained, module.seen, path, "test" if score else "validation")
+    trained, module.seen = seen.saved_task(there["task"]), seen.seen_by(identity)
+    seen.refuse_seen(run.task, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
         for name, before, here in (
@@ -125,40 +123,8 @@ def apply(
         scale=weights[SCALE].tolist() if SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
+        notes=seen.unknowns(run.task, module.seen, path),
     )
-
-
-def _stream(task: Any) -> str | None:
-    """The stream of generated examples that a task's splits are, one after another, by name; None of imported data."""
-    own = (f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in SAME_STREAM)
-    drawn = getattr(task, "source", None) == "generate" and all(
-        hasattr(task, name) for name in ("train", "val", "data_seed")
-    )
-    return ", ".join([task.name, *own]) if drawn else None
-
-
-def _seen(identity: dict[str, Any]) -> dict[str, int]:
-    """Of each stream, how many examples from its first the weights were trained on, in their run and those before."""
-    task, before = _task(identity["config"]["task"]), identity.get("seen", {})
-    stream = _stream(task)
-    return before | ({stream: max(task.train, before.get(stream, 0))} if stream else {})
-
-
-def _refuse_seen(task: Any, trained: Any, seen: dict[str, int], path: str | Path, first: str) -> None:
-    """UsageError if what is scored, `first` of all validation or test, is among what was trained on."""
-    count = seen.get(_stream(task) or "", 0)
-    if count and task.train + (task.val if first == "test" else 0) < count:
-        raise UsageError(
-            f"{first} would be of the examples that {path} was trained on, as task.train={task.train} is not its "
-            f"{count}: leave task.train as it was, or add task.data_seed={task.data_seed + 1}"
-        )
-    if first == "test" or task.name != trained.name or getattr(task, "protocol", None) != "heldout":
-        return
-    for field in ("protocol", "data_seed"):  # of the part of train that is held out for validation
-        if (there := getattr(trained, field)) != getattr(task, field):
-            raise UsageError(
-                f"validation would be of examples that {path} was trained on: give task.{field}={there}, as it had"
-            )
 
 
 @dataclass(frozen=True)
@@ -230,12 +196,6 @@ def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
         raise UsageError(f"positions.scale=image changes nothing, both have {_text(new)}; leave it out")
     ratio = torch.tensor(old) / torch.tensor(new)
     return ratio if run.model.axes == 2 else ratio.prod(0, keepdim=True)
-
-
-def _task(saved: dict[str, Any]) -> Any:
-    """The configuration of a checkpoint's task."""
-    config = TASKS.get(saved["name"]).Config
-    return config(**{field.name: saved[field.name] for field in fields(config) if field.name in saved})
 
 
 def _size(task: Any) -> Grid:
