@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from lra.data import release
+from lra.data import checks, release
 from lra.data.text import VOCABULARY as VOCABULARY
 from lra.data.writer import Writer
 from lra.errors import UsageError, first_line, system_error
@@ -37,6 +37,7 @@ def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]
     `papers.parquet` (id, text) and `pairs_{train,val,test}.tsv` with the header label, id1, id2. All are tab-separated,
     and a quote is a character like others. UsageError names the file and line that is not so.
     """
+    writer.compare(source)
     source, documents = Path(os.path.expanduser(source)), _Documents(writer)
     read = {"lra": _read_released, "scisumm": _read_compact}[dataset]
     splits = read(source, documents)
@@ -44,7 +45,7 @@ def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]
     for split in ("train", "val", "test"):
         writer.add_pairs(split, splits[split][:, 1:], splits[split][:, 0])
         if dataset == "lra":
-            release.note_count(writer, _RELEASED[split], len(splits[split]), _PUBLISHED[split])
+            writer.find(checks.check_count(_RELEASED[split], len(splits[split]), _PUBLISHED[split]))
 
 
 class _Documents:

@@ -91,3 +91,38 @@ def draw(seed, first, count, min_length, max_length, max_depth, max_args):
         if lengths[i] == 0:
             break
     return tokens, lengths, labels
+
+
+@compiled
+def evaluate(tokens, offsets):
+    """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`; -1 of what is no whole one."""
+    count = len(offsets) - 1
+    found = np.full(count, -1)
+    most = 0
+    for i in range(count):
+        most = max(most, offsets[i + 1] - offsets[i])
+    # of the operators that are open: which, and where its arguments begin among the values
+    operators, begins, values = np.empty((3, most + 1), np.int64)
+    for i in range(count):
+        depth, filled, last = 0, 0, offsets[i + 1] - 1
+        for at in range(offsets[i], offsets[i + 1]):
+            token = np.int64(tokens[at])
+            if token < MAX:
+                values[filled] = token
+                filled += 1
+            elif token != CLOSE:
+                operators[depth], begins[depth] = token, filled
+                depth += 1
+            elif depth == 0 or begins[depth - 1] == filled:  # closes nothing, or an operator without arguments
+                break
+            else:
+                depth -= 1
+                value = _apply(operators[depth], values[begins[depth] : filled])
+                filled = begins[depth]
+                values[filled] = value
+                filled += 1
+            if depth == 0:  # whole: nothing may follow
+                if at == last:
+                    found[i] = values[0]
+                break
+    return found

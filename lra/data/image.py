@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from lra.data import hub, picture
+from lra.data import checks, hub, picture
 from lra.data.writer import Writer
 from lra.errors import UsageError, system_error
 
 HUB = "uoft-cs/cifar10"
 PIXELS = tuple(str(level) for level in range(256))  # vocabulary of 8-bit pixels: a token's id is its gray level
 GENERATOR = "lra.data.image@1"
+PUBLISHED = {"train": 50_000, "test": 10_000}  # images
 SIDE = 32
 _MEND = f"lra data prepare task=image source=<folder of a local mirror of {HUB}>"
 
@@ -25,8 +26,10 @@ def build(writer: Writer, source: str | Path) -> None:
     a folder with the same layout (README.md with the config "plain_text", parquet files with the columns img and
     label). UsageError if it cannot be had or is something else.
     """
+    writer.compare(source)
     splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND)
     for split, rows in splits.items():
+        writer.find(checks.check_count(split, len(rows), PUBLISHED[split]))
         for batch in rows:
             labels = batch["label"]
             if not all(label in range(10) for label in labels):

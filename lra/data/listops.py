@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lra.data import release
+from lra.data import checks, release
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
@@ -143,19 +143,37 @@ def build_from_tsv(
         file.name: read_tsv(file.stream, file.path, max_length=max_length)
         for file in release.files(source, "listops-1000", *splits)
     }
+    writer.compare(source)
     for name, split in splits.items():
         writer.add(split, *parts[name])
-        release.note_count(writer, name, len(parts[name][1]), PUBLISHED[split])
+        writer.find(checks.check_count(name, len(parts[name][1]), PUBLISHED[split]))
     known = {fingerprint for sequences, _ in parts.values() for fingerprint in fingerprints(sequences)}
     limits = {"min_length": min_length, "max_length": max_length}
-    writer.add("fresh", *generate(fresh, seed=seed + FRESH, exclude=known, **limits))
+    drawn = generate(fresh, seed=seed + FRESH, exclude=known, **limits)
+    writer.add("fresh", *drawn)
+    test, new = (np.array([len(tokens) for tokens in some]) for some in (parts["basic_test.tsv"][0], drawn[0]))
+    writer.find(_laws(test, new, **limits))
+
+
+def _laws(test: np.ndarray, fresh: np.ndarray, min_length: int, max_length: int) -> Iterator[checks.Finding]:
+    """Whether the lengths of `test`, int64 `[n]`, can be of the law of those of `fresh`."""
+    outside = np.mean((test < min_length) | (test > max_length))
+    error = fresh.std() * np.sqrt(1 / len(test) + 1 / len(fresh))
+    apart = abs(test.mean() - fresh.mean())
+    # a published file may count a little differently; a mean that is off must be so beyond chance, and by some share
+    if outside > checks.FEW or apart > max(6 * error, 0.05 * fresh.mean()):
+        of = [f"{some.min():,} to {some.max():,}, on average {some.mean():,.0f}" for some in (test, fresh)]
+        mend = f"task.min_length={test.min()} and task.max_length={test.max()} draw such as test has"
+        text = f"test and fresh are of different laws: test has {of[0]} tokens, fresh {of[1]}; {mend}"
+        yield checks.Finding(text, True)
 
 
 def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:
     """One of LRA's ListOps files: uint8 arrays `[T]` and labels int64 `[n]`.
 
     A header names the columns Source (an expression) and Target (its value, 0 to 9), tab-separated, lines ending in LF
-    or CRLF. UsageError names the file, `path`, and the line that is not so, or whose T exceeds `max_length`.
+    or CRLF. UsageError names the file, `path`, and the line that is not so, whose T exceeds `max_length`, or whose
+    expression is not whole or has another value.
     """
     sequences, labels = [], []
     lines = (line.decode(errors="replace").rstrip("\r\n").split("\t") for line in stream)
@@ -178,7 +196,21 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
         labels.append(int(fields[target]))
     if not labels:
         raise UsageError(f"{path}: no line after the header; get the file anew")
+    for number, (tokens, label, value) in enumerate(zip(sequences, labels, evaluate(sequences), strict=True), start=2):
+        if label != value:
+            wrong = f"Target is {label}, and the value of the expression {value}"
+            if value < 0:
+                wrong = f"'{decode(tokens[:8])}{' …' if len(tokens) > 8 else ''}' is not one whole expression"
+            raise UsageError(f"{path}:{number}: {wrong}; get the file anew")
     return sequences, np.array(labels, np.int64)
+
+
+def evaluate(sequences: Sequence[np.ndarray]) -> list[int]:
+    """The values of expressions, token ids uint8 `[T]`; -1 of what is not one whole expression."""
+    from lra.data import expressions
+
+    offsets = np.cumsum([0, *map(len, sequences)])
+    return expressions.evaluate(np.concatenate([np.empty(0, np.uint8), *sequences]), offsets).tolist()
 
 
 def tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:

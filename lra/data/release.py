@@ -22,7 +22,6 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple, Self, cast
 
-from lra.data.writer import Writer
 from lra.errors import UsageError, system_error
 
 NESTED = "lra_release"  # the folder of the inner copies
@@ -62,12 +61,6 @@ def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
         yield from _read_folder(source / root, sorted(found[root]))
     else:
         yield from _read_archive(source, root, found[root])
-
-
-def note_count(writer: Writer, name: str, rows: int, published: int) -> None:
-    """A note where a copy has another number of rows than is published: nothing else tells a part from the whole."""
-    if rows != published:
-        writer.note(f"{name} has {rows:,} rows, where {published:,} are published")
 
 
 def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping[str, list[str]]) -> str:

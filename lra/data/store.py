@@ -319,7 +319,7 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
             "format": FORMAT,
             **asdict(content),
             "vocabulary_hash": vocabulary_hash(content.vocabulary),
-            **written,  # splits, documents, baselines, notes
+            **written,  # splits, documents, baselines, notes, differences
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "versions": environment.versions(),

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lra.data import hub
+from lra.data import checks, hub
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
 HUB = "stanfordnlp/imdb"
 VOCABULARY = tuple(f"{byte:02x}" for byte in range(256))  # a token is a byte, its id the byte's value
 GENERATOR = "lra.data.text@1"
+PUBLISHED = 25_000  # labelled reviews of each split
 _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
@@ -22,8 +23,10 @@ def build(writer: Writer, source: str | Path) -> None:
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
     the columns text and label). UsageError if it cannot be had or is something else.
     """
+    writer.compare(source)
     splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND)
     for split, rows in splits.items():
+        writer.find(checks.check_count(split, len(rows), PUBLISHED))
         for batch in rows:
             if not all(isinstance(text, str) for text in batch["text"]):
                 raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")

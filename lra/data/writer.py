@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from lra.data import checks
 
 DOCUMENTS = "documents"  # the sequences that pairs refer to
 
@@ -30,7 +32,10 @@ class Writer:
         self._labels: dict[str, list[np.ndarray]] = {}
         self._pairs: dict[str, list[np.ndarray]] = {}
         self._baselines: dict[str, dict[str, float]] = {}
+        self._rows: dict[str, list[np.ndarray]] = {}  # what identifies the rows of each split, if they are compared
+        self._compared: str | None = None
         self._notes: list[str] = []
+        self._differences: list[str] = []
 
     def add(self, split: str, sequences: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
         """Append sequences to a split, which begins when it is first named.
@@ -41,6 +46,8 @@ class Writer:
             raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
         self._append(split, sequences)
         self.count(len(labels))
+        if self._compared:
+            self._rows.setdefault(split, []).append(checks.hashes(sequences))
         self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
@@ -54,7 +61,10 @@ class Writer:
             raise ValueError(f"{split}: {len(pairs)} pairs with {len(labels)} labels")
         if len(pairs) and not 0 <= np.min(pairs) <= np.max(pairs) < count:
             raise ValueError(f"{split}: a pair names a document outside 0 to {count - 1}")
-        self._pairs.setdefault(split, []).append(np.array(pairs, np.int64).reshape(-1, 2))
+        pairs = np.array(pairs, np.int64).reshape(-1, 2)
+        self._pairs.setdefault(split, []).append(pairs)
+        if self._compared:
+            self._rows.setdefault(split, []).append(checks.hashes(pairs))
         self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def baseline(self, name: str, accuracy: Mapping[str, float]) -> None:
@@ -65,6 +75,20 @@ class Writer:
         """State what a user of the data should know, in the manifest."""
         self._notes.append(text)
 
+    def differ(self, text: str) -> None:
+        """State in what the data is not what it should be: a note that every run on it repeats."""
+        self.note(text)
+        self._differences.append(text)
+
+    def compare(self, source: str | Path) -> None:
+        """To be called first, of data that is imported: `finish` compares its splits, as in `checks.compare_splits`."""
+        self._compared = str(source)
+
+    def find(self, findings: Iterable[checks.Finding]) -> None:
+        """State what checks have found."""
+        for finding in findings:
+            (self.differ if finding.matters else self.note)(finding.text)
+
     def scratch(self) -> Path:
         """A folder for the builder's temporary files; it goes when the store is finished or fails."""
         path = self._folder / "scratch"
@@ -72,11 +96,19 @@ class Writer:
         return path
 
     def finish(self) -> dict[str, Any]:
-        """Complete the files and return what the manifest says of their content."""
+        """Complete the files and return what the manifest says of their content; UsageError as from `compare`."""
+        if self._compared:
+            rows, labels = (
+                {split: np.concatenate(parts) for split, parts in kept.items()} for kept in (self._rows, self._labels)
+            )
+            self.find(checks.compare_splits(self._compared, rows, labels))
+            for split in self._labels.keys() & self._lengths.keys():
+                self.find(checks.check_lengths(split, np.concatenate(self._lengths[split])))
         shutil.rmtree(self._folder / "scratch", ignore_errors=True)
         documents = {DOCUMENTS: self._finish(DOCUMENTS)} if DOCUMENTS in self._lengths else {}
         splits = {split: self._labelled(split) for split in self._labels}
-        return {"splits": splits, **documents, "baselines": self._baselines, "notes": self._notes}
+        said = {"baselines": self._baselines, "notes": self._notes, "differences": self._differences}
+        return {"splits": splits, **documents, **said}
 
     def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         if isinstance(sequences, np.ndarray):

@@ -124,6 +124,11 @@ class TaskData(pl.LightningDataModule):
         """The prepared store; UsageError if it is not there, damaged, or from another source than the one asked for."""
         return self._sourced(Store.open(self.content().path, self.command()))
 
+    def differences(self) -> list[str]:
+        """In what the prepared data is not what the task's data should be; a store of an older lra does not say."""
+        store = self.open()
+        return [f"{store.path.name}: {text}" for text in store.manifest.get("differences", ())]
+
     def _sourced(self, store: Store) -> Store:
         task, found, asked = self.content().task, store.manifest["source"], self.content().source
         if self.config.source != type(self.config)().source and found != asked:

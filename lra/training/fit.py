@@ -158,7 +158,7 @@ def fit(*args: str) -> dict[str, Any]:
             with replacing(directory.best) as file:
                 file.write(carried.read_bytes())
         onward = f"\ngoes on after step {done:,} of {run.trainer.steps:,}" if checkpoint else ""
-        _say(f"{directory.path}: {what}{onward}")
+        _say(f"{directory.path}: {what}{onward}", *data.differences())
         if crowd := crowding(run):
             _say(crowd)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -269,7 +269,7 @@ def test(*args: str) -> dict[str, Any]:
     data.prepare_data()
     data.check_ranks(trainer.world_size)
     data.setup()
-    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes)
+    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
     if crowd := crowding(run):
         _say(crowd)
     try:

@@ -58,10 +58,12 @@ def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str,
         bound = sampling_bound(p, n)
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
     manifest = data.store.manifest
+    differences = list(manifest.get("differences", ()))
     return scored | {
         "protocol": getattr(module.run.task, "protocol", None),  # None: there is only one
         # of a path the name: where it lay means nothing elsewhere, and the manifest has it
-        "data": {"source": _name(manifest["source"]), "store": data.store.path.name},
+        "data": {"source": _name(manifest["source"]), "store": data.store.path.name}
+        | ({"differences": differences} if differences else {}),
     }
 
 

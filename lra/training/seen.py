@@ -51,13 +51,14 @@ def seen_by(identity: Mapping[str, Any]) -> Seen:
 
 def trained_on(task: Any) -> tuple[str, int | str]:
     """The set from which a task's examples come, and which part of it is trained on."""
-    generated = getattr(task, "source", None) == "generate"
+    drawn = all(hasattr(task, field) for field in ("train", "val", "data_seed"))  # not so with every task of others
+    generated = drawn and getattr(task, "source", None) == "generate"
     if generated and (stream := getattr(task, "stream", None)):
         return stream, task.train
     held_out = getattr(task, "protocol", None) == "heldout"
     same = SAME_SET if generated else SAME_SET | {"data_seed"}
     of = [f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in same]
-    if not generated and type(task)().source == "generate":  # else any copy has the same examples
+    if not generated and hasattr(task, "source") and type(task)().source == "generate":  # else any copy has the same examples
         of.insert(0, f"source={Path(task.source).name}")
     name = ", ".join([versioned(task), *of])
     return name, task.train if generated else f"data_seed={task.data_seed}" if held_out else EVERYTHING

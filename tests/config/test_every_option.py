@@ -105,13 +105,16 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     words = ["".join(CHANCE.choice(list("abcdef "), 15 + 2 * i)) for i in range(30)]
     reviews = {"text": words, "label": [0, 1] * 15}
-    images = {"img": pngs(CHANCE.integers(0, 256, (20, 32, 32, 3), np.uint8)), "label": [*range(10)] * 2}
+    others = {"text": [word[::-1] for word in words], "label": [0, 1] * 15}
+    images, unlike = (
+        {"img": pngs(CHANCE.integers(0, 256, (20, 32, 32, 3), np.uint8)), "label": [*range(10)] * 2} for _ in range(2)
+    )
     papers = {f"P{i}": word for i, word in enumerate(words)}
     pairs = [(i % 2, f"P{i}", f"P{(7 * i + 3) % 30}") for i in range(30)]
     aan = write_aan_papers(folder / "aan", papers, train=pairs, val=pairs[:6], test=pairs[6:12])
     return {
-        "text": {"source": str(write_imdb(folder / "imdb", train=reviews, test=reviews))},
-        "image": {"source": str(write_cifar10(folder / "cifar", train=images, test=images))},
+        "text": {"source": str(write_imdb(folder / "imdb", train=reviews, test=others))},
+        "image": {"source": str(write_cifar10(folder / "cifar", train=images, test=unlike))},
         "retrieval": {"source": str(aan), "dataset": "scisumm"},
     }
 

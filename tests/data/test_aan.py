@@ -100,7 +100,7 @@ def test_a_document_is_its_text(tmp_path):
         "test": [(0, "same", "another")],
     }
     assert sorted(documents(made)) == ["another", "same"]
-    pairs = {name: [(1, "A", "B")] for name in SPLITS}
+    pairs = {name: [(1, "A", "B")] * count for count, name in enumerate(SPLITS, 1)}
     papers = write_aan_papers(tmp_path / "aan", {"A": "same", "B": "same"}, **pairs)
     assert documents(store(papers, "scisumm")) == ["same"]
 

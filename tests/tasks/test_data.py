@@ -323,3 +323,16 @@ def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
         running.append(subprocess.Popen(command, env=os.environ | changes, stdout=subprocess.PIPE, text=True))
     one, two = (process.communicate(timeout=120)[0].split() for process in running)
     assert one == two and len(set(one)) == 2 and all(len(part) == 64 for part in one)
+
+
+def test_a_run_says_in_what_its_data_is_not_the_data_set(imdb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "note: train has 40 rows, where 25,000 are published" in prepare(["task=text", f"source={imdb}"])
+    small = ("model.d_model=16", "model.heads=1", "model.layers=1", "model.d_ff=16", "trainer.accelerator=cpu")
+    steps = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1", "batch.size=2", "name=run")
+    result = lra.fit("task=text", "attn=flash", "recipe=demo", "task.max_length=16", *small, *steps)
+    notes = [line for line in capsys.readouterr().out.replace("\n", " ").split("note: ") if "are published" in line]
+    assert len(notes) == 2 and notes[0].startswith(result["data"]["store"] + ": train has 40 rows")
+    assert result["data"]["differences"][0] == "train has 40 rows, where 25,000 are published"
+    lra.test(f"init={result['directory']}")
+    assert capsys.readouterr().out.count("note: ") == 2

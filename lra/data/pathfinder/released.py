@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import random_split
 
-from lra.data import picture, release
+from lra.data import checks, picture, release
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
 from lra.data.pathfinder.law import Law, law
 from lra.data.writer import Writer
@@ -41,12 +41,13 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     empty, and those that no line names. While it works the pixels are on the disk twice. UsageError names the file that
     is not as it should be.
     """
+    writer.compare(source)
     images = law(resolution, level)
     folder = f"pathfinder{resolution}/{_FOLDERS[level]}"
     scratch = writer.scratch() / "pixels"
     with scratch.open("wb") as file:  # not a memory map: on a full disk, writing to one kills the process
         rows, places = _read(source, folder, images, file)
-    release.note_count(writer, f"{folder}/metadata", len(rows), PUBLISHED)
+    writer.find(checks.check_count(f"{folder}/metadata", len(rows), PUBLISHED))
     kept = [row for row in rows if row.image in places or f"{folder}/{row.image}" != _EMPTY]
     unnamed = set(places)
     for row in kept:
