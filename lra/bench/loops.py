@@ -31,7 +31,7 @@ from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule
 from lra.tasks.batches import TrainBatches
-from lra.training.fit import build, make_trainer
+from lra.training.assembly import build, make_trainer
 from lra.training.narrator import Narrator
 from lra.training.run import RunDirectory
 from lra.training.step import Step

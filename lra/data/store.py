@@ -34,11 +34,11 @@ from typing import Any, Literal
 import numpy as np
 
 from lra import environment, reading
+from lra.data.manifest import faulty_fields
 from lra.data.preparing import shown
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full, failing, system_error
-from lra.reading import is_number
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
 PATIENCE_S = 30  # for another process, until that is told
@@ -50,9 +50,6 @@ STATED = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
     *("splits", "baselines", "notes", "date", "versions"),
 )
-
-
-LENGTHS = ("min", "max", "mean")  # of the sequences of a split
 
 
 def root() -> Path:
@@ -154,7 +151,7 @@ class Store:
             )
         if missing := [name for name in STATED if name not in manifest]:
             raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
-        if wrong := ", ".join(_wrong(manifest)):
+        if wrong := ", ".join(faulty_fields(manifest)):
             raise UsageError(f"{path}/manifest.json has no {wrong}; {_again(path, command)}")
         if path.name != folder(manifest["task"], manifest["version"], manifest["params"]).name:
             other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
@@ -217,41 +214,6 @@ class Store:
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
                 raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
-
-
-def _wrong(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The fields of a manifest that have another form than a store's: whoever reads them relies on it."""
-    for name, kind in (
-        ("task", str), ("version", int), ("params", dict), ("source", str), ("vocabulary", list), ("generator", str),
-        ("seed", int | None), ("vocabulary_hash", str), ("splits", dict), ("baselines", dict), ("notes", list),
-        ("date", str), ("versions", dict),
-    ):  # fmt: skip
-        if not isinstance(manifest[name], kind):
-            yield f"{name} of a store"
-            return
-    if not all(isinstance(text, str) for text in (*manifest["vocabulary"], *manifest["notes"])):
-        yield "texts in vocabulary and notes"
-    for name, file in manifest["files"].items():
-        if "/" in name or not isinstance(file["bytes"], int) or not isinstance(file["sha256"], str):
-            yield f"size and checksum of {name}"
-    for name, part in manifest["splits"].items():
-        if not _is_part(part) or not _are_counts(part.get("labels")):
-            yield f"counts of the sequences and labels of {name}"
-    if "documents" in manifest and not _is_part(manifest["documents"]):
-        yield "counts of the documents"
-    for rule, shares in manifest["baselines"].items():
-        if not isinstance(shares, dict) or not all(is_number(share) and 0 <= share <= 1 for share in shares.values()):
-            yield f"shares of the baseline {rule}"
-
-
-def _is_part(part: Any) -> bool:
-    """Whether a split, or the documents, has its count and, of sequences, their lengths."""
-    lengths = part.get("length", {"min": 0, "max": 0, "mean": 0}) if isinstance(part, dict) else None
-    return isinstance(lengths, dict) and all(is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTHS)))
-
-
-def _are_counts(labels: Any) -> bool:
-    return isinstance(labels, dict) and all(isinstance(n, int) and n > 0 for n in labels.values())
 
 
 def _size(path: Path) -> int | None:

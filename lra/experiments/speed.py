@@ -28,7 +28,7 @@ from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
 from lra.reading import is_number, read_json
-from lra.training.fit import build, quiet, resolve_attention
+from lra.training.assembly import build, quiet, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.run import RUNS
 

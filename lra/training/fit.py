@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import math
 import signal
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -17,7 +15,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches
@@ -26,22 +23,17 @@ from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, naming, out_of_memory, unusable
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
-from lra.tasks.masked import masked
 from lra.training import checkpoints, result, transfer
-from lra.training.callbacks import Clock, Faults, Onward, Rehearsal, console
-from lra.training.curves import Curves
+from lra.training.assembly import build, make_trainer, quiet, resolve_attention, resolve_engine
+from lra.training.callbacks import Clock, console
 from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import crowding, hardware, join
-from lra.training.narrator import Narrator
-from lra.training.preemption import Preemption, start_compilers
-from lra.training.progress import Progress, bar
+from lra.training.preemption import Preemption
+from lra.training.progress import bar
 from lra.training.rendezvous import RendezvousError
 from lra.training.run import COMPUTING, RunDirectory, replacing
-from lra.training.seeding import derive
-from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
@@ -291,69 +283,6 @@ def load(path: str | Path) -> TaskModule:
     return module.eval()
 
 
-def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
-    """The data module and the freshly initialised LightningModule of a run."""
-    cls = TASKS.get(run.task.name)
-    cls = masked(cls) if run.pretrain == "masked" else cls
-    torch.manual_seed(derive(run.seed, "weights"))
-    return cls.Data(run), cls(run, Step(run))
-
-
-def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
-    shared: dict[str, Any] = {
-        "dirpath": directory.path,
-        "save_on_train_epoch_end": False,
-        "enable_version_counter": False,
-    }
-    clock = Clock()
-    trainer = pl.Trainer(
-        **hardware(run, checkpoints.WholeFiles(directory.path)),
-        max_steps=run.trainer.steps,
-        max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
-        val_check_interval=run.trainer.eval_every // run.trainer.stride,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,  # nothing is logged so; more than there are batches would be a warning
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        enable_progress_bar=console.is_terminal,
-        logger=Curves(directory.curves),
-        callbacks=[
-            clock,
-            Onward(),
-            Faults(directory.path),
-            Rehearsal(clock),
-            Narrator(run, clock),
-            *([Progress(console)] if console.is_terminal else []),
-            ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
-            ModelCheckpoint(filename="last", **shared),
-        ],
-    )
-    # Lightning's handlers of signals talk to other ranks, and make of SIGTERM an exception: Preemption has its own
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    # asks all ranks before each stride whether those handlers were called, and waits for the GPU
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    return trainer, clock
-
-
-def resolve_attention(module: TaskModule, device: torch.device) -> str:
-    """What computes attention on the device; UsageError if it can't."""
-    used = {
-        part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Attention)
-    }
-    return ", ".join(sorted(used))
-
-
-def resolve_engine(module: TaskModule, device: torch.device) -> str:
-    """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
-    if not module.step.captures(module, device):
-        return "eager"
-    start_compilers()
-    torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
-    module.step.compile_evaluation(module)
-    return "captured"
-
-
 def _smaller(run: RunConfig, trainer: pl.Trainer, also: str = "") -> str:
     training = trainer.lightning_module.training  # else it was evaluation that ran out
     field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
@@ -400,14 +329,3 @@ def _say(text: str, *notes: str) -> None:
     with naming("the standard output"):
         for line in (text, *(f"note: {note}" for note in notes)):
             console.print(line)
-
-
-def quiet() -> None:
-    """Lightning's greetings, and its warnings about what is meant so."""
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
-    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
-    warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions

@@ -58,7 +58,8 @@ def trained_on(task: Any) -> tuple[str, int | str]:
     held_out = getattr(task, "protocol", None) == "heldout"
     same = SAME_SET if generated else SAME_SET | {"data_seed"}
     of = [f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in same]
-    if not generated and hasattr(task, "source") and type(task)().source == "generate":  # else any copy has the same examples
+    # else any copy has the same examples
+    if not generated and hasattr(task, "source") and type(task)().source == "generate":
         of.insert(0, f"source={Path(task.source).name}")
     name = ", ".join([versioned(task), *of])
     return name, task.train if generated else f"data_seed={task.data_seed}" if held_out else EVERYTHING
