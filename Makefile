@@ -42,8 +42,10 @@ demo: $(READY)  ## train on ListOps and score the test set; again: the same resu
 test: $(READY)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(READY)  ## every test; on a GPU host and with LRA_TEST_DATA none is skipped
+# the other versions too, unless some tests are chosen or nothing may be installed
+test-all: $(READY)  ## every test, and make versions; on a GPU host and with LRA_TEST_DATA none is skipped
 	@$(PYTEST) $(PYTEST_ARGS)
+	@$(if $(strip $(PYTEST_ARGS))$(if $(strip $(VENV)),,none),,$(MAKE) --no-print-directory versions)
 
 versions: $(READY)  ## some tests with the oldest versions that lra supports and with the newest of everything (VERSIONS=newest)
 	@[ -n "$(strip $(VENV))" ] || { echo "make versions installs: name a folder for it with VENV=" >&2; exit 1; }

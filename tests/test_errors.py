@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lra import cli
-from lra.errors import UsageError, naming, unusable
+from lra.errors import UsageError, failing, naming, system_error, unusable
 
 MENDS = {
     "ENOSPC": "free some space", "EDQUOT": "free some space", "EFBIG": "ulimit -f", "EMFILE": "ulimit -n",
@@ -71,3 +71,35 @@ def test_the_command_line_says_it_in_one_line_also_where_nothing_can_be_said(err
         assert ended.value.code == 2
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it holds back is written when it is closed
+
+
+def test_the_word_of_the_operating_system_is_found_behind_others():
+    try:
+        try:
+            raise OSError(errno.EIO, "Input/output error")
+        except OSError as error:
+            raise RuntimeError("a library's own") from error
+    except RuntimeError as error:
+        found = system_error(error, "a file")
+    assert found and found.errno == errno.EIO and found.filename == "a file"
+    named = OSError(errno.EIO, "Input/output error", "another")
+    assert system_error(named, "a file") is named and named.filename == "another"
+
+
+@pytest.mark.parametrize("error", [None, OSError("not a parquet file"), OSError(errno.EINVAL, "x"), ValueError("x")])
+def test_what_a_library_makes_of_a_file_is_no_such_word(error):
+    assert system_error(error) is None
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ENOLCK, errno.ENODEV])
+def test_a_machine_that_fails_damages_nothing(number):
+    assert failing(OSError(number, os.strerror(number), "/a/file"))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "x"), OSError(errno.ENOSPC, "x"), OSError("x"), ValueError()])
+def test_what_users_did_is_no_failure_of_the_machine(error):
+    assert not failing(error)
+
+
+def test_memory_that_ran_out_is_told():
+    assert "not enough memory (MemoryError)" in str(unusable(MemoryError())) and failing(MemoryError())

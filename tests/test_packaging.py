@@ -104,7 +104,7 @@ def test_an_editable_install_wins_over_a_clone_that_the_current_folder_holds(tmp
     with zipfile.ZipFile(file) as archive:
         archive.extractall(site)
     program = "import site, sys; site.addsitedir(sys.argv[1]); import lra; print(lra.__file__)"
-    where = run(sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, ''); {program}", site, cwd=tmp_path)
+    where = run(sys.executable, "-IS", "-c", f"import sys; sys.path.insert(0, ''); {program}", site, cwd=tmp_path)
     assert where.strip() == str(clone / "lra" / "__init__.py")
 
 

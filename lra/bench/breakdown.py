@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 GROUPS = {
     # templates are products
     "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
-    "attention": r"^(hopper_\w+|forward|backward|prepare|finish|delta|dkdv|dq)_kernel|flash|fmha|sdpa|flex_",
+    "attention": r"^(hopper_\w+|forward\w*|backward|prepare|convert|extreme_rows|delta|dkdv|dq)_kernel"
+    r"|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
     "optimiser": r"multi_tensor|foreach|adam|CatArray",  # sums of gradients and their norm, too
     "data": r"memcpy|memset|copy|fill|index|gather|scatter",

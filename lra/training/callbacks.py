@@ -173,7 +173,7 @@ class Rehearsal(pl.Callback):
         module.eval()
         with torch.inference_mode(), trainer.precision_plugin.val_step_context():
             loader = cast(TaskData, trainer.datamodule).val_dataloader()  # type: ignore[attr-defined]
-            for _ in range(2 if module.step.captures(module, module.device) else 1):  # the first one compiles
+            for _turn in range(2 if module.step.captures(module, module.device) else 1):  # the first one compiles
                 began = time.perf_counter()
                 batch = next(iter(loader))
                 module.evaluate(batch)

@@ -309,7 +309,7 @@ def test_killed_build_leaves_no_store_and_no_rubbish():
     path = content().path
     partial = path.with_name(f".{path.name}.partial")
     with start_slow_build(60) as process:
-        assert process.stdout and process.stdout.readline() == "building\n"
+        assert process.stdout and [process.stdout.readline() for _ in range(2)][-1] == "building\n"
         process.kill()
     assert partial.exists()
     with pytest.raises(UsageError, match="not prepared"):
@@ -430,7 +430,7 @@ TROUBLE = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, er
 
 
 @pytest.mark.parametrize("number", TROUBLE)
-@pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.read_bytes", "pathlib.Path.stat"])
+@pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.open", "pathlib.Path.stat"])
 def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
     path = prepare(content(), build).path
 

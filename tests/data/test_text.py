@@ -114,7 +114,7 @@ def test_a_mirror_leaves_nothing_in_the_home(mirror, tmp_path):
 
 def test_no_network_is_one_line_at_once(tmp_path):
     done, seconds = run(text.HUB, tmp_path)
-    assert done.stdout.count("\n") == 1 and "the Hub does not answer" in done.stdout
+    assert done.stdout.count("\n") == 2 and "the Hub does not answer" in done.stdout
     assert "lra data prepare task=text source=<folder" in done.stdout
     assert "Retry" not in done.stderr and seconds < 15  # the Hub's client alone would retry for 24
 

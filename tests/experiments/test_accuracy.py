@@ -113,8 +113,8 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     assert sorted(here.rglob("*")) == before
     rows = {" ".join([column, attn, "seed", seed]): rest for column, attn, seed, *rest in report.tables[0][2]}
     assert rows["listops flash seed 0"] == ["done, test accuracy 40.00%", "", "checkpoints/runs/listops/flash/demo-s0"]
-    assert rows["listops flash seed 1"][:2] == ["interrupted, goes on from last.ckpt", "2 min"]  # 980 steps are left
-    assert rows["listops flash seed 2"][:2] == ["open", "2 min"]
+    assert rows["listops flash seed 1"][:2] == ["interrupted, goes on from last.ckpt", "98 s"]  # 980 steps are left
+    assert rows["listops flash seed 2"][:2] == ["open", "150 s"]
     assert rows["listops standard seed 0"][:2] == ["OOM: it broke", ""]
     assert rows["listops standard seed 1"][:2] == ["failed, to be retried once: it broke", "unknown"]
     assert rows["text flash seed 0"][:2] == ["running elsewhere", "unknown"]
@@ -228,7 +228,7 @@ def test_a_running_cell_shows_its_step_pace_and_best_validation():
     assert str(pace) == "300/1500, val 25.00"
     curves(cell, "250,,,1.0,0.25", "300,1,1,,", "500,,,1.0,0.5", at=5020.0)
     pace.update()
-    assert str(pace) == "500/1500, val 50.00, 10.0/s, 2 min left"
+    assert str(pace) == "500/1500, val 50.00, 10.0/s, 100 s left"
 
 
 def test_the_pace_of_a_run_that_went_back_begins_there():

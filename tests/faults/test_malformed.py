@@ -443,6 +443,6 @@ def test_a_compile_cache_that_was_cut_short(around, made, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Step, "__call__", lambda *_: CompiledKernel(None, group, "hash"))
         done = lra("fit", *RUN, "name=cached")
-    check(done, ("the compile cache is damaged", f"{entry} has a file", "remove that folder; resume=auto goes on"))
+    check(done, ("the compile cache is damaged", f"{entry} has a file", "remove that folder; then resume=auto goes on"))
     assert (entry / "kernel.json").exists()
     assert lra("fit", *RUN, "name=cached", "resume=auto").code == 0

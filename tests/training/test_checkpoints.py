@@ -275,7 +275,7 @@ def test_what_a_checkpoint_has_behind_it(tmp_path):
     none = {"best_model_score": None, "best_model_path": "/elsewhere/last.ckpt"}
     for callbacks, best in (({"a": none, "b": state}, tmp_path / "best.ckpt"), ({"a": none, "c": {}}, None)):
         torch.save({"global_step": 7, "callbacks": callbacks}, tmp_path / "last.ckpt")
-        assert checkpoints.behind(tmp_path / "last.ckpt") == (7, best)
+        assert checkpoints.behind(tmp_path / "last.ckpt") == (7, best, [])
 
 
 def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):

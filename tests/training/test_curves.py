@@ -7,9 +7,10 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
 from lra.errors import UsageError
@@ -40,7 +41,7 @@ def logged(folder: Path) -> dict[tuple[int, str], float]:
     return found
 
 
-def rows(path: Path) -> dict[tuple[int, str], float]:
+def rows(path: Path) -> dict[tuple[int, str], Any]:
     return {
         (int(row["step"]), tag): pytest.approx(float(value))
         for row in read(path)

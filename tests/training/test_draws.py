@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lra.training import draws
 from lra.training.draws import DRAWS
 from lra.training.fit import build, configure
 from lra.training.seeding import derive
+from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
@@ -41,7 +43,7 @@ def digest(drawn: object) -> str:
 
 def seeds() -> str:
     _, module = build(configure(arguments()).config)
-    return digest([derive(0, "weights"), derive(1, "dropout", 5, 3), *module.step.seeds(7, 1)])
+    return digest([derive(0, "weights"), derive(1, "dropout", 5, 3), *cast(Step, module.step).seeds(7, 1)])
 
 
 def weights() -> list[float]:

@@ -7,12 +7,12 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities import rank_zero_only
 
 import lra
 from lra.errors import UsageError
@@ -76,7 +76,7 @@ def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
     monkeypatch.chdir(finished.parents[4])
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained again"))
     assert lra.fit(*arguments("name=done")) == json.loads((finished / "result.json").read_text())
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr("lra.training.fit.join", lambda *_: SimpleNamespace(rank=1))
     assert lra.fit(*arguments("name=done")) == {}, "only the first rank has a result to print"
 
 

@@ -26,7 +26,8 @@ def test_a_result_has_the_commit_that_made_it(small, monkeypatch):
     path = Path(small("trainer.steps=2", "trainer.eval_every=2")["directory"])
     for file in ("result.json", "env.json"):
         said = json.loads((path / file).read_text())
-        assert said.get("environment", said)["commit"] == "0123456789ab+"
+        made_with = said[-1] if isinstance(said, list) else said["environment"]
+        assert made_with["commit"] == "0123456789ab+"
 
 
 def test_a_result_states_what_ran_and_how_long():

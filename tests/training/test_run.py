@@ -181,7 +181,7 @@ def test_a_directory_is_opened_by_one_process_and_cleaned(directory):
     run = directory("resume=auto")
     with run.opened(None):
         assert yaml.safe_load((run.path / "config.yaml").read_text()) == run.config
-        assert json.loads((run.path / "env.json").read_text())["versions"]["python"]
+        assert json.loads((run.path / "env.json").read_text())[0]["versions"]["python"]
         assert claimed(run.path)
         with pytest.raises(UsageError, match="another process works in"), run.opened(None):
             pass

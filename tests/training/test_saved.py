@@ -49,6 +49,6 @@ def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, read)
     def denied(*_: Any, **__: Any) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", denied)
+    monkeypatch.setattr(Path, "stat", denied)
     with pytest.raises(PermissionError):
         read(tmp_path / "file")
