@@ -114,13 +114,14 @@ def with_inputs(case: Case, inputs: str) -> Case:
     """The case with such inputs, or with normal ones where they have no answer within the budget.
 
     A row that sees only scores of -inf has no softmax, which a causal or sparse one may. NaN needs a neighbour. Where
-    few keys share a row's weight, 16-bit kernels differ from plain PyTorch by more with dropout (docs/kernels.md).
+    few keys share a row's weight, 16-bit kernels differ from plain PyTorch by more with dropout, and fp32 in the dK of
+    a key that dominates every row (docs/kernels.md).
     """
     rounded = case.dropout > 0 and case.dtype != torch.float32
     impossible = {
         "overflow": case.causal or case.sparse is not None or case.dtype == torch.float16,
         "nan_neighbour": not case.lengths[0] or not any(case.lengths[1:]),
-        "dominant": rounded,
+        "dominant": rounded or case.dtype == torch.float32,
         "same": rounded,
     } | dict.fromkeys(HIDING, rounded and (case.sparse is not None or case.causal))
     if inputs == "normal" or impossible.get(inputs):
