@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -249,3 +250,18 @@ def test_a_run_sees_its_slots_gpu_and_the_users_threads(monkeypatch):
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("GPU-a", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert local._environment([None])["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_cell_whose_folder_can_not_be_written_stops_no_other(monkeypatch):
+    first, second = cells(2, ("listops",))[:2]
+    genuine, log = Path.open, first.directory.path / "log.txt"
+
+    def opened(path, mode="r", *rest, **named):
+        if path == log and "a" in mode:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return genuine(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", opened)
+    states, said = work([first, second], stub([first, second], "finish"))
+    assert [state.status for state in states] == ["refused", "done"]
+    assert len(said) == 1 and "log.txt can't be used (No space left on device)" in said[0]
