@@ -50,15 +50,18 @@ class Rows:
         return self.batches(sorted(self.columns))
 
 
-def load(source: str | Path, *, name: str, columns: tuple[str, ...], mend: str) -> dict[str, Rows]:
+def load(
+    source: str | Path, *, name: str, columns: tuple[str, ...], mend: str, note: Callable[[str], None]
+) -> dict[str, Rows]:
     """The splits train and test, each of which has rows and these columns.
 
-    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. UsageError, ending
-    in the command `mend`, if the data set called `name` can't be had or is something else.
+    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. `note` is told if
+    the Hub can't be asked and a cached copy is read in its place. UsageError, ending in the command `mend`, if the data
+    set called `name` can't be had or is something else.
     """
     path = os.path.expanduser(source)
     try:
-        splits = _folder(Path(path)) if _is_folder(path) else _hub(path)
+        splits = _folder(Path(path)) if _is_folder(path) else _hub(path, note)
     except Unusable as error:
         raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
     for split in ("train", "test"):
@@ -160,7 +163,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
         raise Unusable(f"{path} is no readable parquet file: {first_line(error)}") from error
 
 
-def _hub(source: str) -> dict[str, Rows]:
+def _hub(source: str, note: Callable[[str], None]) -> dict[str, Rows]:
     """The splits of a data set of the Hub: downloaded, or a cached copy if the Hub can't be asked."""
     failure = None
     if not _offline():
@@ -172,18 +175,23 @@ def _hub(source: str) -> dict[str, Rows]:
             failure = error
         else:
             return _folder(folder)
+    why = network.reason(failure) if failure else f"{_offline()} is set"
     unusable = []
     for snapshot in _snapshots(source):
         try:
-            return _folder(snapshot)
+            splits = _folder(snapshot)
         except Unusable as error:
             unusable.append(str(error))
+        else:
+            note(f"{why}: the copy of revision {snapshot.name} in the Hub's cache was read")
+            return splits
     with suppress(Exception):  # there is none
-        return _arrow(source)
+        splits = _arrow(source)
+        note(f"{why}: the copy in the cache of `datasets` was read")
+        return splits
     if disk_full(failure):
         there = f"no space left for the download in {_cache()}"
         raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
-    why = network.reason(failure) if failure else f"{_offline()} is set"
     there = f"the copy in the Hub's cache is not whole: {unusable[0]}" if unusable else f"no copy is in {_cache()}"
     raise Unusable(f"{why}; {there}") from failure
 

@@ -27,7 +27,7 @@ def build(writer: Writer, source: str | Path) -> None:
     label). UsageError if it cannot be had or is something else.
     """
     writer.compare(source)
-    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND)
+    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
         writer.find(checks.check_count(split, len(rows), PUBLISHED[split]))
         for batch in rows:

@@ -24,7 +24,7 @@ def build(writer: Writer, source: str | Path) -> None:
     the columns text and label). UsageError if it cannot be had or is something else.
     """
     writer.compare(source)
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND)
+    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
         writer.find(checks.check_count(split, len(rows), PUBLISHED))
         for batch in rows:

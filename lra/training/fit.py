@@ -208,6 +208,8 @@ def _recorded(
     try:
         yield
     except RendezvousError:
+        if trainer.is_global_zero:
+            directory.withdraw()
         raise
     except Exception as error:
         if out_of_memory(error):

@@ -54,6 +54,7 @@ class RunDirectory:
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
         self.asked = f"the task is {self.task} by now" if newest else f"{self.task} is asked for"
         self.resume = run.resume
+        self._before: dict[Path, bytes | None] = {}  # what `opened` has replaced
 
     def result(self) -> dict[str, Any] | None:
         """The result of a run that ended by itself, which lies here now; UsageError if it is not whole."""
@@ -168,6 +169,15 @@ class RunDirectory:
             if held is not None:
                 os.close(held)
 
+    def withdraw(self) -> None:
+        """Takes back what `opened` wrote: nothing of the run has happened."""
+        for file, content in self._before.items():
+            if content is None:
+                file.unlink(missing_ok=True)
+            else:
+                with replacing(file) as out:
+                    out.write(content)
+
     def _open(self, step: int) -> None:
         sessions = read_environments(self.path / "env.json")
         sessions.append({"step": step} | environment.describe())
@@ -175,6 +185,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
                 aside.unlink()
+            files = (self.path / name for name in ("result.json", "env.json", "config.yaml"))
+            self._before = {file: file.read_bytes() if file.exists() else None for file in files}
             (self.path / "result.json").unlink(missing_ok=True)
             write(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
             write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))

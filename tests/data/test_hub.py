@@ -26,9 +26,10 @@ def mirror(folder: Path) -> Path:
     return write_imdb(folder, train=COLUMNS, test=COLUMNS)
 
 
-def load(source: str | Path = NAME):
-    """The rows of each split."""
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend="lra data prepare …")
+def load(source: str | Path = NAME, notes: list[str] | None = None):
+    """The rows of each split; `notes` gets what is to be known of them."""
+    note = ([] if notes is None else notes).append
+    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend="lra data prepare …", note=note)
     return {
         split: {name: [value for batch in batches for value in batch[name]] for name in COLUMNS}
         for split, batches in ((split, list(batches)) for split, batches in splits.items())
@@ -148,11 +149,13 @@ def fill(cache: Path, folder: Path, *, main: bool = True) -> Path:
 
 
 def test_a_download_asks_for_the_data_set_alone_and_stays(served):
-    assert load() == EXPECTED
+    notes: list[str] = []
+    assert load(notes=notes) == EXPECTED and not notes
     assert all(NAME in path for path in served.asked if "agent" not in path)  # no probe of the Hub itself
     served.answer = lambda handler, path: handler.send(503)
-    assert load() == EXPECTED  # the copy
-    rows = hub.load(NAME, name="IMDB", columns=("label",), mend="")["train"]
+    assert load(notes=notes) == EXPECTED  # the copy
+    assert len(notes) == 1 and "HTTP 503" in notes[0] and "in the Hub's cache was read" in notes[0]
+    rows = hub.load(NAME, name="IMDB", columns=("label",), mend="", note=notes.append)["train"]
     assert len(rows) == 3 and list(rows) == list(rows) == [{"label": COLUMNS["label"]}]
 
 

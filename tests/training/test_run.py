@@ -228,3 +228,18 @@ def test_what_a_run_took_is_said_where_it_is_known():
     assert spent(new) == spent(new | {"resumed": True}) == (9.0, 7)
     assert spent(old) == (2.0, 7) and spent(old | {"resumed": True}) == (None, None)
     assert [unshared(each) for each in ({"runs_per_device": 1}, {"runs_per_device": 2}, {})] == [True, False, False]
+
+
+def test_what_was_opened_can_be_taken_back(directory):
+    """For ranks that did not meet: the same command finds the directory as it was."""
+    run = directory("resume=auto")
+    with run.opened(None):
+        run.withdraw()
+    assert {each.name for each in run.path.iterdir()} == {"claim"}
+    with run.opened(None):
+        ended(run, "failed")
+    before = {each.name: each.read_bytes() for each in run.path.iterdir()}
+    with run.opened(None):
+        assert not (run.path / "result.json").exists()
+        run.withdraw()
+    assert {each.name: each.read_bytes() for each in run.path.iterdir()} == before
