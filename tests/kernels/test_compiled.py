@@ -17,6 +17,7 @@ from tests.kernels.compiling import compiled
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
 # instructions of the tensor cores; wgmma takes 64 rows, and a smaller tile mma
 PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}}
+SELDOM = {"forward_again_kernel", "extreme_rows_kernel"}  # most launches find nothing to do
 HELPERS = {"delta_kernel", "prepare_kernel", "convert_kernel"}  # kernels that multiply no tiles
 
 
@@ -124,7 +125,8 @@ def check(cases: list[dict[str, Any]]) -> None:
             # costs much more. At d = 128 tiles that keep invariants there were measured faster than those that fit.
             # Hopper's forward keeps what its second sweep needs, which seldom comes.
             wide = result["arch"] == 90 and result["head_dim"] == 128
-            assert kernel["stack"] <= (320 if wide else 96 if name == "hopper_forward_kernel" else 64), where
+            most = 400 if name in SELDOM else 320 if wide else 96 if name == "hopper_forward_kernel" else 64
+            assert kernel["stack"] <= most, where
             assert kernel["shared"] <= 1024 * SHARED_LIMIT[result["arch"]], where
             if name not in HELPERS:
                 used = {product for product in ("mma", "wgmma", "tcgen05") if kernel[product]}

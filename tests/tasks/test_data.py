@@ -321,7 +321,8 @@ def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
         changes = {"PYTHONHASHSEED": seed, "PYTHONPATH": root, "LRA_DATA": str(tmp_path / seed), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", DIGEST, *asked]
         running.append(subprocess.Popen(command, env=os.environ | changes, stdout=subprocess.PIPE, text=True))
-    one, two = (process.communicate(timeout=120)[0].split() for process in running)
+    lines = (process.communicate(timeout=120)[0].splitlines() for process in running)
+    one, two = ([line for line in each if not line.startswith("preparing")] for each in lines)
     assert one == two and len(set(one)) == 2 and all(len(part) == 64 for part in one)
 
 
