@@ -276,7 +276,7 @@ REFUSED = {
     "data prepare task=listops model.d_model=3": "model.d_model=3 has no meaning for data",
     "data prepare task=listops seed=3": "seed=3 has no meaning for data",
     "data prepare task=listops attn=flash": "attn=flash has no meaning for data",
-    "data prepare task=listops force=yes": "force=yes: choose from true, false",
+    "data prepare task=listops force=maybe": "force=maybe: write true or false",
     "data prepare task=listops force": "'force' is not of the form field=value",
     "data prepare task=listops source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
     "data prepare task=pathx source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lra.config.compose import OWN
 from lra.config.options import take
+from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
 from lra.experiments import cells, grid, plan, speed
 from lra.experiments.grid import Cell, Grid
@@ -69,15 +70,16 @@ def run(
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
     table = grid.read(name)
-    options, rest = take(Options, args)
-    asked = resources(given := [arg for arg in rest if arg.startswith("slurm.")], options.launcher)
+    overrides = parse_overrides(args)
+    options, rest = take(Options, overrides)
+    asked = resources(given := [each for each in rest if each.field.startswith("slurm.")], options.launcher)
     if options.speed == "true":
-        return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
+        return speed.run(table, [each for each in overrides if each.field != "speed"], progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
+    chosen = choose(table, options, fields := [each for each in rest if each not in given])
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
@@ -100,7 +102,7 @@ def run(
     return report(table, states)
 
 
-def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
+def choose(table: Grid, options: Options, fields: Sequence[str | Override]) -> list[Cell]:
     """The cells, all composed; UsageError if one is not possible, or two would be one run."""
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
@@ -113,13 +115,13 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
     return chosen
 
 
-def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:
+def _measuring(table: Grid, options: Options, fields: Sequence[Override]) -> str:
     """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
-    if {field.partition("=")[0] for field in fields} & {*speed.REFUSED, *OWN}:
+    if {override.field for override in fields} & {*speed.REFUSED, *OWN}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
-    kept = [field for field in fields if field.partition("=")[0] not in plan.NOT_PACE]  # few steps would be refused
+    kept = [str(override) for override in fields if override.field not in plan.NOT_PACE]  # few steps would be refused
     return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
 
 

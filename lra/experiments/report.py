@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lra.config.options import refuse_repeats, take
+from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.errors import UsageError
 from lra.experiments import grid, html, ledger, plan, speed
@@ -70,7 +71,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     rows = [ledger.row(shown, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [made for made in _tables(shown, rows, columns, attns) if made[2]]
-    under = " ".join((f"recipe: {recipe}", *fields))
+    under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     notes = [under, *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
     if shown.others:
         notes.insert(1, shown.cited)
@@ -93,7 +94,7 @@ def run(name: str, args: Sequence[str]) -> Report:
 
 
 def _cells(
-    table: Grid, columns: Sequence[str], options: Options, fields: Sequence[str]
+    table: Grid, columns: Sequence[str], options: Options, fields: Sequence[Override]
 ) -> tuple[list[Cell], list[str]]:
     """The cells; columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe

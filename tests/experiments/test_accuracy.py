@@ -60,7 +60,7 @@ def stubbed(monkeypatch):
         (["tasks=listop"], "unknown task 'listop': did you mean 'listops'?"),
         (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'?"),
         (["recipe=xiong"], "unknown recipe 'xiong': did you mean 'xiong2021'?"),
-        (["launcher=slrm"], "launcher=slrm: choose from local, slurm"),
+        (["launcher=slrm"], "launcher=slrm: write local or slurm"),
         (["seeds=0"], "seeds=0: it is how many there are, at least 1"),
         (["devices=2"], "devices=2, but this machine has 0 GPUs"),
         (["attns=flash", "tasks=listops", "optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),

@@ -348,7 +348,7 @@ def test_an_archive_that_may_not_be_read_is_named_not_the_runs(runs, here, monke
 def test_bad_input_is_one_line(tmp_path):
     for args, message in (
         ([], "needs an out=<file>.tar.xz"), (["out=a.zip"], "needs an out="), ([f"out={tmp_path}/a.tar.xz"], "no run"),
-        (["out=a.tar.xz", "checkpoints=some"], "choose from none"),
+        (["out=a.tar.xz", "checkpoints=some"], "write none"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             pack([f"runs={tmp_path}", *args])

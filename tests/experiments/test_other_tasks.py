@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lra.config.options import parse
+from lra.config.override import Override
 from lra.experiments import accuracy, grid, report
 from lra.experiments.cells import State
 from lra.experiments.grid import Cell
@@ -71,7 +72,7 @@ def test_what_a_recipe_makes_of_a_task_is_found_column_by_column():
 
 def test_one_attention_of_another_task_is_enough():
     one, other = GRID.cells(["text"], None, 1, "xiong2021")
-    short = Cell("text", "standard", 0, (*other.args, "max_length=9"))
+    short = Cell("text", "standard", 0, (*other.args, Override("max_length", "9")))
     assert GRID.under([one, short]).others == {"text": "task.max_length: 4096 -> 9"}
     assert GRID.under([one, other]) == GRID
 

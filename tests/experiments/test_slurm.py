@@ -177,7 +177,7 @@ def test_the_command_plans_and_submits(here):
     [
         (["slurm.time=3"], "slurm.time=3 is of use with launcher=slurm only: add that, or leave it out"),
         (["launcher=slurm", "slurm.tiem=3"], "slurm: unknown field 'tiem': did you mean 'time'?"),
-        (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: '1h' is not of the type int"),
+        (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: write an integer"),
         (["launcher=slurm", "slurm.time=0"], "slurm.time=0: it is at least 1"),
         (["launcher=slurm", "devices=0"], "devices=0: with launcher=slurm it is how many tasks run at once"),
         (

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from lra import environment
 from lra.cli import app
+from lra.config.override import parse_overrides
 from lra.errors import UsageError
 from lra.experiments import accuracy, grid, report, speed
 from lra.experiments.grid import Column
@@ -24,7 +25,9 @@ from lra.training import step as step_module
 from lra.training.step import Step
 
 TABLE = grid.read("table3")
-SMALL = replace(TABLE, columns={**TABLE.columns, "short": Column(("task=listops", "task.max_length=32"))})
+SMALL = replace(
+    TABLE, columns={**TABLE.columns, "short": Column(parse_overrides(["task=listops", "task.max_length=32"]))}
+)
 TINY = (
     "speed=true", "attns=standard,flash", "recipe=demo", "steps=2", "warmup=1", "task.train=50", "task.val=10",
     "task.test=10", "trainer.accelerator=cpu", "batch.size=2", "model.d_model=32", "model.layers=1", "out=speed.json",
