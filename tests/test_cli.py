@@ -267,7 +267,7 @@ REFUSED = {
     # test
     "test": "lra test needs one init=",
     "test task=listops": "lra test needs one init=",
-    "test init=a init=b": "lra test needs one init=",
+    "test init=a init=b": "init= is given twice",
     "test init=nowhere": "no checkpoint at nowhere",
     "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: of training alone, it changes no score",
     f"test init={'x' * 300}": "no checkpoint at xxx",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from lra.config.override import Override, convert, parse_overrides, refuse_large
@@ -14,7 +14,7 @@ from lra.errors import UsageError, brief
 Options = TypeVar("Options")
 
 
-def parse(schema: type[Options], args: Sequence[str | Override], label: str = "", **preset: Any) -> Options:
+def parse(schema: type[Options], args: Iterable[str | Override], label: str = "", **preset: Any) -> Options:
     """A `schema` of the arguments, then of `preset`, then of the defaults.
 
     Fields may be of the types that `convert` takes. Raises UsageError, which starts with `label`, for what is unknown,
@@ -34,7 +34,7 @@ def parse(schema: type[Options], args: Sequence[str | Override], label: str = ""
     return schema(**(preset | values))
 
 
-def take(schema: type[Options], args: Sequence[str | Override]) -> tuple[Options, list[Override]]:
+def take(schema: type[Options], args: Iterable[str | Override]) -> tuple[Options, list[Override]]:
     """A `schema` of those arguments that are its fields, as `parse` has it, and the other arguments."""
     own, others, names = [], [], _names(schema)
     for override in parse_overrides(args):

@@ -11,7 +11,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lra.config.compose import OWN
 from lra.config.options import take
@@ -21,7 +21,7 @@ from lra.experiments import cells, grid, plan, speed
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.launch import Local, States, slots
 from lra.experiments.reproduction import Reproduction, Table, number
-from lra.experiments.slurm import Slurm, resources
+from lra.experiments.slurm import Resources, Slurm, resources
 from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
 
@@ -53,6 +53,29 @@ class Options:
             raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 
 
+class Request(NamedTuple):
+    """What a command asks for."""
+
+    table: Grid
+    options: Options
+    resources: Resources
+    fields: list[Override]  # of `lra fit`, for every cell; with speed=true all but that
+    cells: list[Cell]
+
+
+def parse_fields(name: str, args: Sequence[str]) -> Request:
+    """What the arguments of `run` ask for, every cell composed."""
+    table, overrides = grid.read(name), parse_overrides(args)
+    options, others = take(Options, overrides)
+    own = [override for override in others if override.field.startswith("slurm.")]
+    fields = [override for override in others if override not in own]
+    asked = resources(own, options.launcher)
+    if options.speed == "true":
+        fields = [override for override in overrides if override.field != "speed"]
+        return Request(table, options, asked, fields, speed.parse_fields(table, fields)[2])
+    return Request(table, options, asked, fields, choose(table, options, fields))
+
+
 def run(
     name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
 ) -> Reproduction:
@@ -69,17 +92,13 @@ def run(
             another configuration.
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
-    table = grid.read(name)
-    overrides = parse_overrides(args)
-    options, rest = take(Options, overrides)
-    asked = resources(given := [each for each in rest if each.field.startswith("slurm.")], options.launcher)
+    table, options, asked, fields, chosen = parse_fields(name, args)
     if options.speed == "true":
-        return speed.run(table, [each for each in overrides if each.field != "speed"], progress, dry_run)
+        return speed.run(table, fields, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, fields := [each for each in rest if each not in given])
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})

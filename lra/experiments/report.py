@@ -56,12 +56,17 @@ class Report(NamedTuple):
     alone: dict[tuple[str, str, str], float]  # steps per second that were measured alone, by hardware
 
 
+def parse_fields(name: str, args: Sequence[str]) -> tuple[Grid, Options, list[Override]]:
+    """The table, what is shown of it, and the fields of `lra fit` that all cells were run with."""
+    return grid.read(name), *take(Options, args)
+
+
 def run(name: str, args: Sequence[str]) -> Report:
     """The report on a grid: `name`, `field=value` of Options, and of `lra fit` those that all cells were run with.
 
     Writes four files if `out` is given. Raises UsageError for what is unknown or cannot be read or written.
     """
-    table, (options, fields) = grid.read(name), take(Options, args)
+    table, options, fields = parse_fields(name, args)
     recipe = options.recipe or table.recipe
     measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
     columns = options.tasks or table.together()

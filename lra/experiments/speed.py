@@ -107,6 +107,15 @@ class Speeds:
         return [times for column in columns if (times := self.ratio(column, attn, way)) is not None]
 
 
+def parse_fields(table: Grid, args: Sequence[str | Override]) -> tuple[Options, list[Override], list[Cell]]:
+    """The options and fields of `lra fit` among the arguments of `run`, and the cells that they are of."""
+    for override in parse_overrides(args):
+        if mend := REFUSED.get(override.field):
+            raise UsageError(f"{override} can't be beside speed=true: {mend}")
+    options, fields = take(Options, args)
+    return options, fields, table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+
+
 def run(
     table: Grid,
     args: Sequence[str | Override],
@@ -125,11 +134,7 @@ def run(
         UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
             and for a file of other options or, if something is lacking, of another environment.
     """
-    for override in parse_overrides(args):
-        if mend := REFUSED.get(override.field):
-            raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    options, fields = take(Options, args)
-    asked = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+    options, fields, asked = parse_fields(table, args)
     wanted = [_measurement(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]

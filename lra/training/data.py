@@ -53,10 +53,21 @@ def task_data(args: Iterable[str | Override]) -> TaskData:
     return TASKS.get(run.task.name).Data(run)
 
 
+def parse_prepare(args: Iterable[str]) -> tuple[PrepareOptions, TaskData]:
+    """What `lra data prepare` is to do, and the data of which task."""
+    options, fields = take(PrepareOptions, args)
+    return options, task_data(fields)
+
+
+def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
+    """What `lra data show` is to draw, and the data of which task."""
+    options, fields = take(ShowOptions, args)
+    return options, task_data(fields)
+
+
 def prepare(args: Sequence[str]) -> str:
     """Prepares the store."""
-    options, fields = take(PrepareOptions, args)
-    data = task_data(fields)
+    options, data = parse_prepare(args)
     data.prepare_data(force=options.force)
     notes = "".join(f"\nnote: {text}" for text in data.open().manifest["notes"])
     return f"{data.config.name} is ready in {data.content().path}{notes}"
@@ -103,8 +114,7 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
 
 def show(args: Sequence[str]) -> str:
     """Draws the first examples of a split into a PNG file."""
-    options, fields = take(ShowOptions, args)
-    data = task_data(fields)
+    options, data = parse_show(args)
     data.setup()
     if options.split not in data.parts:
         raise UsageError(f"split={options.split} does not exist: choose from {', '.join(data.parts)}")

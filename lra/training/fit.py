@@ -230,6 +230,16 @@ def _recorded(
         raise
 
 
+def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
+    """The arguments of `test` by their fields; UsageError if one is of no use there, or `init=` is missing."""
+    given = {override.field: override for override in parse_overrides(args)}
+    if "init" not in given:
+        raise UsageError("lra test needs one init=<run directory or checkpoint>")
+    if ignored := [str(given[field]) for field in given if field in OF_TRAINING or field.startswith("optim.")]:
+        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
+    return given
+
+
 def test(*args: str) -> dict[str, Any]:
     """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
 
@@ -237,11 +247,7 @@ def test(*args: str) -> dict[str, Any]:
     any training, and on one device unless `trainer.devices` is given. Returns accuracy and loss per test set, beside
     what the baselines reach; on ranks but the first, nothing. Writes nothing.
     """
-    given = {override.field: override for override in parse_overrides(args)}
-    if "init" not in given:
-        raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [str(given[field]) for field in given if field in OF_TRAINING or field.startswith("optim.")]:
-        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
+    given = parse_test(args)
     path = given["init"].text
     weights, identity = checkpoints.read(path)
     saved = transfer.without_origin(identity["config"])
