@@ -9,12 +9,6 @@ from lra.errors import UsageError
 RUN = ("task=listops", "attn=flash", "trainer.steps=4", "trainer.eval_every=4", "trainer.log_every=4")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     "command",
     [

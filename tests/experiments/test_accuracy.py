@@ -34,11 +34,8 @@ ONE = ("tasks=listops", "attns=flash", "seeds=1", "recipe=demo", *TINY)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def short_ticks(here, no_gpus, monkeypatch):
     monkeypatch.setattr(launch, "TICK_S", 0.02)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return tmp_path
 
 
 @pytest.fixture

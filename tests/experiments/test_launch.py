@@ -21,12 +21,10 @@ from tests.experiments.runs import GRID, cells, command, made, started, stub, un
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def short_ticks(here, monkeypatch):
     monkeypatch.setattr(launch, "TICK_S", 0.02)
     monkeypatch.setattr(launch, "LOOK_S", 0.05)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return tmp_path
 
 
 def work(todo, line, slots=1):

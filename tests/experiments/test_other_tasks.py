@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from lra.config.options import parse
 from lra.config.override import Override
@@ -21,12 +20,7 @@ from tests.experiments.test_speed import FILE, shown
 from tests.experiments.test_speed import made as measurement
 from tests.experiments.test_speed import result as measured
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,12 @@ REFUSED = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here, no_gpus, monkeypatch):
     """A folder, and there what stands for SLURM: sbatch puts its tasks into the file queue, which squeue prints."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "LOOK_S", 0.02)
     monkeypatch.setattr(launch, "TICK_S", 0.02)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    folder = tmp_path / "bin"
+    folder = here / "bin"
     folder.mkdir()
     for name, text in {
         "srun": "",
@@ -54,7 +52,7 @@ def here(tmp_path, monkeypatch):
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return tmp_path
+    return here
 
 
 def array(todo, said=None, most=None, **options):

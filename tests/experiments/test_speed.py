@@ -38,9 +38,7 @@ FILE = Path("speed.json")
 MS = {"standard": 8.0, "flash": 2.0}
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, one_thread):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here", "one_thread")
 
 
 @pytest.fixture
