@@ -9,7 +9,7 @@ import yaml
 
 from lra.config import recipes
 from lra.experiments import experiments, grid
-from tests.test_cli import lra, refused
+from tests.command_line import lra, refused
 
 MINE = {
     "recipe": "demo", "attns": ["flash", "standard"],

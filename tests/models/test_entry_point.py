@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lra.models.attention import ATTENTIONS
-from tests.test_cli import lra as command
-from tests.test_cli import refused
+from tests.command_line import lra as command
+from tests.command_line import refused
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = '''
