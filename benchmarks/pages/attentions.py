@@ -1,9 +1,4 @@
-"""Makes docs/attentions.md from lra's registry of attentions and from their sources: make docs.
-
-    python -m benchmarks.attentions [--check]
-
-With --check nothing is written, and the exit code is 1 if docs/attentions.md is not what would be.
-"""
+"""docs/attentions.md, of lra's registry of attentions and of their sources."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import dataclasses
 import importlib
 import inspect
 import io
-import sys
 import textwrap
 import tokenize
 import types
@@ -21,20 +15,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import table
+from benchmarks.pages.measured import ROOT, table
 from lra.config.options import parse
 from lra.config.registry import Entry
 from lra.models.attention import ATTENTIONS, Capabilities
 from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
 
-PAGE = pages.ROOT / "docs" / "attentions.md"
+PAGE = ROOT / "docs" / "attentions.md"
 KEYS = 256  # what a query costs in the micro-benchmarks of FlashAttention's appendix E.6, from N = 2048 on
 LENGTHS = (1024, 65536)  # of sequences in which these are counted
 NOT_SHOWN = ("fmt:", "type:", "noqa", "pyright:")  # comments for tools
 HEADER = (
-    "# Attentions\n\n<!-- made by benchmarks/attentions.py: make docs -->\n\n"
+    "# Attentions\n\n<!-- made by benchmarks/pages/attentions.py: make docs -->\n\n"
     "`attn=<name>` chooses one, `attn.<option>=<value>` sets its options, and `lra ls attns` shows which can be used "
     "on a machine. Attentions of other installed packages are listed there, not here.\n\n"
     "*cost*: how time grows with the sequence length N, in terms of options; memory grows with N, or as said. "
@@ -167,7 +160,3 @@ def _value(value: Any) -> str:
 
 def make() -> dict[Path, str]:
     return {PAGE: page() + "\n"}
-
-
-if __name__ == "__main__":
-    sys.exit(pages.main(make))

@@ -1,49 +1,36 @@
-"""Releases a run's weights in checkpoints/, each with a model card that is made of its result.json.
+"""The cards of released weights and checkpoints/README.md, of each release's result.json.
 
-    python -m benchmarks.release <run directory> <name>
-    python -m benchmarks.release [--check]
-
-The first copies a finished run to checkpoints/<name>; both make every card and checkpoints/README.md anew: make docs.
-A card names the runs before its own, so their result.json must lie in benchmarks/results or be released, too. With
---check nothing is written, and the exit code is 1 if something is not what would be.
+A card names the runs before its own, so their results must lie in benchmarks/results/runs or be released, too.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
-import shutil
-import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import table
-from lra.config.compose import differences
+from benchmarks.pages import measured
+from benchmarks.pages.measured import table
 from lra.errors import UsageError
-from lra.experiments.archive import Run
 from lra.experiments.ledger import gpus
 from lra.tasks import TASKS
-from lra.training import checkpoints
-from lra.training.run import RUNS
 
-RELEASES = pages.ROOT / "checkpoints"
-FILES = ("config.yaml", "model.safetensors", "result.json")
+RELEASES = measured.ROOT / "checkpoints"
 # what lit pixels' weights are known to begin, and how: from those of Path-64 nobody learned Path-X yet
 LARGER = {"pathfinder": ("path64", "positions.scale=image"), "pathx": ("path256",)}
-MADE = "<!-- made by benchmarks/release.py of result.json: make docs -->"
+MADE = "<!-- made by benchmarks/pages/cards.py of result.json: make docs -->"
 HEAD = """# Checkpoints
 
-<!-- made by benchmarks/release.py: make docs -->
+<!-- made by benchmarks/pages/cards.py: make docs -->
 
 Released weights live here, one folder each: a run's `config.yaml`, `model.safetensors` and `result.json`, and a card \
 that says what it is, how it was trained and how to use it."""
 TAIL = """`python -m benchmarks.release <run directory> <name>` adds one. *Of another seed*: accuracy on examples of a \
-seed that no run has seen, neither in training nor in validation (`python -m benchmarks.rescoring <name>`).
+seed that no run has seen, neither in training nor in validation \
+(`python -m benchmarks.studies.rescoring.study <name>`).
 
 `runs/` is where `lra fit` writes, below the folder it is started in: \
 `runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/`. Git ignores it.
@@ -53,51 +40,18 @@ Score a run, or start another from its weights, with `init=<folder>`: \
 Result = dict[str, Any]
 
 
-def release(run: Path, name: str, releases: Path = RELEASES, results: Path = pages.RESULTS) -> Path:
-    """Copies a finished run's files to a folder of this name, which appears whole; returns it.
-
-    UsageError, and nothing is written, if the run is not finished or its files are not of one run, if one of the runs
-    that it starts from is not known, or if there is such a folder.
-    """
-    target = releases / name
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS.name:
-        raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
-    if target.exists():
-        raise UsageError(f"{target} is there already: remove it first, or choose another name")
-    finished = Run(run)
-    result = finished.finished()
-    if result is None:
-        raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
-    weights = checkpoints.read(run)[1]["config"]
-    for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
-        if changed := differences(config, result["config"]):
-            raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")
-    text = card(name, result, known(releases, results))
-    aside = releases / f".{name}.{os.getpid()}"
-    aside.mkdir(parents=True)
-    try:
-        for file in FILES:
-            shutil.copyfile(run / file, aside / file)
-        (aside / "README.md").write_text(text, encoding="utf-8")
-        os.replace(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return target
-
-
 def released(releases: Path = RELEASES) -> dict[str, Result]:
     """The result of every release by its name."""
     files = sorted(releases.glob("[!.]*/result.json"))
     return {file.parent.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
-def known(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[str, list[tuple[Path, Result]]]:
+def known(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[str, list[tuple[Path, Result]]]:
     """Results of runs, with their files, by what `init=` calls the run: its directory, and that of its release."""
     found: dict[str, list[tuple[Path, Result]]] = {}
-    for file in sorted(results.rglob("[!.]*.json")):
+    for file in sorted(results.rglob("result.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        if "directory" in result:
-            found.setdefault(result["directory"], []).append((file, result))
+        found.setdefault(result["directory"], []).append((file, result))
     for name, result in released(releases).items():
         for directory in (result["directory"], f"{RELEASES.name}/{name}"):
             found.setdefault(directory, []).append((releases / name / "result.json", result))
@@ -113,7 +67,7 @@ def stages(result: Result, runs: dict[str, list[tuple[Path, Result]]]) -> list[R
         if not found:
             raise UsageError(
                 f"{chain[0]['directory']} starts from {directory}, whose result is not known: release that run first, "
-                "or copy its result.json to benchmarks/results"
+                "or copy its result.json to benchmarks/results/runs"
             )
         if any(before != found[0][1] for _, before in found):
             files = " and ".join(str(file) for file, _ in found)
@@ -218,7 +172,7 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     yield "versions", f"commit {made_with['commit']}; {named}"
     yield "date", made_with["date"][:10]
-    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((measured.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield "license", f"{project['license']}, the project's: [LICENSE](../../LICENSE)"
 
 
@@ -260,15 +214,16 @@ def _shell(*lines: str) -> str:
     return "\n".join(["```sh", *lines, "```"])
 
 
-def rescored(results: Path) -> dict[str, str]:
+def rescored(root: Path = measured.BENCHMARKS) -> dict[str, str]:
     """Of released weights, by their folder, the accuracy on examples of another seed."""
-    return {result["checkpoint"]: accuracy(result["test"]) for _, result in pages.read(results, "-rescoring")}
+    found = measured.read(root, "studies/rescoring/*/*.json")
+    return {result["checkpoint"]: accuracy(result["test"]) for _, result in found}
 
 
-def make(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[Path, str]:
+def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path, str]:
     """The text of each file."""
     runs, found = known(releases, results), released(releases)
-    others = rescored(results)
+    others = rescored()
     cards = {releases / name / "README.md": card(name, result, runs) for name, result in found.items()}
     rows = [
         (
@@ -279,22 +234,3 @@ def make(releases: Path = RELEASES, results: Path = pages.RESULTS) -> dict[Path,
     ]  # fmt: skip
     header = ("weights", "task", "protocol", "attention", "test accuracy, %", "of another seed, %", "parameters")
     return {releases / "README.md": "\n\n".join([HEAD, *([table(header, rows)] if rows else []), TAIL]) + "\n"} | cards
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = [argument for argument in arguments if not argument.startswith("-")]
-    try:
-        if given:
-            if len(given) != 2 or len(arguments) != 2:
-                raise UsageError("give <run directory> <name> to release a run, or nothing to make the cards anew")
-            release(Path(given[0]), given[1])
-            arguments = []
-        return pages.main(make, arguments)
-    except UsageError as error:
-        print(f"release: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,17 @@
-"""Makes docs/fig3.md and its figures of what `lra reproduce fig3` measured, benchmarks/results/fig3: make docs.
-
-    python -m benchmarks.fig3 [--check]
-
-With --check nothing is written, and the exit code is 1 if the page or a figure is not what would be.
-"""
+"""docs/fig3.md and its figures, of what `lra reproduce fig3` measured on one GPU."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import table
+from benchmarks.pages.measured import BENCHMARKS, ROOT, table
 from lra.bench import plots
 from lra.experiments import fig3
 
-RESULTS = pages.RESULTS / "fig3"
-PAGE, FIGURES = pages.ROOT / "docs" / "fig3.md", pages.ROOT / "docs" / "fig3"
+RESULTS = BENCHMARKS / "results" / "fig3" / "h200"
+PAGE, FIGURES = ROOT / "docs" / "fig3.md", ROOT / "docs" / "fig3"
 # the paper's Figure 3: runtime of both passes with dropout and mask, and memory
 DRAWN = (("dropout-mask", "runtime"), ("plain", "runtime"), ("plain", "memory"))
 
@@ -28,7 +21,7 @@ def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
     versions = made_with["versions"]
     return "\n\n".join([
         "# Figure 3 and Tables 9 to 21: runtime and memory of all attentions",
-        "<!-- made by benchmarks/fig3.py of benchmarks/results/fig3: make docs -->",
+        "<!-- made by benchmarks/pages/fig3.py of benchmarks/results/fig3: make docs -->",
         "Setting of FlashAttention's appendix E.6 (arXiv 2205.14135): batch 16, 8 heads, head dimension 64, N from 128 "
         "to 65,536; approximate methods at a compression to N / 8 keys, at most 256 (`Attention.budget`; the options "
         "are in the files); of `openai_sparse` the ends of segments come on top, N / 8 keys more, as no stride does "
@@ -73,7 +66,3 @@ def make() -> dict[Path, str]:
     records = [record for result in results for record in result["cells"]]
     drawn = {FIGURES / name: text for name, text in figures(records).items()}
     return {PAGE: page(records, results[0]["environment"])} | drawn
-
-
-if __name__ == "__main__":
-    sys.exit(pages.main(make))

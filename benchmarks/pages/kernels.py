@@ -1,4 +1,7 @@
-"""Tables of README.md and docs/kernels.md on kernels, from what `lra bench`, exactness.py and counters.py measured."""
+"""Tables of README.md and docs/kernels.md on kernels, of what `lra bench` and three studies measured.
+
+Each function is given the folder that has results/ and studies/.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import Measured, read, table
-from benchmarks.randomness import LAYERS, SUSPECT, WORDS, beyond
+from benchmarks.pages.measured import Measured, link, read, table
+from benchmarks.studies.randomness.study import LAYERS, SUSPECT, WORDS, beyond
 
+SPARSE = "butterfly-*.json"  # of results/attention: what sees only some keys
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
 
 
-def exactness(results: Path) -> str:
+def exactness(root: Path) -> str:
     rows, notes = [], []
-    for file, result in read(results, "-exactness"):
-        link = f"[{file.stem.removesuffix('-exactness')}](benchmarks/results/{file.name})"
+    for file, result in read(root, "studies/exactness/*/*.json"):
         for dtype, entry in result["dtypes"].items():
             worst = ("" if ratio is None else f"{ratio:.3f}" for ratio in entry["worst"].values())
-            rows.append((link, dtype, str(entry["cases"]), *worst, str(entry["failures"])))
+            rows.append((link(file.stem, file), dtype, str(entry["cases"]), *worst, str(entry["failures"])))
         notes.append(_covered(result))
     made = table(("kernel", "dtype", "cases", "out", "dq", "dk", "dv", "failed"), rows)
     return "\n".join([made, *(f"\n{note}" for note in notes)])
@@ -39,23 +42,23 @@ def _covered(result: dict[str, Any]) -> str:
     )
 
 
-def randomness(results: Path) -> str:
+def randomness(root: Path) -> str:
     rows = []
-    for file, result in read(results, "-randomness"):
+    for file, result in read(root, "studies/randomness/*/*.json"):
         streams = result["streams"]
         p = [found["p"] for stream in streams for found in stream["p_values"]]
         suspect = sum(len(beyond(stream, SUSPECT)) for stream in streams)
-        link = f"[{streams[0]['battery']}](benchmarks/results/{file.name})"
+        battery = link(streams[0]["battery"], file)
         words = streams[0]["words"]
         where = words if words == WORDS[LAYERS] else "of attention"
         least = f"{min(min(x, 1 - x) for x in p):.1e}"
-        rows.append((where, link, str(len(streams)), f"{len(p):,}", str(suspect), least))
+        rows.append((where, battery, str(len(streams)), f"{len(p):,}", str(suspect), least))
     return table(("dropout", "battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)
 
 
-def speed(results: Path) -> str:
+def speed(root: Path) -> str:
     """TFLOP/s, forward / backward, of what `lra bench attention` timed without a preset of the paper."""
-    return _by_gpu([pair for pair in _dense(results) if pair[1]["options"]["table"] is None], _speed)
+    return _by_gpu([pair for pair in _dense(root) if pair[1]["options"]["table"] is None], _speed)
 
 
 def _speed(measured: Sequence[Measured]) -> str:
@@ -64,7 +67,7 @@ def _speed(measured: Sequence[Measured]) -> str:
     for file, result in measured:
         ragged = result["options"]["ragged"] != "false"
         for cell in result["cells"]:
-            key = (ragged, cell["dropout"], cell["d"], cell["N"], cell["batch"], file.name)
+            key = (ragged, cell["dropout"], cell["d"], cell["N"], cell["batch"], file)
             value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
     header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
@@ -72,7 +75,7 @@ def _speed(measured: Sequence[Measured]) -> str:
         header,
         (
             (
-                f"[{d}](benchmarks/results/{file})", f"{dropout:g}", f"IMDB, at most {n:,}" if ragged else f"{n:,}",
+                link(f"{d}", file), f"{dropout:g}", f"IMDB, at most {n:,}" if ragged else f"{n:,}",
                 f"{batch}", *(_both(row, attention) for attention in names),
             )
             for (ragged, dropout, d, n, batch, file), row in sorted(rows.items(), key=lambda pair: pair[0])
@@ -98,14 +101,14 @@ def _by_gpu(measured: Sequence[Measured], make: Callable[[Sequence[Measured]], s
     return "\n\n".join(parts)
 
 
-def _dense(results: Path) -> list[Measured]:
-    measured = read(results, "-attention")
-    return [(file, result) for file, result in measured if not file.stem.endswith("-butterfly-attention")]
+def _dense(root: Path) -> list[Measured]:
+    measured = read(root, "results/attention/*/*.json")
+    return [(file, result) for file, result in measured if not file.match(SPARSE)]
 
 
-def sparse(results: Path) -> str:
+def sparse(root: Path) -> str:
     """Milliseconds, forward / backward, of butterfly, dense attention and FlexAttention with the same blocks."""
-    return _by_gpu(read(results, "-butterfly-attention"), _sparse)
+    return _by_gpu(read(root, f"results/attention/*/{SPARSE}"), _sparse)
 
 
 def _sparse(measured: Sequence[Measured]) -> str:
@@ -121,7 +124,7 @@ def _sparse(measured: Sequence[Measured]) -> str:
             flex = [other for other in alike if other["attention"].partition(":")[0] == "butterfly@flex"]
             flex = [other for other in flex if all(other[key] == cell[key] for key in ("block", "density"))]
             blocks = " ".join([cell["block"], *(f"`{text}`" for text in options if not text.startswith("block="))])
-            key = (file.name, cell["d"], f"{cell['N']:,}", blocks, f"{cell['density']:.3g}", f"{cell['dropout']:g}")
+            key = (file, cell["d"], f"{cell['N']:,}", blocks, f"{cell['density']:.3g}", f"{cell['dropout']:g}")
             columns = {"butterfly": _ms([cell]), "flash": _ms(flash), "flex": _ms(flex), "ratio": ""}
             if flash and cell["status"] == flash[0]["status"] == "ok":
                 share = cell["density"] * flash[0]["ms"]
@@ -137,7 +140,7 @@ def _sparse(measured: Sequence[Measured]) -> str:
         header,
         (
             (
-                f"[{key[1]}](benchmarks/results/{key[0]})", *key[2:], *(_both(row, column) for column in values),
+                link(f"{key[1]}", key[0]), *key[2:], *(_both(row, column) for column in values),
                 _of_both(shares[key]),
             )
             for key, row in rows.items()
@@ -157,51 +160,48 @@ def _ms(cells: Sequence[dict[str, Any]]) -> str:
     return "".join(f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell) for cell in cells[:1])
 
 
-def memory(results: Path) -> str:
+def memory(root: Path) -> str:
     """Peak MB of forward and backward, of the preset of the paper's Table 21."""
     rows: dict[Any, dict[str, str]] = {}
-    measured = [pair for pair in _dense(results) if pair[1]["options"]["table"] == "21"]
+    measured = [pair for pair in _dense(root) if pair[1]["options"]["table"] == "21"]
     for file, result in measured:
         for cell in result["cells"]:
             if cell["pass"] == "both":
                 value = f"{cell['memory_mb']:,.0f}" if cell["status"] == "ok" else _ended(cell)
-                rows.setdefault((file.name, cell["N"]), {})[cell["attention"]] = value
+                rows.setdefault((file, cell["N"]), {})[cell["attention"]] = value
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     return table(
         ("N", *(f"`{name}`" for name in names)),
-        (
-            (f"[{n:,}](benchmarks/results/{file})", *(row.get(name, "") for name in names))
-            for (file, n), row in rows.items()
-        ),
+        ((link(f"{n:,}", file), *(row.get(name, "") for name in names)) for (file, n), row in rows.items()),
     )
 
 
-def short(results: Path) -> str:
+def short(root: Path) -> str:
     """Milliseconds of the preset of the paper's Table 7."""
     rows: dict[Any, dict[int, str]] = {}
-    for file, result in _dense(results):
+    for file, result in _dense(root):
         for cell in result["cells"] if result["options"]["table"] == "7" else ():
             value = f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell)
-            rows.setdefault((file.name, cell["attention"], cell["pass"]), {})[cell["N"]] = value
+            rows.setdefault((file, cell["attention"], cell["pass"]), {})[cell["N"]] = value
     lengths = list(dict.fromkeys(n for row in rows.values() for n in row))
     return table(
         ("attention", "pass", *(f"N = {n}" for n in lengths)),
         (
-            (f"[`{name}`](benchmarks/results/{file})", what, *(row.get(n, "") for n in lengths))
+            (link(f"`{name}`", file), what, *(row.get(n, "") for n in lengths))
             for (file, name, what), row in rows.items()
         ),
     )
 
 
-def profile(results: Path) -> str:
+def profile(root: Path) -> str:
     """What hardware counters say of the kernels: the share of time in which each unit is busy, in percent."""
-    rows = [(file, row) for file, result in read(results, "-profile") for row in result["rows"]]
+    rows = [(file, row) for file, result in read(root, "studies/counters/*/*.json") for row in result["rows"]]
     units = list(dict.fromkeys(unit for _, row in rows for unit in row["busy_percent"]))
     return table(
         ("kernel", "d", "dropout", *units),
         (
             (
-                f"[{row['kernel'].removesuffix('_kernel').replace('_', ' ')}](benchmarks/results/{file.name})",
+                link(row["kernel"].removesuffix("_kernel").replace("_", " "), file),
                 f"{row['d']}",
                 f"{row['dropout']:g}",
                 *(f"{row['busy_percent'][unit]:.0f}" for unit in units),
@@ -211,15 +211,15 @@ def profile(results: Path) -> str:
     )
 
 
-def traffic(results: Path) -> str:
+def traffic(root: Path) -> str:
     """GB that the forward pass moves, from the formulas, and as the hardware counted them."""
     rows = [
         (
-            f"[{row['algorithm']}](benchmarks/results/{file.name})",
+            link(row["algorithm"], file),
             *("" if row[block] is None else str(row[block]) for block in ("block_columns", "block_rows")),
             *("" if value is None else f"{value / 1e9:.2f}" for value in (row["read"] + row["write"], _counted(row))),
         )
-        for file, result in read(results, "-io")
+        for file, result in read(root, "results/io/*/*.json")
         for row in result["rows"]
     ]
     return table(("algorithm", "B_c", "B_r", "loads and stores, GB", "measured in HBM, GB"), rows)

@@ -1,18 +1,35 @@
-"""Pages of docs/ that programs of this folder make, and the check that they are what would be made now."""
+"""What was measured, as pages show it: files found by a pattern, links to them, tables in Markdown."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"  # results/ and studies/
+RUNS = BENCHMARKS / "results" / "runs"
 
-Measured = tuple[Path, dict[str, Any]]
+Measured = tuple[Path, dict[str, Any]]  # a JSON file, its path from BENCHMARKS on, and its content
+
+
+def read(root: Path, pattern: str) -> list[Measured]:
+    """The JSON files below `root` that match, by name and then by folder."""
+    files = sorted(root.glob(pattern), key=lambda file: (file.name, file))
+    return [(file.relative_to(root), json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def link(text: str, file: Path) -> str:
+    """In Markdown, to a file of `read`; seen from the repository's top."""
+    return f"[{text}]({BENCHMARKS.name}/{file.as_posix()})"
+
+
+def place(gpu: str | None) -> str:
+    """The folder of what was measured on a GPU of this name: h100 of `NVIDIA H100 80GB HBM3`; cpu without one."""
+    model = re.search(r"\b[A-Z]+\d+\b", gpu or "")
+    return model[0].lower() if model else "cpu"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,23 +38,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 
 
-def read(results: Path, ending: str) -> list[Measured]:
-    """The files whose name ends so, before `.json`, and what they hold; `*` stands for anything."""
-    files = sorted(results.glob(f"[!.]*{ending}.json"))
-    return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]
-
-
-def main(make: Callable[[], Mapping[Path, str]], arguments: Sequence[str] | None = None) -> int:
-    """Writes the files of `make` that differ; with `--check` nothing, and the exit code is 1 if there are any."""
-    parser = argparse.ArgumentParser(description="Make pages of docs.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something is stale")
-    check = parser.parse_args(arguments).check
-    made = make()
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    if check and stale:
-        print(f"{stale[0].parent.name}/{stale[0].name} is stale: run make docs", file=sys.stderr)
-        return 1
-    for path in stale:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(made[path], encoding="utf-8")
-    return 0
+def from_docs(text: str) -> str:
+    """A text whose links are seen from the top, as a page of docs has it."""
+    return text.replace(f"]({BENCHMARKS.name}/", f"](../{BENCHMARKS.name}/")

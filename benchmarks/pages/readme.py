@@ -1,37 +1,34 @@
-"""Makes the tables of README.md and two pages of docs from lra's registries and the measurements in benchmarks/results.
+"""The tables of README.md and of two pages of docs, of lra's registries and of what was measured.
 
-    python -m benchmarks.readme [--check]
-
-A table stands between `<!-- made by benchmarks/readme.py: NAME -->` and `<!-- end -->`. A measurement is a JSON file:
-`<what>-exactness.json`, `<what>-learnability.json`, `<what>-prepare.json` or `<what>-randomness.json` of the program
-of that name here, `<what>-profile.json` of counters.py, or `<what>-attention.json`, `<what>-butterfly-attention.json`
-(what is block-sparse) or `<what>-io.json` of `lra bench`. docs/table3.md and docs/table6.md, made before, have the
-accuracies.
-With --check nothing is written, and the exit code is 1 if one of them is not what would be.
+A table stands between `<!-- made by benchmarks/pages/readme.py: NAME -->` and `<!-- end -->`. Each function makes the
+table of its name; it is given the folder that has results/ and studies/.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.kernel_tables import exactness, memory, profile, randomness, short, sparse, speed, traffic
-from benchmarks.pages import read, table
+from benchmarks.pages import measured
+from benchmarks.pages.kernels import exactness, memory, profile, randomness, short, sparse, speed, traffic
+from benchmarks.pages.measured import from_docs, link, read, table
+from benchmarks.pages.tables import sections
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments import grid
 from lra.experiments import speed as step_speed
+from lra.experiments.ledger import hardware
 from lra.experiments.reproduction import number
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
-DOCUMENTS = [pages.ROOT / name for name in ("README.md", "docs/kernels.md", "docs/pathfinder.md")]
-BLOCK = re.compile(r"(<!-- made by benchmarks/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DOCUMENTS = [measured.ROOT / name for name in ("README.md", "docs/kernels.md", "docs/pathfinder.md")]
+BLOCK = re.compile(r"(<!-- made by benchmarks/pages/readme\.py: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+RECIPE = "curriculum"  # whose accuracies are shown: the one that goes furthest
 
 Row = Sequence[str]
 
@@ -66,11 +63,9 @@ def headline(_: Path) -> str:
         ("Path-X: 16,384 pixels", "table6", "pathx"),
         ("Path-256: 65,536 pixels", "table6", "path256"),
     ):
-        section, stated = _section(name), grid.read(name)
-        header, _, *accuracies = re.findall(r"^\|.*$", section.partition("\n**difference")[0], re.MULTILINE)
-        place = _cells(header).index(column)
-        ours = {row[0]: row[place] for row in map(_cells, accuracies)}
-        shown = stated.averaged(_cells(header))
+        _title, header, accuracies = sections(name)[RECIPE].report.tables[0]
+        place, stated = header.index(column), grid.read(name)
+        ours, shown = {row[0]: row[place] for row in accuracies}, stated.averaged(header)
         row = [what]
         for attn in ("flash", "butterfly"):
             paper = stated.average(attn, shown) if column == "average" else stated.figure(attn, column)
@@ -87,33 +82,19 @@ def table6(_: Path) -> str:
     return _accuracies("table6")
 
 
-def _section(name: str) -> str:
-    """What docs/<name>.md has on the recipe that goes furthest."""
-    section = (pages.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("## Recipe `curriculum`")[2]
-    if "\n|" not in section:
-        raise ValueError(f"docs/{name}.md has no table of recipe `curriculum`: python -m benchmarks.tables")
-    return section.partition("\n## ")[0]
-
-
-def _cells(line: str) -> list[str]:
-    """Of a table's line in Markdown."""
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 def _accuracies(name: str) -> str:
     """The first table of its page, how long its runs took, and how long they take alone."""
-    section = _section(name)
-    parts = (r"\n(\|.*?)\n\n", r"- hardware: ([^\n]*)")
-    rows, hardware = (found[1] if (found := re.search(part, section, re.DOTALL)) else "" for part in parts)
-    hours = "; ".join(re.findall(r"^- ([\d.]+(?: to [\d.]+)? GPU-hours [^\n]*)", section, re.MULTILINE))
-    return f"{rows}\n\nRecipe `curriculum`, {hardware}: {hours}."
+    section = sections(name)[RECIPE]
+    _title, header, rows = section.report.tables[0]
+    hours = "; ".join(section.hours)
+    return f"{table(header, rows)}\n\nRecipe `{RECIPE}`, {', '.join(hardware(section.report.rows))}: {hours}."
 
 
-def speedup(results: Path) -> str:
+def speedup(root: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
-    path, stated = results / "table3-curriculum-speed.json", grid.read("table3")
-    measured = step_speed.read(path)
-    speeds, columns = step_speed.Speeds(measured["cells"]), measured["options"]["tasks"]
+    file, stated = Path("results/speed/h200/table3-curriculum.json"), grid.read("table3")
+    found = step_speed.read(root / file)
+    speeds, columns = step_speed.Speeds(found["cells"]), found["options"]["tasks"]
     averaged = stated.together(columns)
 
     def row(attn: str, way: str) -> Row:
@@ -125,17 +106,17 @@ def speedup(results: Path) -> str:
             step_speed.mean_ratio(speeds.ratios(averaged, attn, way)), paper,
         )  # fmt: skip
 
-    attns = [name for name in measured["options"]["attns"] if name != step_speed.STANDARD]
+    attns = [name for name in found["options"]["attns"] if name != step_speed.STANDARD]
     rows = [row(attn, way) for attn in attns for way in step_speed.WAYS]
-    source = f"[{path.name}](benchmarks/results/{path.name}), {step_speed.hardware_of(measured)}"
+    source = f"{link(file.name, file)}, {step_speed.hardware_of(found)}"
     return table(("attention", "way", *columns, "geometric mean", "paper"), rows) + f"\n\n{source}."
 
 
-def learnability(results: Path) -> str:
+def learnability(root: Path) -> str:
     rows = []
-    for file, result in read(results, "-learnability"):
+    for file, result in read(root, "studies/learnability/*/*.json"):
         rows.append((
-            f"[{result['task']}](benchmarks/results/{file.name})",
+            link(result["task"], file),
             result["data"]["level"],
             f"{100 * result['accuracy']:.2f} of {result['n']:,}",
             f"{100 * result['curve'][-1]['train']:.2f}",
@@ -148,10 +129,10 @@ def learnability(results: Path) -> str:
     return table(header, rows)
 
 
-def prepare(results: Path) -> str:
+def prepare(root: Path) -> str:
     rows = [
         (
-            f"[{store['task']}](benchmarks/results/{file.name})",
+            link(store["task"], file),
             " ".join(f"`{field}`" for field in store["fields"]),
             f"{store['examples']:,}",
             f"{store['bytes'] / 1e9:.2f} GB",
@@ -159,36 +140,22 @@ def prepare(results: Path) -> str:
             f"{store['verify_seconds']:.0f} s",
             str(result["cores"]),
         )
-        for file, result in read(results, "-prepare")
+        for file, result in read(root, "studies/prepare/*/*.json")
         for store in result["stores"]
     ]
     return table(("task", "fields", "examples", "size", "prepare", "verify", "CPU cores"), rows)
 
 
 MADE: dict[str, Callable[[Path], str]] = {
-    f.__name__: f
-    for f in (
-        tasks,
-        attentions,
-        headline,
-        table3,
-        table6,
-        speedup,
-        speed,
-        sparse,
-        short,
-        profile,
-        memory,
-        traffic,
-        learnability,
-        prepare,
-        exactness,
-        randomness,
+    function.__name__: function
+    for function in (
+        tasks, attentions, headline, table3, table6, speedup, speed, sparse, short, profile, memory, traffic,
+        learnability, prepare, exactness, randomness,
     )
-}
+}  # fmt: skip
 
 
-def make(results: Path = pages.RESULTS) -> dict[Path, str]:
+def make(root: Path = measured.BENCHMARKS) -> dict[Path, str]:
     """The documents with every block made anew; ValueError if a block is missing, unknown or there twice."""
     texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
     names = [match[2] for text in texts.values() for match in BLOCK.finditer(text)]
@@ -196,8 +163,8 @@ def make(results: Path = pages.RESULTS) -> dict[Path, str]:
         raise ValueError(f"the documents have the blocks {', '.join(names)}, not {', '.join(MADE)}")
 
     def filled(path: Path, block: re.Match[str]) -> str:
-        root = "" if path.parent == pages.ROOT else "../"
-        return f"{block[1]}{MADE[block[2]](results).replace('](benchmarks/', f']({root}benchmarks/')}\n{block[3]}"
+        made = MADE[block[2]](root)
+        return f"{block[1]}{made if path.parent == measured.ROOT else from_docs(made)}\n{block[3]}"
 
     return {path: BLOCK.sub(functools.partial(filled, path), text) for path, text in texts.items()}
 
@@ -209,7 +176,3 @@ def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-if __name__ == "__main__":
-    sys.exit(pages.main(make))

@@ -1,68 +1,64 @@
-"""Makes docs/runs.md of the runs in benchmarks/results: make docs.
+"""results/runs.csv: every run that was measured, a row each. Its command and its versions are in its file.
 
-    python -m benchmarks.runs [--check]
-
-A run is a result.json, copied as `<task>-<attn>-<recipe or name>[-<stage>]-s<seed>.json`, its curves beside it as .csv.
-With --check nothing is written, and the exit code is 1 if the page is not what would be.
+Accuracies are in %. Peak memory is the most that PyTorch held on one GPU, with evaluation. Training is the time of the
+steps; wall time runs from the prepared data to the scores, and a run that an older version resumed has none. What a run
+does not have is empty.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.release import accuracy
-from lra.experiments.ledger import gpus
+from benchmarks.pages import measured
+from lra.experiments import ledger
+from lra.experiments.ledger import Entry
 from lra.training.run import spent
 
-PAGE = pages.ROOT / "docs" / "runs.md"
-HEAD = (
-    "# Runs\n\n<!-- made by benchmarks/runs.py of benchmarks/results: make docs -->\n\nEvery run that was measured; "
-    "its command, versions and commit are in its file. Peak memory is the most that PyTorch held on one GPU, with "
-    "evaluation; training is the time of the steps, wall time runs from the prepared data to the scores. A run that an "
-    "older version resumed has only its training time. Runs of one task and recipe are side by side in "
-    "[table3.md](table3.md)."
-)
+PAGE = measured.BENCHMARKS / "results" / "runs.csv"
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
+SCORE = ("accuracy", "plus_minus", "examples", "baseline", "baseline_accuracy")
+COLUMNS = (
+    "task", "dataset", "attention", "recipe", "changed", "seed", "status", "protocol", *SCORE,
+    *(f"fresh_{name}" for name in SCORE), "peak_gb", "train_minutes", "wall_minutes", "gpu", "gpus", "commit", "date",
+    "file",
+)  # fmt: skip
 
 
-def runs(results: Path) -> str:
-    header = (
-        "task", "attention", "recipe", "seed", "protocol", "test accuracy, %", "fresh test set, %",
-        "peak GPU memory", "training", "wall time", "GPU",
-    )  # fmt: skip
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Of all runs below a folder, in the order of task, attention, recipe and seed."""
     order = ("task", "attn", "recipe", "overrides", "seed")
-    found = sorted(pages.read(results, "-s[0-9]*"), key=lambda pair: [pair[1][field] for field in order])
-    return pages.table(header, (_run(*pair) for pair in found))
+    found = sorted(ledger.find(folder)[0], key=lambda entry: [entry.result[field] for field in order])
+    return [_row(entry, folder) for entry in found]
 
 
-def _run(file: Path, result: dict[str, Any]) -> Sequence[str]:
-    recipe = " ".join([result["recipe"], *(f"`{change}`" for change in _changes(result["overrides"]))])
-    ended = {"finished": "", "oom": "OOM", "failed": "failed"}[result["status"]]
-    (seconds, peak), gpu = spent(result), result["environment"]["gpu"]
-    return (
-        f"[{_task(result)}](../benchmarks/results/{file.name})",
-        result["attn"],
-        recipe,
-        str(result["seed"]),
-        result.get("protocol") or "",
-        _score(result.get("test")) or ended,
-        _score(result.get("fresh")),
-        "" if peak is None else f"{peak / 1e9:.2f} GB",
-        f"{result['train_seconds'] / 60:.1f} min",
-        "" if seconds is None else f"{seconds / 60:.1f} min",
-        "" if gpu is None else gpus(gpu, result["world_size"]),
-    )
-
-
-def _task(result: dict[str, Any]) -> str:
-    """The task, and the data set where there is more than one of its kind."""
-    dataset = result["config"]["task"].get("dataset")
-    return result["task"] if dataset is None else f"{result['task']}, data set {dataset}"
+def _row(entry: Entry, folder: Path) -> dict[str, Any]:
+    result, made_with = entry.result, entry.result["environment"]
+    seconds, peak = spent(result)
+    return {
+        "task": result["task"],
+        "dataset": result["config"]["task"].get("dataset"),
+        "attention": result["attn"],
+        "recipe": result["recipe"],
+        "changed": " ".join(_changes(result["overrides"])),
+        "seed": result["seed"],
+        "status": result["status"],
+        "protocol": result.get("protocol"),
+        **_score("", result.get("test")),
+        **_score("fresh_", result.get("fresh")),
+        "peak_gb": None if peak is None else f"{peak / 1e9:.2f}",
+        "train_minutes": f"{result['train_seconds'] / 60:.1f}",
+        "wall_minutes": None if seconds is None else f"{seconds / 60:.1f}",
+        "gpu": made_with["gpu"],
+        "gpus": result["world_size"] if made_with["gpu"] else None,
+        "commit": made_with.get("commit"),
+        "date": made_with["date"],
+        "file": entry.path.relative_to(folder).as_posix(),
+    }
 
 
 def _changes(overrides: Iterable[str]) -> Iterable[str]:
@@ -74,16 +70,20 @@ def _changes(overrides: Iterable[str]) -> Iterable[str]:
             yield f"init={run.parent.name if run.suffix else run.name}" if field == "init" else text
 
 
-def _score(score: dict[str, Any] | None) -> str:
+def _score(prefix: str, score: Mapping[str, Any] | None) -> dict[str, Any]:
     if score is None:
-        return ""
+        return {}
     best = max(score["baselines"], key=score["baselines"].__getitem__)
-    return f"{accuracy(score)}; {best} {100 * score['baselines'][best]:.2f}"
+    shares = (score["accuracy"], score["plus_minus"], score["baselines"][best])
+    accuracy, bound, baseline = (f"{100 * share:.2f}" for share in shares)
+    return {
+        prefix + name: value for name, value in zip(SCORE, (accuracy, bound, score["n"], best, baseline), strict=True)
+    }
 
 
 def make() -> dict[Path, str]:
-    return {PAGE: f"{HEAD}\n\n{runs(pages.RESULTS)}\n"}
-
-
-if __name__ == "__main__":
-    sys.exit(pages.main(make))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows(measured.BENCHMARKS))
+    return {PAGE: text.getvalue()}

@@ -1,40 +1,30 @@
-"""Makes docs/training.md of what was measured of training: make docs.
-
-    python -m benchmarks.training [--check]
-
-Of benchmarks/results: `<what>-step.json` of `lra bench step`, `equal-learning.json` of benchmarks/learning.py,
-`<what>-kinks.json` of benchmarks/kinks.py, `<what>-soak.json` of benchmarks/soak.py, and runs named `devices<n>`, whose
-speed is compared. With --check nothing is written, and the exit code is 1 if the page is not what would be.
-"""
+"""docs/training.md, of results/step and of the studies learning, kinks, soak and scaling."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pages
-from benchmarks.pages import Measured, read, table
+from benchmarks.pages.measured import BENCHMARKS, ROOT, Measured, from_docs, link, read, table
 from lra.bench.step import LOOPS
 from lra.experiments.reproduction import spread
 
-PAGE = pages.ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "training.md"
 HEAD = (
-    "# Training: speed, and what does not depend on it\n\n<!-- made by benchmarks/training.py of benchmarks/results: "
+    "# Training: speed, and what does not depend on it\n\n<!-- made by benchmarks/pages/training.py of benchmarks: "
     "make docs -->\n\nA step is forward, backward and update of one batch, as `lra fit` takes it in steady state. "
     "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
     "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
     "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *first step*: "
     "until the first step of *fit* is done, with capturing, and compiling what no cache had; *warm* has all of it "
     "there. Kernels are those of the day and commit that a row names; on 2026-11-27 and 28 those of attention and the "
-    "layers became faster ([kernels.md](kernels.md)). *profiled* and *earlier* are runs of earlier commits of the same "
-    "day, which have a profile or a loop that a later one lacks. *h100* is a GPU whose memory is slower; *second* and "
-    "*third* are others of the kind. *undropped* has no dropout in attention. On H100s Text reads every second review, "
-    "Image the first 3,000 pictures."
+    "layers became faster ([kernels.md](kernels.md)). *profile*, *bare* and *captured* behind a name are of a commit "
+    "before, and have a profile or a loop that the later one lacks. An H100's memory is slower than an H200's; *gpu2* "
+    "and *gpu3* are others of the kind. *dropout0* has no dropout in attention. On H100s Text reads every second "
+    "review, Image the first 3,000 pictures."
 )
 BARE = (
     "## Against the bare loop\n\n*fit* with the recipe's dropout, as above, and the bare loop without attention's, "
@@ -52,8 +42,9 @@ EXACT = (
 KINKS = (
     "Rounding decides where Image goes: a hidden value of the classifier that is 0 within rounding may have either "
     "sign, and the derivative of its ReLU is 0 or 1. From one such value on the losses of two runs part. "
-    "benchmarks/kinks.py finds the first of each seed that parts halves from whole batches; with that one derivative "
-    "taken alike, they stay together. In which seeds a variant above is with its reference to the end is chance:"
+    "benchmarks/studies/kinks finds the first of each seed that parts halves from whole batches; with that one "
+    "derivative taken alike, they stay together. In which seeds a variant above is with its reference to the end is "
+    "chance:"
 )
 NOISE = (
     "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
@@ -63,10 +54,10 @@ NOISE = (
     "plateau of this recipe when it ends is chance."
 )
 LONG = (
-    "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/soak.py: least, most and "
-    "growth per hour by a line, over the second half, after the most of the first. Memory on a CPU goes up and down by "
-    "tens of MB with what the C allocator keeps of freed blocks, of a new size for each batch; compare both halves' "
-    "most. Disk grows by the curves, a row for each logged loss. `shared`: tests ran beside it."
+    "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/studies/soak: least, most "
+    "and growth per hour by a line, over the second half, after the most of the first. Memory on a CPU goes up and "
+    "down by tens of MB with what the C allocator keeps of freed blocks, of a new size for each batch; compare "
+    "both halves' most. Disk grows by the curves, a row for each logged loss. `shared`: tests ran beside it."
 )
 SCALING = (
     "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`, beside one GPU of the same "
@@ -77,13 +68,13 @@ SCALING = (
 
 def page() -> str:
     """The whole text."""
-    steps = read(pages.RESULTS, "-step")
+    steps = read(BENCHMARKS, "results/step/*/*.json")
     parts = [HEAD, *_steps(steps), *_against_bare(steps)]
-    if (learning := pages.RESULTS / "equal-learning.json").exists():
-        parts += _learning(json.loads(learning.read_text(encoding="utf-8")))
-    parts += _long(read(pages.RESULTS, "-soak"))
-    parts += _scaling(read(pages.RESULTS, "-devices*-s*"))
-    return "\n\n".join(parts) + "\n"
+    for _, learning in read(BENCHMARKS, "studies/learning/*.json"):
+        parts += _learning(learning)
+    parts += _long(read(BENCHMARKS, "studies/soak/*/*.json"))
+    parts += _scaling(read(BENCHMARKS, "studies/scaling/*/*.json"))
+    return from_docs("\n\n".join(parts) + "\n")
 
 
 def _steps(measured: Sequence[Measured]) -> Iterator[str]:
@@ -111,7 +102,7 @@ def _steps(measured: Sequence[Measured]) -> Iterator[str]:
         yield table(
             ["task", *groups, "step"],
             [
-                [_link(p), *(f"{loop['where']['groups'][g]:.3f}" for g in groups), f"{loop['ms']:g}"]
+                [link(p.stem, p), *(f"{loop['where']['groups'][g]:.3f}" for g in groups), f"{loop['ms']:g}"]
                 for p, _, loop in profiled
             ],
         )
@@ -125,7 +116,7 @@ def _step(path: Path, result: dict[str, Any]) -> list[str]:
     speed = loops.get("fit", {}).get("tokens_per_second")
     tokens = loops.get("fit", {}).get("tokens")
     return [
-        _link(path), str(run["batch"]["size"]), "" if tokens is None else f"{tokens:,.0f}",
+        link(path.stem, path), str(run["batch"]["size"]), "" if tokens is None else f"{tokens:,.0f}",
         f"{model['layers']} layers of {model['d_model']}, {model['heads']} heads",
         f"{run['attn']['name']}, {model['attn_dropout']:g}",
         *times, "" if speed is None else f"{speed:,}",
@@ -139,7 +130,7 @@ def _against_bare(measured: Sequence[Measured]) -> Iterator[str]:
     bares = [(p, r, ms) for p, r in measured if r["run"]["model"]["attn_dropout"] == 0 and (ms := _ms(r, "bare"))]
     rows = [
         [
-            _link(path), r["run"]["attn"]["name"], f"{fit:g}", _link(bare_path, f"{bare:g}"),
+            link(path.stem, path), r["run"]["attn"]["name"], f"{fit:g}", link(f"{bare:g}", bare_path),
             f"{100 * fit / bare:.0f}%", r["environment"]["gpu"] or "CPU",
         ]
         for path, r in measured if (fit := _ms(r, "fit"))
@@ -175,7 +166,7 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
         yield f"{EXACT} {made_with(exact)}."
         rows = [[*key, _differences(found)] for key, found in exact.items()]
         yield table(["task", "variant", "difference of each seed"], rows)
-        yield from _kinks(read(pages.RESULTS, "-kinks"))
+        yield from _kinks(read(BENCHMARKS, "studies/kinks/*/*.json"))
     if noise:
         yield f"{NOISE} {made_with(noise)}."
         yield table(
@@ -208,7 +199,7 @@ def _kinks(results: Sequence[Measured]) -> Iterator[str]:
         "difference, the kink taken alike",
     ]  # fmt: skip
     for path, result in results:
-        yield f"{KINKS} {_link(path)}, {_made_with(result['environment'])}."
+        yield f"{KINKS} {link(path.stem, path)}, {_made_with(result['environment'])}."
         yield table(header, [_kink(run) for run in result["runs"]])
 
 
@@ -231,8 +222,8 @@ def _scaling(results: Sequence[Measured]) -> Iterator[str]:
             ["run", "GPUs", "batch", "steps/s", "times one GPU", "made with"],
             [
                 [
-                    _link(path), str(r["world_size"]), str(r["config"]["batch"]["size"]), f"{r['steps_per_second']:g}",
-                    speedup(r), _made_with(r["environment"]),
+                    link(path.stem, path), str(r["world_size"]), str(r["config"]["batch"]["size"]),
+                    f"{r['steps_per_second']:g}", speedup(r), _made_with(r["environment"]),
                 ]
                 for path, r in results
             ],
@@ -250,7 +241,7 @@ def _long(results: Sequence[Measured]) -> Iterator[str]:
         yield LONG
         rows = [
             [
-                _link(path), f"{r['minutes']:g}", f"{r['steps']:,}", name.replace("_", " "),
+                link(path.stem, path), f"{r['minutes']:g}", f"{r['steps']:,}", name.replace("_", " "),
                 *(f"{value / unit:,.{digits}f}" for value in (early, *map(found.get, ("least", "most", "per_hour")))),
                 _made_with(r["environment"]),
             ]
@@ -263,10 +254,6 @@ def _long(results: Sequence[Measured]) -> Iterator[str]:
         yield table(["run", "minutes", "steps", *what, "made with"], rows)
 
 
-def _link(path: Path, text: str | None = None) -> str:
-    return f"[{text or path.stem.removesuffix('-step')}](../benchmarks/results/{path.name})"
-
-
 def _made_with(environment: dict[str, Any]) -> str:
     versions, commit = environment["versions"], environment["commit"]
     return f"{environment['gpu'] or 'CPU'}, PyTorch {versions['torch']}, {environment['date'][:10]}, commit {commit}"
@@ -274,7 +261,3 @@ def _made_with(environment: dict[str, Any]) -> str:
 
 def make() -> dict[Path, str]:
     return {PAGE: page()}
-
-
-if __name__ == "__main__":
-    sys.exit(pages.main(make))

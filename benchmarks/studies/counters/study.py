@@ -1,6 +1,6 @@
 """What bounds our kernels on a Hopper GPU, by NVIDIA Nsight Compute's counters.
 
-    python benchmarks/counters.py {flash,feed-forward} [--out benchmarks/results/flash-profile.json]
+    python -m benchmarks.studies.counters.study {flash,feed-forward} --out FILE
 
 A row for each kernel, width and dropout, in bf16: the share of time in which units are busy, in percent, and for which
 reasons a warp waits, in cycles for each instruction that is issued. `flash`: attention of 16 sequences of 4,096 rows
@@ -110,19 +110,21 @@ def _row(kernel: str, counted: dict[str, float], width: int, dropout: float) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--launch", nargs=2, metavar=("WIDTH", "DROPOUT"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     part = PARTS[given.part]
     if given.launch:
         part.launch(int(given.launch[0]), float(given.launch[1]))
         return 0
+    if not given.out:
+        parser.error("name a JSON file for the result with --out")
     if missing := no_counters():
         print(f"counters: {missing}", file=sys.stderr)
         return 2
     rows = [row for d in part.widths for dropout in (0.0, 0.1) for row in profile(given.part, d, dropout)]
     result = {"environment": environment.describe(), "rows": rows}
-    write(given.out or Path(f"benchmarks/results/{given.part}-profile.json"), result)
+    write(given.out, result)
     for row in rows:
         busy = ", ".join(f"{name} {value:.0f}%" for name, value in row["busy_percent"].items())
         print(f"{row['kernel']} d={row['d']} dropout={row['dropout']}: {busy}")

@@ -1,6 +1,6 @@
 """Compares the flash kernels with their reference on random cases on a GPU, and records every error.
 
-    python benchmarks/exactness.py [KIND] [--cases 200] [--workers 8] [--out benchmarks/results/KIND-exactness.json]
+    python -m benchmarks.studies.exactness.study [KIND] [--cases 200] [--workers 8] --out FILE
 
 KIND: `flash`; `shared-keys`, what the kernels for Hopper take, by the forward whose groups of warps share keys, for
 which the other cases have too few rows; or `block-sparse`, with random layouts. Several GPUs share the cases. Case `i`
@@ -150,9 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", nargs="?", default="flash", choices=KINDS)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
     given = parser.parse_args(arguments)
-    out = given.out or Path(__file__).parent / "results" / f"{given.kind}-exactness.json"
     if min(given.cases, given.workers) < 1:
         parser.error("--cases and --workers must be at least 1")
     if not torch.cuda.is_available():
@@ -163,8 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {"environment": made_with, "ptxas": ptxas}
     cases = [draw(number, given.kind) for number in range(given.cases)]
     result |= summarise(survey(cases, given.workers, given.kind))
-    write(result, out)
-    print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {out}")
+    write(result, given.out)
+    print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {given.out}")
     print(table(result))
     for failure in result["failures"]:
         print("failed:", json.dumps(failure))

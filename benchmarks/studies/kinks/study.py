@@ -1,8 +1,8 @@
 """Why runs in fp32 that differ by rounding alone may part: a hidden value of the classifier at the kink of its ReLU.
 
-    python -m benchmarks.kinks [--seeds 3] [--out FILE] [field=value …]
+    python -m benchmarks.studies.kinks.study [--seeds 3] [--out FILE] [field=value …]
 
-For each seed three runs of Image, as `exact` of benchmarks/learning.py has them on the eager engine: with whole
+For each seed three runs of Image, as `exact` of the study `learning` has them on the eager engine: with whole
 batches, in halves, and whole again with one derivative of the ReLU taken as the halves had it, the first that was 0 in
 one of the two and 1 in the other. If the third has the losses of the halves, nothing else parts them.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lra
-from benchmarks.learning import EAGER, FIELDS, HALVES, TASKS, combined, difference, losses_of
+from benchmarks.studies.learning.study import EAGER, FIELDS, HALVES, TASKS, combined, difference, losses_of
 from lra import environment
 from lra.bench.files import write
 from lra.errors import UsageError

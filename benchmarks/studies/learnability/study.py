@@ -1,6 +1,6 @@
 """Whether generated Pathfinder images can be learned at all: a small residual CNN on them, with its curves.
 
-    python benchmarks/learnability.py task=pathfinder [field=value ...] [--steps 4000] [--batch 256] [--out FILE]
+    python -m benchmarks.studies.learnability.study task=pathfinder [field=value …] [--steps 4000] [--out FILE]
 
 The images are turned and mirrored at random. Its receptive field covers the image at every resolution. It is a check
 of the data, no entry of the benchmark: a Transformer that stays at 50% then has itself to blame. Needs a GPU for the

@@ -1,7 +1,7 @@
 """Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
 
-    python benchmarks/learning.py [--part exact noise] [--tasks listops image] [--seeds 3] [--repeats 1]
-        [--per-device 1] [--out FILE] [field=value …]
+    python -m benchmarks.studies.learning.study [--part exact noise] [--tasks listops image] [--seeds 3]
+        [--repeats 1] [--per-device 1] [--out FILE] [field=value …]
 
 `exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches. `eager,
 halves` differs from it by rounding alone: what those two part by says nothing of engines, layouts and devices.

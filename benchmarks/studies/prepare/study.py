@@ -1,6 +1,6 @@
 """How long preparing a task's data takes: generating or reading it, writing the store, checksums, everything on disk.
 
-    python benchmarks/prepare.py --task task=pathx --task task=image source=<mirror> [--out FILE]
+    python -m benchmarks.studies.prepare.study --task task=pathx --task task=image source=<mirror> [--out FILE]
 
 Builds each store in a new folder inside LRA_DATA, verifies it and removes it.
 """

@@ -1,6 +1,6 @@
 """Puts the random words of dropout to the statistical tests of TestU01 (L'Ecuyer and Simard, TOMS 2007).
 
-    python benchmarks/randomness.py --testu01 /usr/local [--layers] [--crush] [--out benchmarks/results/NAME.json]
+    python -m benchmarks.studies.randomness.study --testu01 /usr/local [--layers] [--crush] --out FILE
 
 `--testu01` is where TestU01 is installed (github.com/umontreal-simul/TestU01-2009). A stream has the words of one key
 of attention along rows or down columns of the mask, all four words of each draw or one of them, or with `--layers`
@@ -34,7 +34,6 @@ from lra.kernels.layers.reference import SITES
 from lra.models.dropout import sequence_keys
 
 SOURCE = Path(__file__).with_suffix(".c")
-RESULTS = Path("benchmarks/results")
 SEED, INDEX, HEAD = 1, 12345, 3
 ORDERS = ("along rows", "down columns", "over sites")
 WORDS = ("x", "y", "z", "w", "all", "between layers")
@@ -92,9 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--testu01", type=Path, required=True)
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--crush", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
     given = parser.parse_args(arguments)
-    name = ("layers-" if given.layers else "") + "dropout-" + ("crush-" if given.crush else "") + "randomness.json"
     words = [LAYERS] if given.layers else [WORDS.index("all")] if given.crush else range(LAYERS)
     streams = [*itertools.product(range(len(widths(words[0]))), (0, 1), words)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -102,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build(given.testu01, program)
         results = list(pool.map(partial(run, program, given.crush), streams))
     drawn_for = {"seed": SEED, "index": INDEX} | ({} if given.layers else {"head": HEAD})
-    write(given.out or RESULTS / name, {"environment": environment.describe(), **drawn_for, "streams": results})
+    write(given.out, {"environment": environment.describe(), **drawn_for, "streams": results})
     for stream in results:
         what = ", ".join(stream[name] for name in ("battery", "order", "words", "bits"))
         suspect = "; ".join(f"{found['test']} {found['p']:.6g}" for found in beyond(stream, SUSPECT))

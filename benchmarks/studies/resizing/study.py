@@ -1,6 +1,6 @@
 """Accuracy of a run's weights at other resolutions, untrained there, for each way to bring its positions to them.
 
-    python benchmarks/resizing.py init=RUN tasks=path64,pathx,path256 [ways=FIELD,…] [out=FILE] [field=value …]
+    python -m benchmarks.studies.resizing.study init=RUN tasks=path64,pathx [ways=FIELD,…] [out=FILE] [field=value …]
 
 Learned positions are resized gridwise, bilinear and bicubic; the coordinates of computed ones keep a pixel's distance
 or the image's extent. `ways` are other fields to compare, as task.background=0.01,task.background=0.03. Further fields

@@ -1,6 +1,6 @@
 """Whether a long run stays as large as it was: memory, files and disk of one `lra fit`, sampled from outside.
 
-    python benchmarks/soak.py [--minutes 60] [--out FILE] [field=value …]
+    python -m benchmarks.studies.soak.study [--minutes 60] [--out FILE] [field=value …]
 
 A small run of more steps than there is time for is started in an empty folder, and ended with SIGTERM. Growth is the
 slope of a line through the samples of the second half, when everything has been compiled, captured and allocated.

@@ -1,0 +1,74 @@
+"""Releases a run's weights in checkpoints/, with a model card that is made of its result.json.
+
+    python -m benchmarks.release <run directory> <name>
+
+A finished run is copied to checkpoints/<name>. `make docs` then lists it in checkpoints/README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.pages import measured
+from benchmarks.pages.cards import RELEASES, card, known
+from lra.config.compose import differences
+from lra.errors import UsageError
+from lra.experiments.archive import Run
+from lra.training import checkpoints
+from lra.training.run import RUNS
+
+FILES = ("config.yaml", "model.safetensors", "result.json")
+
+
+def release(run: Path, name: str, releases: Path = RELEASES, results: Path = measured.RUNS) -> Path:
+    """Copies a finished run's files to a folder of this name, which appears whole; returns it.
+
+    UsageError, and nothing is written, if the run is not finished or its files are not of one run, if one of the runs
+    that it starts from is not known, or if there is such a folder.
+    """
+    target = releases / name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS.name:
+        raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
+    if target.exists():
+        raise UsageError(f"{target} is there already: remove it first, or choose another name")
+    finished = Run(run)
+    result = finished.finished()
+    if result is None:
+        raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
+    weights = checkpoints.read(run)[1]["config"]
+    for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
+        if changed := differences(config, result["config"]):
+            raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")
+    text = card(name, result, known(releases, results))
+    aside = releases / f".{name}.{os.getpid()}"
+    aside.mkdir(parents=True)
+    try:
+        for file in FILES:
+            shutil.copyfile(run / file, aside / file)
+        (aside / "README.md").write_text(text, encoding="utf-8")
+        os.replace(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
+            raise UsageError("give <run directory> <name>")
+        release(Path(arguments[0]), arguments[1])
+    except UsageError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 2
+    print(f"{RELEASES.name}/{arguments[1]} is released: make docs lists it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
