@@ -152,8 +152,9 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
         yield from _kinks(read(BENCHMARKS, "studies/kinks/*/*.json"))
     if noise:
         yield f"{NOISE} {made_with(noise)}."
-        rows = [[*key, *_accuracies(found)] for key, found in noise.items()]
-        yield table(["task", "variant", "accuracy", "seeds"], rows)
+        yield table(
+            ["task", "variant", "accuracy", "seeds"], [[*key, *_accuracies(found)] for key, found in noise.items()]
+        )
 
 
 def _differences(runs: list[dict[str, Any]]) -> str:
