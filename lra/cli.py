@@ -13,28 +13,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lra import caches, ranks
-from lra.commands import verb
+from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.errors import UsageError, unusable
 from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
-app = typer.Typer(
-    help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
-    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
-)  # fmt: skip
-data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
-ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)
-config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
-app.add_typer(ls_app, name="ls")
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-bench_app = typer.Typer(help="Measure attentions and training steps: speed, memory, HBM traffic.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
-app.add_typer(results_app, name="results")
-
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 

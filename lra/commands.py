@@ -1,4 +1,4 @@
-"""Verbs of the command line. Each names what parses its arguments, so that a command can be parsed and not run."""
+"""The groups and verbs of the command line. A verb names what parses its arguments, so that they can be parsed alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from typing import Any, TypeVar
 import typer.core
 import typer.main
 
-from lra.config.options import parse
 from lra.config.registry import unknown
 from lra.errors import UsageError
+
+app = typer.Typer(
+    help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
+    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
+)  # fmt: skip
+data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
+ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)
+config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
+app.add_typer(ls_app, name="ls")
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+bench_app = typer.Typer(help="Measure attentions and training steps: speed, memory, HBM traffic.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
+app.add_typer(results_app, name="results")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,5 +66,7 @@ def parse_command(app: typer.Typer, arguments: Sequence[str]) -> Any:
     module, _, attribute = inspect.unwrap(command.callback).parser.partition(":")
     if not module:
         return None
+    from lra.config.options import parse  # here, as the command line begins without it
+
     parser = getattr(import_module(module), attribute)
     return parse(parser, fields) if inspect.isclass(parser) else parser(fields)

@@ -18,7 +18,7 @@ class UsageError(Exception):
         of_earlier_run: whether it is of a run from which the one that was asked for starts, and the line says so.
     """
 
-    def __init__(self, line: str, of_earlier_run: bool = False):
+    def __init__(self, line: object, of_earlier_run: bool = False):
         super().__init__(line)
         self.of_earlier_run = of_earlier_run
 
