@@ -1,4 +1,4 @@
-"""The groups and verbs of the command line. A verb names what parses its arguments, so that they can be parsed alone."""
+"""The groups and verbs of the command line. A verb names what parses its arguments, which can then be parsed alone."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def verb(group: typer.Typer, name: str | None = None, parser: str = "") -> Calla
     return add
 
 
-def parse_command(app: typer.Typer, arguments: Sequence[str]) -> Any:
+def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:
     """What the arguments of a command are parsed to, without running it: its options, or the composed configuration.
 
     Args:
+        root: `app`, once its verbs are added.
         arguments: what follows `lra`: a verb, options and fields.
 
     Raises UsageError for wrong fields, and click's own for wrong verbs and options, as the command itself does.
     """
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(root)
     names = list(arguments)
     while isinstance(command, typer.core.TyperGroup):
         name = names.pop(0) if names else ""
