@@ -90,11 +90,6 @@ def commit() -> str | None:
     return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
-def commits(before: str | None) -> str | None:
-    """Commits that are stated already, with commas between, and this checkout's; each once."""
-    return ", ".join(dict.fromkeys(filter(None, [*(before or "").split(", "), commit()]))) or None
-
-
 def command() -> str:
     """The command line, of absolute paths only the names: where they lie means nothing elsewhere."""
     program = Path(sys.argv[0])

@@ -56,14 +56,6 @@ def test_outside_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
     assert environment.commit() is None
 
 
-def test_commits_are_stated_once_each_in_their_order(monkeypatch):
-    monkeypatch.setattr(environment, "commit", lambda: "b")
-    assert environment.commits(None) == "b" and environment.commits("a") == "a, b"
-    assert environment.commits("b, a+") == "b, a+" and environment.commits("a, b") == "a, b"
-    monkeypatch.setattr(environment, "commit", lambda: None)
-    assert environment.commits(None) is None and environment.commits("a") == "a"
-
-
 def test_the_command_line_has_no_path_of_this_machine(monkeypatch):
     root = Path(environment.__file__).parent.parent
     for program, name in (("/usr/bin/lra", "lra"), (f"{root}/lra/__main__.py", "lra"),

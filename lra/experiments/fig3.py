@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lra import environment
-from lra.bench import attention, plots
+from lra.bench import attention, files, plots
 from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
 from lra.bench.presets import PASSES, SETTINGS
@@ -76,6 +76,7 @@ class Part:
             found = read_json(path)
             changed = differences(found["options"], self.result["options"])
             self.result = {name: found[name] for name in self.result}
+            files.sessions(self.result)
             for record in self.records:
                 assert all(isinstance(record[name], str) for name in ("attention", "pass", "status"))
                 assert is_number(record["N"]) and (record["ms"] is None or is_number(record["ms"]))
@@ -100,12 +101,11 @@ class Part:
     def complete(self, progress: Callable[[str], None]) -> None:
         """Measures what is lacking; the file is rewritten after every cell."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        made_with = self.result["environment"]
-        made_with["commit"] = environment.commits(made_with["commit"])
+        later = files.part(environment.describe()) if self.path.exists() else {}
         for records in attention.run(self.options, device, self._done()):
             places = {(record["attention"], record["N"]) for record in records}
             self.records[:] = [r for r in self.records if (r["attention"], r["N"]) not in places]  # that failed
-            self.records.extend(records)
+            self.records.extend(record | later for record in records)
             write(self.path, self.result)
             progress(f"{self.path.stem}: {attention.line(records)}")
 
@@ -148,9 +148,10 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     if lacking := [name for name, part in parts.items() if part.lacking()]:
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
-        made_with = parts["plain"].result["environment"] | {"command": environment.command()}
+        made_with = parts["plain"].result["environment"]
         stated = {name: value for name, value in shown(options).items() if name != "settings"}
-        write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
+        cells = list(files.joined([part.result for part in parts.values()]))
+        write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": cells})
         drawn = plots.draw(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
     return Reproduction([*numbered(records), fastest(records)], lines, records)

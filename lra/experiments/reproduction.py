@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Records = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
-# of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
+# of the environment: no measurement depends on the first three, and a record of another commit states it
 NOT_COMPARED = ("command", "date", "gpus", "commit")
 
 

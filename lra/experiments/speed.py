@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lra import environment
-from lra.bench import step
+from lra.bench import files, step
 from lra.bench.files import alone, write
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
@@ -145,7 +145,8 @@ def run(
         with alone(path):
             result = _open(path, stated, made)
             _same_environment(path, result, made)
-            _measure(path, result, _lacking(wanted, result), device, progress)
+            later = files.part(made) if path.exists() else {}
+            _measure(path, result, _lacking(wanted, result), device, later, progress)
     records: Records = result["cells"]
     lacking = _lacking(wanted, result)
     table = table.under(asked)
@@ -203,8 +204,11 @@ def read(path: Path) -> dict[str, Any]:
         found = read_json(path)
         result = {name: found[name] for name in ("environment", "options", "cells")}
         texts = [result["options"]["recipe"], *result["options"]["fields"]]
-        made = [result["environment"][name] for name in ("date", "gpu")] + [result["environment"].get("commit")]
-        stated = all(isinstance(text, str) for text in [*texts, made[0], *filter(None, made[1:])])
+        made = [result["environment"]["gpu"]]
+        for session in files.sessions(result):
+            texts.append(session["date"])
+            made += session.values()
+        stated = all(isinstance(text, str) for text in [*texts, *filter(None, made)])
         if stated and all(map(_is_whole, result["cells"])):
             return result
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -260,9 +264,11 @@ def notes(records: Records) -> list[str]:
 
 def made_with(result: dict[str, Any]) -> str:
     """The hardware, commit, date and fields of a measurement."""
-    made, options = result["environment"], result["options"]
+    options, sessions = result["options"], files.sessions(result)
+    commits = ", ".join(dict.fromkeys(str(each["commit"]) for each in sessions))
+    period = " to ".join(dict.fromkeys((sessions[0]["date"], sessions[-1]["date"])))
     fields = f", with {' '.join(options['fields'])}" if options["fields"] else ""
-    return f"{hardware_of(result)}, commit {made.get('commit')}, {made['date']}{fields}"
+    return f"{hardware_of(result)}, commit {commits}, {period}{fields}"
 
 
 def hardware_of(result: dict[str, Any]) -> str:
@@ -272,20 +278,23 @@ def hardware_of(result: dict[str, Any]) -> str:
 
 def _measure(
     path: Path, result: dict[str, Any], lacking: Sequence[Measurement], device: torch.device,
-    progress: Callable[[str], None],
+    later: dict[str, Any], progress: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Appends what is lacking to the result; the file is rewritten after each measurement."""
+    """Appends what is lacking to the result; the file is rewritten after each measurement.
+
+    Args:
+        later: what each record states of this session, if another one began the file.
+    """
     quiet()
     for composed in {one.cell: one.composed for one in lacking}.values():
         data, module = build(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
-    result["environment"]["commit"] = environment.commits(result["environment"]["commit"])
     write(path, result)  # what can't be written is refused before it is measured
     for one in lacking:
         step.clear(device)
         _refuse_company(device)
-        record = _measured(one, device)
+        record = _measured(one, device) | later
         result["cells"] = [*(other for other in result["cells"] if _key(other) != one.key), record]
         write(path, result)
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")

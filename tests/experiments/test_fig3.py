@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra import environment
-from lra.bench import plots, timing
+from lra.bench import files, plots, timing
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import experiments, fig3, find
@@ -134,14 +134,23 @@ def test_other_options_or_another_environment_are_refused(folder, change, more, 
         fig3.run([*args, *more, f"out={folder}"])
 
 
-def test_a_new_date_and_commit_are_no_other_environment_but_every_commit_is_stated(folder):
+def test_a_new_date_and_commit_are_no_other_environment_but_are_stated(folder):
     part = read(folder / "mask.json")
-    part["environment"] |= {"date": "yesterday", "command": "lra", "gpus": 9, "commit": "0"}
+    begun = {"date": "yesterday", "command": "lra", "commit": "0"}
+    part["environment"] |= begun | {"gpus": 9}
     part["cells"] = part["cells"][:-3]
     (folder / "mask.json").write_text(json.dumps(part))
     assert again(folder) == ["mask: linformer"]
-    commits = read(folder / "mask.json")["environment"]["commit"].split(", ")
-    assert commits == list(dict.fromkeys(commit for commit in ("0", environment.commit()) if commit))
+    found = read(folder / "mask.json")
+    assert found["environment"] == part["environment"] and found["cells"][:-3] == part["cells"]
+    made = [files.made(found, record) for record in found["cells"]]
+    assert made[:-3] == [begun] * (len(made) - 3)
+    assert all(each["commit"] == environment.commit() and each["date"] > "2026" for each in made[-3:])
+    whole = read(folder / "fig3.json")
+    names = [(record["ragged"], record["dropout"], record["attention"]) for record in whole["cells"]]
+    masked = [files.made(whole, record) for name, record in zip(names, whole["cells"], strict=True)
+              if name[:2] == ("mask", 0.0)]  # fmt: skip
+    assert masked == made and whole["environment"] == read(folder / "plain.json")["environment"]
     assert again(folder) == []
 
 

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra import environment
+from lra.bench import files
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import accuracy, grid, report, speed
@@ -154,7 +155,9 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     plan = accuracy.run("table3", TWO, dry_run=True)
     assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.records and not fake
     accuracy.run("table3", TWO)
-    assert fake == whole[2:] and read()["cells"] == first
+    assert fake == whole[2:] and [record | {"made": None} for record in read()["cells"]] == [
+        record | {"made": None} for record in first
+    ]
     made = accuracy.run("table3", TWO)
     assert len(fake) == 6 and shown(made, "speedup")["flash"] == ["4.00 (2)", "4.00 (2)", ""]
     assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
@@ -253,17 +256,33 @@ def test_another_environment_is_refused_where_something_is_lacking(fake, change,
     assert len(fake) == 4
 
 
-def test_every_commit_that_measured_is_stated(fake):
+def test_what_is_measured_later_states_its_own_date_command_and_commit(fake, monkeypatch):
+    monkeypatch.setattr(environment, "commit", lambda: "b")
     accuracy.run("table3", ONE)
     found = read()
-    found["environment"] |= {"commit": "0", "date": "yesterday", "command": "lra", "gpus": 9}
-    for _ in range(2):
-        found["cells"].pop()
-        FILE.write_text(json.dumps(found))
+    assert not any("made" in record for record in found["cells"])
+    begun = {"commit": "a", "date": "2026-01-01", "command": "lra"}
+    found["environment"] |= begun | {"gpus": 9}
+    kept = found["cells"][:-1]
+    FILE.write_text(json.dumps(found | {"cells": kept}))
+    accuracy.run("table3", ONE)
+    found = read()
+    assert len(fake) == 5 and found["environment"].items() >= begun.items()
+    assert found["cells"][:-1] == kept, "as they are, without a word"
+    last = files.made(found, found["cells"][-1])
+    assert last["commit"] == "b" and last["command"] == environment.command() and last["date"] > begun["date"]
+    assert [files.made(found, record) for record in kept] == [begun] * 3
+    assert speed.made_with(found).startswith(f"CPU, commit a, b, 2026-01-01 to {last['date']}")
+
+
+@pytest.mark.parametrize("made", [5, {"date": 5}, {"date": "1", "commit": 5, "command": "lra"}, {}])
+def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
+    accuracy.run("table3", ONE)
+    found = read()
+    found["cells"][-1]["made"] = made
+    FILE.write_text(json.dumps(found))
+    with pytest.raises(UsageError, match="is no measurement of lra reproduce with speed=true"):
         accuracy.run("table3", ONE)
-        found = read()
-    commits = [commit for commit in ("0", environment.commit()) if commit]
-    assert len(fake) == 6 and len(found["cells"]) == 4 and found["environment"]["commit"] == ", ".join(commits)
 
 
 @pytest.mark.parametrize(
