@@ -93,6 +93,7 @@ def bench(args: Sequence[str]) -> dict[str, Any]:
     missing = "counters=false" if options.counters == "false" else no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
+    environment.warn_unclean()
     n, d, size, heads = options.length, options.head_dim, BYTES[options.dtype], options.heads * options.batch
     rows, notes = [_row(STANDARD, standard(n, d, size), heads, theorem=heads * size * (n * d + n * n))], []
     for columns in options.blocks:

@@ -126,6 +126,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
 
 def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
     """The table in `path` with what it may keep, and what rows state that are added to it."""
+    environment.warn_unclean()
     new = environment.describe() | {"ptxas": tuning.dotted(tuning.ptxas(tuning.capability()).version)}
     try:
         old = tuning.read(path)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lra import environment
 from lra.config.compose import OWN
 from lra.config.options import take
 from lra.errors import UsageError
@@ -91,6 +92,7 @@ def run(
         made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
         submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
+    environment.warn_unclean()
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     with Watch(table, progress) as watch:
         launcher = (

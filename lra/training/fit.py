@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra import caches
+from lra import caches, environment
 from lra.config.compose import GIVEN, Composed, compose, differences, restore
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
@@ -128,6 +128,8 @@ def fit(*args: str) -> dict[str, Any]:
         moved = transfer.start(module, run.init)
         origin.transfer = asdict(moved)
         _say(moved.describe(run.init), *moved.notes)
+    if first:
+        environment.warn_unclean()
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     data.check_ranks(trainer.world_size)
     what = ", ".join((
