@@ -245,6 +245,7 @@ class TaskModule(pl.LightningModule):
         self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
         self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.seen`
+        self.provenance: dict[str, Any] = {}  # which runs these weights come from: `lra.training.provenance`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
         self.mean_loss = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in splits})
@@ -323,4 +324,5 @@ class TaskModule(pl.LightningModule):
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
             "seen": self.seen,
+            "provenance": self.provenance,
         }

@@ -25,7 +25,7 @@ from lra.errors import UsageError, naming, out_of_memory, unusable
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
-from lra.training import checkpoints, result, transfer
+from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import build, make_trainer, quiet, resolve_attention, resolve_engine
 from lra.training.callbacks import Clock, console
 from lra.training.draws import UNKNOWN, Draws
@@ -130,6 +130,7 @@ def fit(*args: str) -> dict[str, Any]:
         _say(moved.describe(run.init), *moved.notes)
     if first:
         environment.warn_unclean()
+        provenance.begin(module, directory.path, resumed=checkpoint is not None)
     data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     data.check_ranks(trainer.world_size)
     what = ", ".join((
@@ -158,11 +159,13 @@ def fit(*args: str) -> dict[str, Any]:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         _say(f"scoring {_sets(data)}")
         checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
+        record = module.provenance  # of all sessions, also of those after the best checkpoint
         # not by Lightning, which would take what the callbacks have counted back to that step, too
         checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
         trainer.test(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero:
             return {}
+        provenance.end(module, record)
         checkpoints.save_weights(module, directory.weights)
         best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
         scores = {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)

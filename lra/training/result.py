@@ -34,6 +34,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
         "environment": environment.describe(),
+        "provenance": module.provenance,
         "config": identity["config"],
     }
 

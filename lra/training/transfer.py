@@ -15,7 +15,7 @@ from lra.errors import UsageError
 from lra.models.positions import resize
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
-from lra.training import checkpoints, seen
+from lra.training import checkpoints, provenance, seen
 from lra.training.checkpoints import SCALE, TABLES
 
 EMBEDDING = "encoder.embedding.weight"
@@ -77,6 +77,7 @@ def apply(
     checkpoints.check(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained, module.seen = seen.saved_task(there["task"]), seen.seen_by(identity)
+    module.provenance = provenance.descended(weights, identity, path)
     seen.refuse_seen(run.task, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
