@@ -24,8 +24,8 @@ from benchmarks.kernel_tables import exactness, memory, profile, randomness, sho
 from benchmarks.pages import read, table
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
-from lra.experiments import grid
 from lra.experiments import speed as step_speed
+from lra.experiments.grid import grid
 from lra.experiments.reproduction import number
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS

@@ -25,8 +25,8 @@ from benchmarks import pages
 from benchmarks.pages import table
 from lra.config.compose import differences
 from lra.errors import UsageError
-from lra.experiments.archive import Run
-from lra.experiments.ledger import gpus
+from lra.experiments.results.archive import Run
+from lra.experiments.results.ledger import gpus
 from lra.tasks import TASKS
 from lra.training import checkpoints
 from lra.training.run import RUNS

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.release import accuracy
-from lra.experiments.ledger import gpus
+from lra.experiments.results.ledger import gpus
 from lra.training.run import spent
 
 PAGE = pages.ROOT / "docs" / "runs.md"

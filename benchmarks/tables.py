@@ -16,9 +16,11 @@ from typing import Any
 
 from benchmarks import pages
 from lra.config.recipes import names, read_recipe, recipes
-from lra.experiments import grid, ledger, plan, report, speed
-from lra.experiments.cells import with_stages
-from lra.experiments.grid import Cell, Grid
+from lra.experiments import speed
+from lra.experiments.grid import grid, plan
+from lra.experiments.grid.cells import with_stages
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.results import ledger, report
 from lra.training.run import spent
 
 HEAD = (

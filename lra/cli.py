@@ -143,7 +143,7 @@ def report(
             table.add_row(name, described(name))
         console.print(table)
         return
-    from lra.experiments.report import run
+    from lra.experiments.results.report import run
 
     made = run(fields[0], fields[1:])
     _print_measured(made.tables, made.notes, [])
@@ -277,7 +277,7 @@ def results_pack(
     ] = None,
 ) -> None:
     """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
-    from lra.experiments.archive import pack
+    from lra.experiments.results.archive import pack
 
     for line in pack(fields or ()):
         console.print(line)
@@ -289,7 +289,7 @@ def results_merge(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
 ) -> None:
     """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
-    from lra.experiments.archive import merge
+    from lra.experiments.results.archive import merge
 
     for line in merge(file, fields or ()):
         console.print(line)

@@ -17,12 +17,13 @@ from lra import environment
 from lra.config.compose import OWN
 from lra.config.options import take
 from lra.errors import UsageError
-from lra.experiments import cells, grid, plan, speed
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.launch import Local, States, slots
+from lra.experiments import speed
+from lra.experiments.grid import cells, grid, plan
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.grid.launch import Local, States, slots
+from lra.experiments.grid.slurm import Slurm, resources
+from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, number
-from lra.experiments.slurm import Slurm, resources
-from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
 
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch

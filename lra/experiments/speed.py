@@ -24,8 +24,8 @@ from lra.bench.step import StepOptions
 from lra.config.compose import Composed, differences
 from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
-from lra.experiments.cells import with_stages
-from lra.experiments.grid import Cell, Grid
+from lra.experiments.grid.cells import with_stages
+from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
 from lra.reading import is_number, read_json
 from lra.training.assembly import build, quiet, resolve_attention

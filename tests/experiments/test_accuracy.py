@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 from lra.cli import app
 from lra.config.options import parse
 from lra.errors import UsageError
-from lra.experiments import accuracy, grid, launch, watch
-from lra.experiments.cells import State
-from lra.experiments.grid import Cell
-from lra.experiments.launch import Local
-from lra.experiments.watch import Pace, Watch
+from lra.experiments import accuracy
+from lra.experiments.grid import grid, launch, watch
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import Cell
+from lra.experiments.grid.launch import Local
+from lra.experiments.grid.watch import Pace, Watch
 from lra.training.run import claim
 from tests.experiments.runs import GRID, TINY, cells, made, stub, until
 

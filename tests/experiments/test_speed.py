@@ -18,8 +18,10 @@ from lra import environment
 from lra.bench import files
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import accuracy, grid, report, speed
-from lra.experiments.grid import Column
+from lra.experiments import accuracy, speed
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Column
+from lra.experiments.results import report
 from lra.experiments.speed import Speeds
 from lra.training import step as step_module
 from lra.training.step import Step

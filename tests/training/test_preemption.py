@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lra
-from lra.experiments.launch import Local
+from lra.experiments.grid.launch import Local
 from lra.training.preemption import Preemption
 from tests.experiments import runs
 from tests.training.conftest import arguments

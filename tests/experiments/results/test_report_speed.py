@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import report
+from lra.experiments.results import report
 from tests.experiments.test_speed import FILE, made, result, shown
 
 

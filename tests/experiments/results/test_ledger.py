@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import grid, ledger
-from lra.experiments.grid import Cell
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Cell
+from lra.experiments.results import ledger
 from lra.tasks import versioned
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 REAL = json.loads((RESULTS / "listops-linear-xiong2021-s0.json").read_text())
 TABLE = grid.read("table3")
 CELLS = TABLE.cells(["listops"], ["standard", "flash", "linear"], 2)

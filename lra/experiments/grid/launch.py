@@ -22,9 +22,9 @@ import torch
 
 from lra import ranks
 from lra.errors import UsageError, unusable
-from lra.experiments import cells
-from lra.experiments.cells import State
-from lra.experiments.grid import Cell
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import Cell
 from lra.training.callbacks import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, LOG, claim
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from lra.config.compose import OWN, differences
 from lra.errors import UsageError
-from lra.experiments import cells, speed
-from lra.experiments.cells import State
-from lra.experiments.grid import SAME, Cell, Grid
-from lra.experiments.launch import States
+from lra.experiments import speed
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import SAME, Cell, Grid
+from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.callbacks import duration

@@ -17,7 +17,7 @@ from typing import Any
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
-from lra.experiments.grid import Cell, Grid
+from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
 from lra.tasks import versioned
 from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared

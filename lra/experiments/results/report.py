@@ -18,10 +18,12 @@ from typing import NamedTuple
 from lra.config.options import refuse_repeats, take
 from lra.config.recipes import read_recipe
 from lra.errors import UsageError
-from lra.experiments import grid, html, ledger, plan, speed
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.ledger import Entry, Row, hardware, mean, values
+from lra.experiments import speed
+from lra.experiments.grid import grid, plan
+from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import Table, number, spread
+from lra.experiments.results import html, ledger
+from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.terminal import visible
 from lra.training.run import RUNS, write

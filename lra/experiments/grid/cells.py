@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lra.config.compose import differences
 from lra.errors import UsageError
-from lra.experiments.grid import Cell
+from lra.experiments.grid.grid import Cell
 from lra.training import curves
 from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
 from lra.training.saved import End, read_config, read_result

@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from lra import cli
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import grid, html, report
-from lra.experiments.grid import Cell
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Cell
+from lra.experiments.results import html, report
 from tests.drawings import lines, words
-from tests.experiments.test_ledger import RESULTS, dated, put, result
+from tests.experiments.results.test_ledger import RESULTS, dated, put, result
 
 TABLE = grid.read("table3")
 ALL = [name for name, column in TABLE.columns.items() if not column.apart]
