@@ -21,6 +21,8 @@ PACKAGES = (
     "lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba", "pillow",
     "pyarrow",
 )  # fmt: skip
+MARK = "†"  # after a figure that no clean commit made
+MARKED = "made by changed code, or no commit is stated"
 WARNED = "LRA_WARNED_UNCLEAN"  # set once `warn_unclean` was called
 
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lra.environment import MARK, MARKED
+
 Records = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
@@ -19,6 +21,12 @@ class Reproduction(NamedTuple):
     tables: list[Table]
     lines: list[str]
     records: Records
+
+
+def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    """A table whose title says what a mark on figures means, if there is one."""
+    marked = any(MARK in cell for row in rows for cell in row)
+    return f"{title} ({MARK} {MARKED})" if marked else title, header, rows
 
 
 def number(value: float | None) -> str:
