@@ -1,4 +1,4 @@
-"""benchmarks/randomness.c has the words that dropout draws: against a stand-in for TestU01 that prints them."""
+"""The study `randomness` tests the words that dropout draws: against a stand-in for TestU01 that prints them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import randomness
+from benchmarks.studies.randomness import study as randomness
 from lra.bench.cell import make_batch
 from lra.kernels.flash.reference import LOW_32_BITS, draw
 from lra.kernels.layers import reference as layers
