@@ -102,7 +102,7 @@ def speedup(root: Path) -> str:
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
-            f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
+            f"`{attn}`{measured.mark_of(file)}", f"{way}: {step_speed.WAYS[way].about}", *shown,
             step_speed.mean_ratio(speeds.ratios(averaged, attn, way)), paper,
         )  # fmt: skip
 

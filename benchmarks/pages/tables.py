@@ -41,7 +41,7 @@ class Section:
 
     def markdown(self) -> str:
         parts = [f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"]
-        parts += [f"**{title}**\n\n{measured.table(header, rows)}" for title, header, rows in self.report.tables]
+        parts += [f"**{title}**\n\n{measured.bare_table(header, rows)}" for title, header, rows in self.report.tables]
         notes = (note for note in (*self.hours, *self.report.notes) if not note.startswith(OTHERS))
         return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
 
