@@ -94,7 +94,7 @@ class Part:
 
     def lacking(self) -> set[tuple[str, int]]:
         """(attention, N) of the cells to measure."""
-        wanted = {(self.options.facts(cell)["attention"], attention.nominal(cell)) for cell in self.options.cells()}
+        wanted = {(self.options.facts(case)["attention"], case.padded_length) for case in self.options.cases()}
         return wanted - self._done()
 
     def complete(self, progress: Callable[[str], None]) -> None:

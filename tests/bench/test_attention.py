@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from lra.bench import attention, plots, timing
 from lra.bench.attention import bench, notes, tables
-from lra.bench.cell import Cell, attend, make_batch
+from lra.bench.case import BenchmarkCase, attend, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.files import alone
-from lra.bench.imdb import LENGTHS
-from lra.bench.presets import masked
+from lra.bench.presets import IMDB_LENGTHS, masked
 from lra.cli import app
 from lra.config.registry import Registry
 from lra.errors import UsageError
@@ -226,10 +225,10 @@ def test_half_precisions_are_checked_in_their_own_budget(dtype):
 
 
 def test_ragged_batches_have_real_lengths(monkeypatch):
-    assert len(LENGTHS) == 128 and max(LENGTHS) == 4096 and sum(LENGTHS[:32]) == 47195
-    monkeypatch.setattr(attention, "LENGTHS", (7, 0, 40))
+    assert len(IMDB_LENGTHS) == 128 and max(IMDB_LENGTHS) == 4096 and sum(IMDB_LENGTHS[:32]) == 47195
+    monkeypatch.setattr(attention, "IMDB_LENGTHS", (7, 0, 40))
     args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
-    assert {cell.lengths for cell in attention.configure(args).cells()} == {(40, 7, 0)}  # the longest first
+    assert {cell.lengths for cell in attention.configure(args).cases()} == {(40, 7, 0)}  # the longest first
     cells = bench(args)["cells"]
     assert {(r["status"], r["tokens"], r["squares"], r["N"]) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
 
@@ -298,19 +297,19 @@ def test_one_head_in_chunks_is_the_reference(monkeypatch, dropout):
 
 
 def test_verdicts_are_within_the_budget_and_not_zero():
-    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64), 2)
+    cell = BenchmarkCase("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64), 2)
     assert 0 < (check_small(cell.small(), CPU).ratio or 0) <= 1
     batch = make_batch(cell.lengths, True, CPU)
     verdict = check_timed(cell, [torch.randn(128, 2, 16) for _ in range(4)], batch)
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
-    assert not check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
+    assert not check_dropout(BenchmarkCase("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
 
 
 def test_the_last_longest_sequence_is_checked(monkeypatch):
     def wrong_in_the_second(*args):
         return attend(*args) * (1 + (torch.arange(135) // 64 == 1))[:, None, None]
 
-    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
+    cell = BenchmarkCase("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
     inputs, batch = [torch.randn(135, 2, 16) for _ in range(4)], make_batch(cell.lengths, False, CPU)
     assert not check_timed(cell, inputs, batch).wrong
     monkeypatch.setattr("lra.bench.check.attend", wrong_in_the_second)
@@ -323,7 +322,7 @@ def test_one_mask_for_two_is_wrong(heads, sequences, what, monkeypatch):
         return p * torch.nn.functional.dropout(torch.ones_like(p[:sequences, :heads]), rate)
 
     monkeypatch.setattr("lra.models.attention.standard.F", SimpleNamespace(dropout=dropout))
-    verdict = check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU)
+    verdict = check_dropout(BenchmarkCase("standard", "fp32", 16, 0.1, (200, 200), 2), CPU)
     assert verdict.wrong == f"dropout 0.1 drops the same weights of two {what}"
 
 

@@ -11,7 +11,7 @@ from lra.errors import UsageError
 
 def test_every_combination_is_a_cell_and_attentions_vary_fastest():
     options = configure(["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"])
-    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cells()]
+    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cases()]
     assert len(cells) == 8
     assert cells[:3] == [("flash", 0.0, (128,) * 4), ("standard", 0.0, (128,) * 4), ("flash", 0.0, (256,) * 2)]
 

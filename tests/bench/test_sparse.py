@@ -12,7 +12,7 @@ import torch
 
 from lra.bench import timing
 from lra.bench.attention import bench, configure, notes, tables
-from lra.bench.cell import Cell, make_batch
+from lra.bench.case import BenchmarkCase, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.sparse import PEERS, block_mask, compared
 from lra.config.registry import Registry
@@ -77,7 +77,7 @@ def peer(name: str, n: int, **options: Any) -> Any:
     return cls(cls.Config(**options), AttentionSpec(2, 16, n))
 
 
-def known(cell: Cell) -> Layout:
+def known(cell: BenchmarkCase) -> Layout:
     layout = cell.build(CPU).layout
     assert layout is not None
     return layout
@@ -103,7 +103,7 @@ def test_it_is_checked_and_counted_by_what_its_layout_shows():
 @pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 700, 0)])
 @pytest.mark.parametrize("options", ["block=128", "block=16x256", "block=64:factors=3", "block=64:globals=8"])
 def test_a_small_cell_is_sparse_and_right(options, lengths):
-    cell = Cell(f"butterfly:impl=gather:{options}", "fp32", 16, 0.0, lengths, 8)
+    cell = BenchmarkCase(f"butterfly:impl=gather:{options}", "fp32", 16, 0.0, lengths, 8)
     layout = known(cell)
     small = cell.small(layout)
     assert small.heads == 2 and max(small.lengths) < 1100 and 0.3 < small.density(layout) < 0.85
@@ -113,7 +113,7 @@ def test_a_small_cell_is_sparse_and_right(options, lengths):
 
 
 def test_ragged_batches_count_the_pairs_of_each_sequence():
-    cell = Cell(BUTTERFLY, "fp32", 16, 0.0, (40, 0, 128), 2)
+    cell = BenchmarkCase(BUTTERFLY, "fp32", 16, 0.0, (40, 0, 128), 2)
     layout = known(cell)
     pairs = sum(int(layout.token_mask(torch.arange(n), torch.arange(n)).sum()) for n in cell.lengths)
     assert cell.density(layout) == pytest.approx(pairs / (40 * 40 + 128 * 128))
@@ -130,7 +130,7 @@ def test_dropout_is_checked(broken):
     assert [r["status"] for r in records(f"attns={BUTTERFLY}", *args)] == ["ok"]
     (record,) = records("attns=keeps:block=16:impl=gather", *args)
     assert record["status"] == "WRONG" and "dropout 0.25 makes ones 1.000" in record["reason"]
-    assert not check_dropout(Cell("butterfly:block=16:globals=3", "fp32", 16, 0.1, (136, 136), 2), CPU).wrong
+    assert not check_dropout(BenchmarkCase("butterfly:block=16:globals=3", "fp32", 16, 0.1, (136, 136), 2), CPU).wrong
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -164,7 +164,7 @@ def test_one_head_of_a_layout_is_the_reference(monkeypatch, layout, dropout, chu
 def test_a_long_sequence_is_checked_in_blocks():
     """Not in N x N: that would be 2^32 pairs here, of which one in thirty is seen."""
     n = 16384
-    cell = Cell("butterfly:impl=gather:block=64", "fp32", 16, 0.0, (n,), 1)
+    cell = BenchmarkCase("butterfly:impl=gather:block=64", "fp32", 16, 0.0, (n,), 1)
     inputs = [torch.randn(n, 1, 16) for _ in range(4)]
     verdict = check_timed(cell, inputs, make_batch(cell.lengths, True, CPU))
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
