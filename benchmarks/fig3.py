@@ -7,14 +7,15 @@ With --check nothing is written, and the exit code is 1 if the page or a figure 
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import table
 from lra.bench import plots
+from lra.bench.records import AttentionMeasurement, read_measured
 from lra.experiments import fig3
 
 RESULTS = pages.RESULTS / "fig3"
@@ -23,7 +24,7 @@ PAGE, FIGURES = pages.ROOT / "docs" / "fig3.md", pages.ROOT / "docs" / "fig3"
 DRAWN = (("dropout-mask", "runtime"), ("plain", "runtime"), ("plain", "memory"))
 
 
-def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
+def page(records: Sequence[AttentionMeasurement], made_with: dict[str, Any]) -> str:
     """The whole text."""
     versions = made_with["versions"]
     return "\n\n".join([
@@ -46,11 +47,11 @@ def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
     ]) + "\n"  # fmt: skip
 
 
-def figures(records: fig3.Records) -> dict[str, str]:
+def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
     """The text of each figure by its file's name."""
     made = {}
     for setting, what in DRAWN:
-        chosen = [r for r in records if fig3.setting_of(r) == setting and r["pass"] == "both"]
+        chosen = [r for r in records if fig3.setting_of(r) == setting and r.pass_name == "both"]
         drawn = plots.figures(chosen)
         made[_figure(setting, what)] = next(text for name, text in drawn.items() if name.startswith(what))
     return made
@@ -69,10 +70,10 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
 
 def make() -> dict[Path, str]:
     """The text of each file."""
-    results = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in fig3.SETTINGS]
-    records = [record for result in results for record in result["cells"]]
+    parts = [read_measured(RESULTS / f"{name}.json", AttentionMeasurement) for name in fig3.SETTINGS]
+    records = [record for part in parts for record in part.cells]
     drawn = {FIGURES / name: text for name, text in figures(records).items()}
-    return {PAGE: page(records, results[0]["environment"])} | drawn
+    return {PAGE: page(records, parts[0].environment)} | drawn
 
 
 if __name__ == "__main__":

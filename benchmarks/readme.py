@@ -113,7 +113,7 @@ def speedup(results: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
     path, stated = results / "table3-curriculum-speed.json", grid.read("table3")
     measured = step_speed.read(path)
-    speeds, columns = step_speed.Speeds(measured["cells"]), measured["options"]["tasks"]
+    speeds, columns = step_speed.Speeds(measured.cells), measured.options["tasks"]
     averaged = stated.together(columns)
 
     def row(attn: str, way: str) -> Row:
@@ -125,7 +125,7 @@ def speedup(results: Path) -> str:
             step_speed.mean_ratio(speeds.ratios(averaged, attn, way)), paper,
         )  # fmt: skip
 
-    attns = [name for name in measured["options"]["attns"] if name != step_speed.STANDARD]
+    attns = [name for name in measured.options["attns"] if name != step_speed.STANDARD]
     rows = [row(attn, way) for attn in attns for way in step_speed.WAYS]
     source = f"[{path.name}](benchmarks/results/{path.name}), {step_speed.hardware_of(measured)}"
     return table(("attention", "way", *columns, "geometric mean", "paper"), rows) + f"\n\n{source}."

@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from lra.bench.case import DTYPES, BenchmarkCase, attend, configurable, make_bat
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
 from lra.bench.files import output
 from lra.bench.presets import COMPARED, IMDB_LENGTHS, PASSES, RUNTIME, TABLES, masked, sized
+from lra.bench.records import AttentionMeasurement, Measured
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse, refuse_repeats, shown
@@ -85,7 +86,7 @@ class AttentionOptions:
             attention = sized(name, n) if self.table in COMPARED else name
             yield BenchmarkCase(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
 
-    def facts(self, case: BenchmarkCase) -> dict[str, Any]:
+    def facts(self, case: BenchmarkCase) -> dict[str, str]:
         """What a record says of its case beyond the sizes; options that the table chose are not part of the name."""
         name, fields = case.attention, ""
         if name not in self.attns:
@@ -115,8 +116,8 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     return options
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measures and returns {"environment", "options", "cells"}; writes `out=` after every case and `plots=` in the end.
+def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Measured[AttentionMeasurement]:
+    """Measures; writes `out=` after every case and `plots=` in the end.
 
     Args:
         args: `field=value` of AttentionOptions.
@@ -124,21 +125,19 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     """
     options = configure(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {
-        "environment": environment.describe(), "options": shown(options), "cells": []
-    }  # fmt: skip
+    result = Measured[AttentionMeasurement](environment.describe(), shown(options), [])
 
     def draw() -> None:
         if options.plots:
-            plots.draw(result["cells"], Path(options.plots))
+            plots.draw(result.cells, Path(options.plots))
 
     with output(options.out) as keep:
         draw()  # what can't be written is refused before it is measured
         try:
             for records in run(options, device):
-                result["cells"] += records
+                result.cells += records
                 progress(line(records))
-                keep(result)
+                keep(result.saved())
         finally:
             draw()
     return result
@@ -146,7 +145,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
 
 def run(
     options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[AttentionMeasurement]]:
     """The records of each case, but for cases whose (attention, N) is `done`."""
     small = functools.cache(lambda case: check_small(case, device).worse(check_dropout(case, device)))
     for case in options.cases():
@@ -154,15 +153,17 @@ def run(
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises if the last case was a fault: no later one could be measured
         if (facts["attention"], case.padded_length) not in done:
-            yield [facts | record for record in run_case(case, options.passes, device, small)]
+            yield [*run_case(case, facts, options.passes, device, small)]
 
 
 def run_case(
-    case: BenchmarkCase, passes: Sequence[str], device: torch.device, small: Callable[[BenchmarkCase], Verdict]
-) -> Iterator[dict[str, Any]]:
-    """One record for each pass, but for `AttentionOptions.facts`.
+    case: BenchmarkCase, facts: Mapping[str, str], passes: Sequence[str], device: torch.device,
+    small: Callable[[BenchmarkCase], Verdict],
+) -> Iterator[AttentionMeasurement]:  # fmt: skip
+    """One record for each pass.
 
-    `small` checks a small problem; its answer is the same for all that give that one.
+    `facts` are those of `AttentionOptions.facts`. `small` checks a small problem; its answer is the same for all that
+    give that one.
     """
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
@@ -189,20 +190,19 @@ def run_case(
         times = {}
     for name in passes:
         spent = _pass(times, name)
-        yield {
-            "pass": name, "N": case.padded_length, "d": case.head_dim, "dtype": case.dtype,
-            "dropout": case.dropout, "batch": len(case.lengths), "heads": case.heads,
-            "tokens": sum(case.lengths), "squares": sum(n * n for n in case.lengths),
-            "density": _round(density),  # share of these that is seen; None where that is not what is computed
-            "block": layout and "x".join(map(str, layout.block)),  # queries by keys, of what is block-sparse
-            "status": "ok" if spent else status,
-            "ms": _round(spent and spent.ms),
-            "tflops": _round(spent and density and FLOPS[name] * density * case.flops / spent.ms / 1e9),
-            "memory_mb": _round(spent and spent.memory_mb),
-            "repetitions": spent and spent.repetitions,
-            "checked": _round(verdict.ratio),
-            "reason": "" if spent else reason,
-        }  # fmt: skip
+        yield AttentionMeasurement(
+            **facts, pass_name=name, length=case.padded_length, head_dim=case.head_dim, dtype=case.dtype,
+            dropout=case.dropout, batch=len(case.lengths), heads=case.heads,
+            tokens=sum(case.lengths), squares=sum(n * n for n in case.lengths),
+            density=_round(density), block="x".join(map(str, layout.block)) if layout else None,
+            status="ok" if spent else status,
+            ms=_round(spent and spent.ms),
+            tflops=_round(spent and density and FLOPS[name] * density * case.flops / spent.ms / 1e9),
+            memory_mb=_round(spent and spent.memory_mb),
+            repetitions=spent and spent.repetitions,
+            checked=_round(verdict.ratio),
+            reason="" if spent else reason,
+        )  # fmt: skip
 
 
 def _measure(
@@ -277,7 +277,7 @@ def _clear(device: torch.device, compiled: bool = True) -> None:
 
 
 def tables(
-    records: Sequence[dict[str, Any]], number: str | None = None
+    records: Sequence[AttentionMeasurement], number: str | None = None
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
 
@@ -286,73 +286,72 @@ def tables(
     What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
     """
     absent = ("unsupported",) if number in RUNTIME else ()  # so many columns: empty ones are left to the notes
-    attentions = list(dict.fromkeys(record["attention"] for record in records if record["status"] not in absent))
-    keys = ("dtype", "d", "dropout", "N", "batch")
+    attentions = list(dict.fromkeys(record.attention for record in records if record.status not in absent))
+    dense = {(record.pass_name, *_size(record)): record.ms for record in records if record.attention == "flash"}
 
-    def place(record: dict[str, Any]) -> tuple[Any, ...]:
-        return record["pass"], *(record[key] for key in keys)
-
-    dense = {place(record): record["ms"] for record in records if record["attention"] == "flash"}
-
-    def speed(record: dict[str, Any]) -> str:
+    def speed(record: AttentionMeasurement) -> str:
         if number in RUNTIME:  # not all that is compared has these FLOPs
-            return f"{record['ms']:g}" if record["status"] == "ok" else _status(record)
+            return f"{record.ms:g}" if record.ok else _status(record)
         text = _speed(record)
-        if record["status"] == "ok" and record.get("block"):
-            text += f", {record['density']:.3g}"
-            if ms := dense.get(place(record)):
-                text += f", {record['ms'] / (record['density'] * ms):.2f}"
+        if record.ms and record.density and record.block:
+            text += f", {record.density:.3g}"
+            if ms := dense.get((record.pass_name, *_size(record))):
+                text += f", {record.ms / (record.density * ms):.2f}"
         return text
 
-    def table(title: str, name: str, cell: Callable[[dict[str, Any]], str]) -> tuple[str, list[str], list[list[str]]]:
+    def table(
+        title: str, name: str, shown: Callable[[AttentionMeasurement], str]
+    ) -> tuple[str, list[str], list[list[str]]]:
         rows: dict[tuple[Any, ...], dict[str, str]] = {}
         for record in records:
-            if record["pass"] == name:
-                rows.setdefault(tuple(record[key] for key in keys), {})[record["attention"]] = cell(record)
-        lines = [[*map(str, size), *(cells.get(a, "") for a in attentions)] for size, cells in rows.items()]
-        return f"Table {number}, {title}" if number else title, [*keys, *attentions], lines
+            if record.pass_name == name:
+                rows.setdefault(_size(record), {})[record.attention] = shown(record)
+        lines = [[*map(str, size), *(texts.get(a, "") for a in attentions)] for size, texts in rows.items()]
+        header = ["dtype", "d", "dropout", "N", "batch", *attentions]
+        return f"Table {number}, {title}" if number else title, header, lines
 
-    passes = list(dict.fromkeys(record["pass"] for record in records))
+    passes = list(dict.fromkeys(record.pass_name for record in records))
     for name in passes:
         if number in RUNTIME:
             yield table(f"{name}: ms", name, speed)
             continue
-        also = (
-            [", density", ", time / (density x time of flash)"]
-            if any(record.get("block") for record in records)
-            else []
-        )
+        also = [", density", ", time / (density x time of flash)"] if any(record.block for record in records) else []
         yield table(f"{name}: ms (TFLOP/s)" + "".join(also if dense else also[:1]), name, speed)
-    if number not in RUNTIME and any(record["memory_mb"] is not None for record in records):
+    if number not in RUNTIME and any(record.memory_mb is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
 
 
-def notes(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Why cells have no number, each reason once."""
-    return list(dict.fromkeys(f"{r['attention']}: {r['status']}: {r['reason']}" for r in records if r["reason"]))
+def notes(records: Sequence[AttentionMeasurement]) -> list[str]:
+    """Why cases have no number, each reason once."""
+    return list(dict.fromkeys(f"{r.attention}: {r.status}: {r.reason}" for r in records if r.reason))
 
 
-def _speed(record: dict[str, Any]) -> str:
-    if record["status"] != "ok":
+def _size(record: AttentionMeasurement) -> tuple[Any, ...]:
+    """What a row of a table is of."""
+    return record.dtype, record.head_dim, record.dropout, record.length, record.batch
+
+
+def _speed(record: AttentionMeasurement) -> str:
+    if not record.ok:
         return _status(record)
-    return f"{record['ms']:g}" + ("" if record["tflops"] is None else f" ({record['tflops']:.0f})")
+    return f"{record.ms:g}" + ("" if record.tflops is None else f" ({record.tflops:.0f})")
 
 
-def _memory(record: dict[str, Any]) -> str:
-    return f"{record['memory_mb']:.0f}" if record["status"] == "ok" else _status(record)
+def _memory(record: AttentionMeasurement) -> str:
+    return f"{record.memory_mb:.0f}" if record.ok else _status(record)
 
 
-def _status(record: dict[str, Any]) -> str:
-    return "" if record["status"] == "unsupported" else record["status"]
+def _status(record: AttentionMeasurement) -> str:
+    return "" if record.status == "unsupported" else record.status
 
 
-def line(records: Sequence[dict[str, Any]]) -> str:
-    """What was measured of a cell."""
+def line(records: Sequence[AttentionMeasurement]) -> str:
+    """What was measured of a case."""
     first = records[0]
-    size = f"{first['attention']} {first['dtype']} d={first['d']} p={first['dropout']:g} N={first['N']}"
-    size += f" density={first['density']:.3g}" if first["block"] else ""
-    return f"{size}: " + ", ".join(f"{record['pass']} {_speed(record) or record['status']}" for record in records)
+    size = f"{first.attention} {first.dtype} d={first.head_dim} p={first.dropout:g} N={first.length}"
+    size += f" density={first.density:.3g}" if first.block else ""
+    return f"{size}: " + ", ".join(f"{record.pass_name} {_speed(record) or record.status}" for record in records)
 
 
 def _round(value: float | None) -> float | None:

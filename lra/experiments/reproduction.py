@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Records = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 # of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
@@ -14,11 +13,11 @@ NOT_COMPARED = ("command", "date", "gpus", "commit")
 
 
 class Reproduction(NamedTuple):
-    """What is printed, and what it was made from."""
+    """What is printed, and whether something is wrong: the command's exit code is 1 then."""
 
     tables: list[Table]
     lines: list[str]
-    records: Records
+    wrong: bool = False
 
 
 def number(value: float | None) -> str:

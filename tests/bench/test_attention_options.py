@@ -72,4 +72,4 @@ def test_the_smallest_and_largest_that_are_taken():
 def test_two_tokens_can_be_checked(ragged):
     options = configure(["attns=standard", "lengths=2", "batch=1", "dtypes=fp32", "head_dims=16", f"ragged={ragged}"])
     [records] = run(options, torch.device("cpu"))
-    assert {record["status"] for record in records} == {"ok"}
+    assert {record.status for record in records} == {"ok"}

@@ -67,9 +67,9 @@ def broken(monkeypatch):
     monkeypatch.setattr(ATTENTIONS, "get", lambda name: wrong._classes.get(name) or real(name))
 
 
-def records(*args: str) -> list[dict[str, Any]]:
+def records(*args: str) -> list[Any]:
     fields = TINY | dict(arg.split("=", 1) for arg in args)
-    return bench([f"{name}={value}" for name, value in fields.items()])["cells"]
+    return bench([f"{name}={value}" for name, value in fields.items()]).cells
 
 
 def peer(name: str, n: int, **options: Any) -> Any:
@@ -92,12 +92,12 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout)
 
 def test_it_is_checked_and_counted_by_what_its_layout_shows():
     dense, sparse = records(f"attns=flash,{BUTTERFLY}", "passes=forward")
-    assert (dense["density"], dense["block"], dense["status"]) == (1.0, None, "ok")
-    assert (sparse["density"], sparse["block"], sparse["status"]) == (0.5, "16x16", "ok")
-    assert 0 < sparse["checked"] <= 1
-    flops = 4 * 2 * 16 * sparse["squares"]
-    assert sparse["tflops"] == pytest.approx(0.5 * flops / sparse["ms"] / 1e9, rel=2e-3)
-    assert dense["tflops"] == pytest.approx(flops / dense["ms"] / 1e9, rel=2e-3)
+    assert (dense.density, dense.block, dense.status) == (1.0, None, "ok")
+    assert (sparse.density, sparse.block, sparse.status) == (0.5, "16x16", "ok")
+    assert 0 < sparse.checked <= 1
+    flops = 4 * 2 * 16 * sparse.squares
+    assert sparse.tflops == pytest.approx(0.5 * flops / sparse.ms / 1e9, rel=2e-3)
+    assert dense.tflops == pytest.approx(flops / dense.ms / 1e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 700, 0)])
@@ -122,14 +122,14 @@ def test_ragged_batches_count_the_pairs_of_each_sequence():
 @pytest.mark.parametrize("name", ["dense", "long"])
 def test_what_sees_other_keys_is_wrong(broken, name):
     (record,) = records(f"attns={name}:block=16", "passes=forward", "lengths=256")
-    assert record["status"] == "WRONG" and " is off by " in record["reason"] and record["ms"] is None
+    assert record.status == "WRONG" and " is off by " in record.reason and record.ms is None
 
 
 def test_dropout_is_checked(broken):
     args = ("dropout=0.25", "passes=forward")
-    assert [r["status"] for r in records(f"attns={BUTTERFLY}", *args)] == ["ok"]
+    assert [r.status for r in records(f"attns={BUTTERFLY}", *args)] == ["ok"]
     (record,) = records("attns=keeps:block=16:impl=gather", *args)
-    assert record["status"] == "WRONG" and "dropout 0.25 makes ones 1.000" in record["reason"]
+    assert record.status == "WRONG" and "dropout 0.25 makes ones 1.000" in record.reason
     assert not check_dropout(BenchmarkCase("butterfly:block=16:globals=3", "fp32", 16, 0.1, (136, 136), 2), CPU).wrong
 
 
@@ -203,15 +203,15 @@ def test_tables_show_density_and_the_time_beside_dense_attention():
     assert title == "forward: ms (TFLOP/s), density, time / (density x time of flash)"
     assert header[5:] == [BUTTERFLY, "flash", "butterfly@flex:block=16", "butterfly@fa4:block=16"]
     ours, flash = cells[0], cells[1]
-    assert rows[0][5].endswith(f", 0.5, {ours['ms'] / (0.5 * flash['ms']):.2f}") and "," not in rows[0][6]
+    assert rows[0][5].endswith(f", 0.5, {ours.ms / (0.5 * flash.ms):.2f}") and "," not in rows[0][6]
     assert [row[7:] for row in rows] == [["", ""], ["", ""]] and len(notes(cells)) == 2
-    alone = next(iter(tables([r for r in cells if r["block"]])))
+    alone = next(iter(tables([r for r in cells if r.block])))
     assert alone[0] == "forward: ms (TFLOP/s), density" and alone[2][0][5].endswith(", 0.5")
 
 
 def test_peers_say_what_they_lack():
-    assert "GPUs only" in records("attns=butterfly@flex", "dtypes=bf16")[0]["reason"]
-    assert "no dropout" in records("attns=butterfly@flex", "dropout=0.1")[0]["reason"]
+    assert "GPUs only" in records("attns=butterfly@flex", "dtypes=bf16")[0].reason
+    assert "no dropout" in records("attns=butterfly@flex", "dropout=0.1")[0].reason
     gpu = torch.device("cuda")
     assert peer("flex", 512, block="64").resolve(gpu, "bf16") == "butterfly@flex"
     for options, message in (
@@ -289,7 +289,7 @@ def test_the_readme_has_a_table_of_them(tmp_path, monkeypatch, request):
     import readme  # type: ignore[import-not-found]
 
     assert readme.sparse(tmp_path) == ""
-    result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()])
+    result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]).saved()
     flex = [dict(r) for r in result["cells"] if r["attention"] == BUTTERFLY and not r["dropout"]]
     for record in flex:
         record.update(attention="butterfly@flex:block=16", ms=7.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -105,14 +107,14 @@ def test_a_padding_mask_hides_up_to_20_tokens():
 
 def test_one_table_is_printed_with_what_it_left_out():
     result = bench([*TINY, "table=11", "attns=flash,linformer,cudnn"])
-    records = result["cells"]
-    assert [r["status"] for r in records] == ["ok", "ok", "unsupported"]
-    assert [(r["attention"], r["options"]) for r in records[:2]] == [("flash", ""), ("linformer", "k=16")]
+    records = result.cells
+    assert [r.status for r in records] == ["ok", "ok", "unsupported"]
+    assert [(r.attention, r.options) for r in records[:2]] == [("flash", ""), ("linformer", "k=16")]
     ((title, header, rows),) = tables(records, "11")
     assert title == "Table 11, both: ms" and header[5:] == ["flash", "linformer"]
-    assert rows == [["bf16", "16", "0.1", "128", "2", f"{records[0]['ms']:g}", f"{records[1]['ms']:g}"]]
+    assert rows == [["bf16", "16", "0.1", "128", "2", f"{records[0].ms:g}", f"{records[1].ms:g}"]]
     assert len(notes(records)) == 1
-    memory = [dict(record, memory_mb=3.0, **{"pass": "both"}) for record in records[:1]]
+    memory = [replace(record, memory_mb=3.0, pass_name="both") for record in records[:1]]
     assert len(list(tables(memory, "11"))) == 1 and list(tables(memory, "21"))[-1][2][0][-1] == "3"
     assert set(RUNTIME) == {str(n) for n in range(9, 21)}
 

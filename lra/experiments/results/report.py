@@ -84,7 +84,7 @@ def run(name: str, args: Sequence[str]) -> Report:
             paces = plan.Alone(speed.paces(table, measured))
         except UsageError as error:
             raise UsageError(f"{options.speed} can't be compared ({error}): remove it, or name another file") from None
-        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
+        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured.cells)]
         place = speed.hardware_of(measured)
         firsts = [cell for cell in cells if cell.seed == 0]
         alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
@@ -125,11 +125,10 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
-    yield (
-        "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh],
-        [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
-        + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
-    )  # fmt: skip
+    if fresh:
+        lines = [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns]
+        lines.append(["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)])
+        yield "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh], lines
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = table.together(columns)
     for place in hardware(rows):
