@@ -120,7 +120,7 @@ def reproduce(
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
-    _print_measured(report.tables, report.lines, report.records)
+    _print_measured(report.tables, report.lines, report.wrong)
 
 
 @app.command()
@@ -146,7 +146,7 @@ def report(
     from lra.experiments.results.report import run
 
     made = run(fields[0], fields[1:])
-    _print_measured(made.tables, made.notes, [])
+    _print_measured(made.tables, made.notes)
 
 
 @ls_app.command("tasks")
@@ -241,8 +241,9 @@ def bench_attention(
     from lra.bench.attention import bench, notes, tables
 
     result = bench(fields or (), progress=console.print)
-    records = result["cells"]
-    _print_measured(tables(records, result["options"]["table"]), notes(records), records)
+    records = result.cells
+    wrong = any(record.failed for record in records)
+    _print_measured(tables(records, result.options["table"]), notes(records), wrong)
 
 
 @bench_app.command("io")
@@ -252,7 +253,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
 
     result = bench(fields or ())
     _print_rows(*table(result))
-    for note in result["notes"]:
+    for note in result.notes:
         console.print(note)
 
 
@@ -266,7 +267,7 @@ def bench_step(
     from lra.bench.step import bench, notes, tables
 
     result = bench(fields or (), progress=console.print)
-    _print_measured(tables(result), notes(result), result["loops"])
+    _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
 
 
 @results_app.command("pack")
@@ -302,13 +303,13 @@ def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
     console.print(table)
 
 
-def _print_measured(tables: Any, lines: list[str], records: list[dict[str, Any]]) -> None:
-    """Exit code 1 if something measured was wrong, or failed."""
+def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
+    """Exit code 1 if something was wrong, or failed."""
     for table in tables:
         _print_rows(*table)
     for line in lines:
         console.print(line)
-    if any(record["status"] in ("WRONG", "failed") for record in records):
+    if wrong:
         raise typer.Exit(1)
 
 

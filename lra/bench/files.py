@@ -1,4 +1,4 @@
-"""The file of a measurement, and when, by which command and of which commit each of its records was made."""
+"""The file of a measurement."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,38 +16,6 @@ from filelock import FileLock, Timeout
 from lra import environment
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
-
-PART = ("date", "command", "commit")  # of the environment: what differs between sessions that measure for one file
-
-
-def part(session: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record states that is added to a file which another session began.
-
-    Args:
-        session: `environment.describe()` of the session that measured the record.
-    """
-    return {"made": {name: session[name] for name in PART}}
-
-
-def made(result: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Date, command and commit of a record: its own, or those of the file if it states none."""
-    stated = record.get("made", result["environment"])
-    return {name: stated.get(name) for name in PART}
-
-
-def joined(results: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The records of several files, for one file that has the first one's environment."""
-    first = {name: results[0]["environment"].get(name) for name in PART}
-    for result in results:
-        for record in result["cells"]:
-            stated = made(result, record)
-            yield record if stated == first else record | {"made": stated}
-
-
-def sessions(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Date, command and commit of each session that measured for a file, by date; of an empty file, its own."""
-    stated = [made(result, record) for record in result["cells"] or [{}]]
-    return sorted((dict(each) for each in {tuple(each.items()) for each in stated}), key=lambda each: each["date"])
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lra import environment
-from lra.bench.files import part
+from lra.bench.records import part
 from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
 from lra.kernels.flash import flash_attention, tuning
@@ -136,7 +136,7 @@ def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
         old = None
     if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
         return Table(path, new, tuning.sources(), {}, {}, {}), {}
-    return old, part(new)
+    return old, {"made": part(new)}
 
 
 def _fastest(

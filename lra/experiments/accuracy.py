@@ -72,14 +72,16 @@ def run(
     """
     table = grid.read(name)
     options, rest = take(Options, args)
-    asked = resources(given := [arg for arg in rest if arg.startswith("slurm.")], options.launcher)
+    for_slurm = [arg for arg in rest if arg.startswith("slurm.")]
+    fields = [arg for arg in rest if arg not in for_slurm]
+    asked = resources(for_slurm, options.launcher)
     if options.speed == "true":
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
+    chosen = choose(table, options, fields)
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
@@ -136,16 +138,8 @@ def report(table: Grid, states: States) -> Reproduction:
         elif state.status != "done":
             ended = state.status in ("interrupted", "refused", "open") and log.exists()
             lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
-    records = [
-        {
-            "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
-            "accuracy": state.accuracy,
-            # for the exit code
-            "status": "ok" if state.final and state.status not in ("failed", "refused") else "WRONG",
-        }
-        for cell, state in states.items()
-    ]  # fmt: skip
-    return Reproduction([accuracies(table, states)], lines, records)
+    wrong = any(not state.final or state.status in ("failed", "refused") for state in states.values())
+    return Reproduction([accuracies(table, states)], lines, wrong)
 
 
 def accuracies(table: Grid, states: States) -> Table:

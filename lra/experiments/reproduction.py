@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lra.environment import MARK, MARKED
 
-Records = list[dict[str, Any]]
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 # of the environment: no measurement depends on the first three, and a record of another commit states it
@@ -16,11 +15,11 @@ NOT_COMPARED = ("command", "date", "gpus", "commit")
 
 
 class Reproduction(NamedTuple):
-    """What is printed, and what it was made from."""
+    """What is printed, and whether something is wrong: the command's exit code is 1 then."""
 
     tables: list[Table]
     lines: list[str]
-    records: Records
+    wrong: bool = False
 
 
 def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:

@@ -49,7 +49,7 @@ def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
     if file is None and not path.is_file():
         return Alone()
     result = speed.read(path) if file is None else speed.named(table, path, recipe)
-    if result["options"]["recipe"] != recipe:
+    if result.options["recipe"] != recipe:
         return Alone()
     try:
         alone = Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
@@ -108,7 +108,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
         mend = f"; {command}{also} measures steps per second" if command and lacking else ""
         lines.append(f"time for {len(unknown)} of them: unknown, as no run of the same configuration is done{mend}")
     header = ["column", "attention", "seed", "state", "training left", "directory"]
-    return Reproduction([("cells", header, rows)], lines, [])
+    return Reproduction([("cells", header, rows)], lines)
 
 
 def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:

@@ -81,11 +81,11 @@ def run(name: str, args: Sequence[str]) -> Report:
     if measured is not None:
         try:
             compared = table.under(cell for cell in speed.cells(table, measured) if cell.column in columns)
-            tables += speed.tables(compared, measured, columns, attns)
+            tables += (footnoted(*made) for made in speed.tables(compared, measured, columns, attns))
             paces = plan.Alone(speed.paces(table, measured))
         except UsageError as error:
             raise UsageError(f"{options.speed} can't be compared ({error}): remove it, or name another file") from None
-        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
+        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured.cells)]
         place = speed.hardware_of(measured)
         firsts = [cell for cell in cells if cell.seed == 0]
         alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
@@ -129,11 +129,10 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
-    yield (
-        "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh],
-        [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
-        + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
-    )  # fmt: skip
+    if fresh:
+        lines = [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns]
+        lines.append(["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)])
+        yield "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh], lines
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = table.together(columns)
     for place in hardware(rows):

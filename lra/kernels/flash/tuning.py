@@ -74,7 +74,7 @@ class Table(NamedTuple):
     sources: str  # `sources()` of the kernels that were measured
     tiles: dict[Key, Tile]
     microseconds: dict[Key, float]  # of the pass with that tile
-    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.files.part`
+    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
 
 
 class Ptxas(NamedTuple):
