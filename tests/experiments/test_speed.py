@@ -78,7 +78,7 @@ def made(column: str, attn: str, way: str, ms: float | None, status: str = "ok",
 
 
 def result(*records: dict[str, Any]) -> dict[str, Any]:
-    made_with = {"gpu": "NVIDIA\nH200", "date": "2026-01-01T00:00:00Z", "commit": "abc"}
+    made_with = {"gpu": "NVIDIA\nH200", "date": "2026-01-01T00:00:00Z", "commit": "abc1234"}
     return {"environment": made_with, "options": {"recipe": "xiong2021", "fields": []}, "cells": list(records)}
 
 
