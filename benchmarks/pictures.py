@@ -21,6 +21,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import lra
+from benchmarks.command import command
 from benchmarks.pages.cards import RELEASES, released
 from benchmarks.pages.pictures import FOLDER
 from lra import environment
@@ -55,15 +56,10 @@ class Options:
             raise UsageError(f"count={self.count} must be at least 1")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        depict(parse(Options, arguments))
-    except UsageError as error:
-        print(f"pictures: {error}", file=sys.stderr)
-        return 2
+@command
+def main(arguments: Sequence[str]) -> None:
+    depict(parse(Options, arguments))
     print("make docs shows them in docs/pictures.md")
-    return 0
 
 
 def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command import command
 from benchmarks.pages import measured
 from benchmarks.pages.cards import RELEASES, card, known
 from lra.config.compose import differences
@@ -57,17 +58,12 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     return target
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
-            raise UsageError("give <run directory> <name>")
-        release(Path(arguments[0]), arguments[1])
-    except UsageError as error:
-        print(f"release: {error}", file=sys.stderr)
-        return 2
+@command
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
+        raise UsageError("give <run directory> <name>")
+    release(Path(arguments[0]), arguments[1])
     print(f"{RELEASES.name}/{arguments[1]} is released: make docs lists it")
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.command import command
 from benchmarks.pages import attentions, cards, fig3, measured, pictures, readme, runs, tables, training
-from lra.errors import UsageError
 
 MAKERS = (attentions, cards, fig3, pictures, readme, runs, tables, training)
 
@@ -28,17 +28,14 @@ def stale(made: Mapping[Path, str]) -> list[Path]:
     return [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pages", description="Make the pages that are generated."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
     check = parser.parse_args(arguments).check
-    try:
-        made = pages()
-    except UsageError as error:
-        print(f"pages: {error}", file=sys.stderr)
-        return 2
+    made = pages()
     found = stale(made)
     for path in found:
         if check:

@@ -6,7 +6,7 @@ Each function is given the folder that has results/ and studies/.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,18 @@ def _speed(measured: Sequence[Measured]) -> str:
             key = (ragged, cell["dropout"], cell["d"], cell["N"], cell["batch"], file)
             value = f"{cell['tflops']:.0f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault(key, {})[cell["attention"], cell["pass"]] = value
-    header = ("d", "dropout", "N", "batch", *(f"`{name}`" for name in names))
-    return table(
-        header,
+    made = [
         (
-            (
-                link(f"{d}", file), f"{dropout:g}", f"IMDB, at most {n:,}" if ragged else f"{n:,}",
-                f"{batch}", *(_both(row, attention) for attention in names),
-            )
-            for (ragged, dropout, d, n, batch, file), row in sorted(rows.items(), key=lambda pair: pair[0])
-        ),
-    )  # fmt: skip
+            link(f"{d}", file), f"{dropout:g}", f"IMDB, at most {n:,}" if ragged else f"{n:,}",
+            f"{batch}", *(_both(row, attention) for attention in names),
+        )
+        for (ragged, dropout, d, n, batch, file), row in sorted(rows.items(), key=lambda pair: pair[0])
+    ]  # fmt: skip
+    return table(("d", "dropout", "N", "batch", *_code(names)), made)
+
+
+def _code(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
 
 
 def _both(row: dict[Any, str], attention: str) -> str:
@@ -136,16 +137,11 @@ def _sparse(measured: Sequence[Measured]) -> str:
         "`butterfly` / (density × `flash`)", "of both passes",
     )  # fmt: skip
     values = ("butterfly", "flash", "flex", "ratio")
-    return table(
-        header,
-        (
-            (
-                link(f"{key[1]}", key[0]), *key[2:], *(_both(row, column) for column in values),
-                _of_both(shares[key]),
-            )
-            for key, row in rows.items()
-        ),
-    )  # fmt: skip
+    made = [
+        (link(f"{key[1]}", key[0]), *key[2:], *(_both(row, column) for column in values), _of_both(shares[key]))
+        for key, row in rows.items()
+    ]
+    return table(header, made)
 
 
 def _of_both(shares: Mapping[str, tuple[float, float]]) -> str:
@@ -170,10 +166,8 @@ def memory(root: Path) -> str:
                 value = f"{cell['memory_mb']:,.0f}" if cell["status"] == "ok" else _ended(cell)
                 rows.setdefault((file, cell["N"]), {})[cell["attention"]] = value
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return table(
-        ("N", *(f"`{name}`" for name in names)),
-        ((link(f"{n:,}", file), *(row.get(name, "") for name in names)) for (file, n), row in rows.items()),
-    )
+    made = [(link(f"{n:,}", file), *(row.get(name, "") for name in names)) for (file, n), row in rows.items()]
+    return table(("N", *_code(names)), made)
 
 
 def short(root: Path) -> str:
@@ -184,31 +178,24 @@ def short(root: Path) -> str:
             value = f"{cell['ms']:.3f}" if cell["status"] == "ok" else _ended(cell)
             rows.setdefault((file, cell["attention"], cell["pass"]), {})[cell["N"]] = value
     lengths = list(dict.fromkeys(n for row in rows.values() for n in row))
-    return table(
-        ("attention", "pass", *(f"N = {n}" for n in lengths)),
-        (
-            (link(f"`{name}`", file), what, *(row.get(n, "") for n in lengths))
-            for (file, name, what), row in rows.items()
-        ),
-    )
+    made = [
+        (link(f"`{name}`", file), what, *(row.get(n, "") for n in lengths)) for (file, name, what), row in rows.items()
+    ]
+    return table(("attention", "pass", *(f"N = {n}" for n in lengths)), made)
 
 
 def profile(root: Path) -> str:
     """What hardware counters say of the kernels: the share of time in which each unit is busy, in percent."""
     rows = [(file, row) for file, result in read(root, "studies/counters/*/*.json") for row in result["rows"]]
     units = list(dict.fromkeys(unit for _, row in rows for unit in row["busy_percent"]))
-    return table(
-        ("kernel", "d", "dropout", *units),
+    made = [
         (
-            (
-                link(row["kernel"].removesuffix("_kernel").replace("_", " "), file),
-                f"{row['d']}",
-                f"{row['dropout']:g}",
-                *(f"{row['busy_percent'][unit]:.0f}" for unit in units),
-            )
-            for file, row in rows
-        ),
-    )
+            link(row["kernel"].removesuffix("_kernel").replace("_", " "), file), f"{row['d']}", f"{row['dropout']:g}",
+            *(f"{row['busy_percent'][unit]:.0f}" for unit in units),
+        )
+        for file, row in rows
+    ]  # fmt: skip
+    return table(("kernel", "d", "dropout", *units), made)
 
 
 def traffic(root: Path) -> str:

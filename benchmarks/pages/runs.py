@@ -22,11 +22,6 @@ PAGE = measured.BENCHMARKS / "results" / "runs.csv"
 # overrides that change only where a run reads, writes or goes on, or what another column shows
 NOT_SHOWN = ("task.source", "name", "resume", "seed", "trainer.accelerator", "trainer.devices")
 SCORE = ("accuracy", "plus_minus", "examples", "baseline", "baseline_accuracy")
-COLUMNS = (
-    "task", "dataset", "attention", "recipe", "changed", "seed", "status", "protocol", *SCORE,
-    *(f"fresh_{name}" for name in SCORE), "peak_gb", "train_minutes", "wall_minutes", "gpu", "gpus", "commit", "date",
-    "file",
-)  # fmt: skip
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -71,19 +66,18 @@ def _changes(overrides: Iterable[str]) -> Iterable[str]:
 
 
 def _score(prefix: str, score: Mapping[str, Any] | None) -> dict[str, Any]:
-    if score is None:
-        return {}
-    best = max(score["baselines"], key=score["baselines"].__getitem__)
-    shares = (score["accuracy"], score["plus_minus"], score["baselines"][best])
-    accuracy, bound, baseline = (f"{100 * share:.2f}" for share in shares)
-    return {
-        prefix + name: value for name, value in zip(SCORE, (accuracy, bound, score["n"], best, baseline), strict=True)
-    }
+    shown: tuple[Any, ...] = (None,) * len(SCORE)
+    if score is not None:
+        best = max(score["baselines"], key=score["baselines"].__getitem__)
+        shares = (score["accuracy"], score["plus_minus"], score["baselines"][best])
+        accuracy, bound, baseline = (f"{100 * share:.2f}" for share in shares)
+        shown = accuracy, bound, score["n"], best, baseline
+    return {prefix + name: value for name, value in zip(SCORE, shown, strict=True)}
 
 
 def make() -> dict[Path, str]:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    found, text = rows(measured.BENCHMARKS), io.StringIO()
+    writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows(measured.BENCHMARKS))
+    writer.writerows(found)
     return {PAGE: text.getvalue()}

@@ -79,49 +79,32 @@ def page() -> str:
 
 def _steps(measured: Sequence[Measured]) -> Iterator[str]:
     yield "## A step"
-    times = [f"{name}, ms" for name in LOOPS]
-    header = [
-        "task",
-        "batch",
-        "tokens",
-        "model",
-        "attention, dropout",
-        *times,
-        "tokens/s of fit",
-        "Lightning",
-        "first step, s",
-        "made with",
-    ]
+    header = (
+        "task", "batch", "tokens", "model", "attention, dropout", *(f"{name}, ms" for name in LOOPS),
+        "tokens/s of fit", "Lightning", "first step, s", "made with",
+    )  # fmt: skip
     yield table(header, [_step(*each) for each in measured])
-    profiled = [
-        (p, r, loop) for p, r in measured for loop in r["loops"] if loop["loop"] == "captured" and loop["where"]
-    ]
-    if profiled:
-        groups = list(profiled[0][2]["where"]["groups"])
+    captured = [(path, loop) for path, r in measured for loop in r["loops"] if loop["loop"] == "captured"]
+    if profiled := [(path, loop, loop["where"]["groups"]) for path, loop in captured if loop["where"]]:
         yield GROUPS
-        yield table(
-            ["task", *groups, "step"],
-            [
-                [link(p.stem, p), *(f"{loop['where']['groups'][g]:.3f}" for g in groups), f"{loop['ms']:g}"]
-                for p, _, loop in profiled
-            ],
-        )
+        groups = list(profiled[0][2])
+        spent = lambda loop, of: (*(f"{of[group]:.3f}" for group in groups), f"{loop['ms']:g}")  # noqa: E731
+        rows = [(link(path.stem, path), *spent(loop, of)) for path, loop, of in profiled]
+        yield table(["task", *groups, "step"], rows)
 
 
 def _step(path: Path, result: dict[str, Any]) -> list[str]:
-    run, environment = result["run"], result["environment"]
+    run, model = result["run"], result["run"]["model"]
     loops = {loop["loop"]: loop for loop in result["loops"]}
-    model = run["model"]
     times = ["" if name not in loops else f"{loops[name]['ms'] or loops[name]['status']}" for name in LOOPS]
-    speed = loops.get("fit", {}).get("tokens_per_second")
-    tokens = loops.get("fit", {}).get("tokens")
+    speed, tokens = map(loops.get("fit", {}).get, ("tokens_per_second", "tokens"))
     return [
         link(path.stem, path), str(run["batch"]["size"]), "" if tokens is None else f"{tokens:,.0f}",
         f"{model['layers']} layers of {model['d_model']}, {model['heads']} heads",
         f"{run['attn']['name']}, {model['attn_dropout']:g}",
         *times, "" if speed is None else f"{speed:,}",
         "" if result["lightning"] is None else f"{100 * result['lightning']:+.1f}%",
-        f"{loops['fit']['first_seconds']:.1f}" if "fit" in loops else "", _made_with(environment),
+        f"{loops['fit']['first_seconds']:.1f}" if "fit" in loops else "", _made_with(result["environment"]),
     ]  # fmt: skip
 
 
@@ -219,16 +202,14 @@ def _scaling(results: Sequence[Measured]) -> Iterator[str]:
 
     if results:
         yield SCALING
-        yield table(
-            ["run", "GPUs", "batch", "steps/s", "times one GPU", "made with"],
+        rows = [
             [
-                [
-                    link(path.stem, path), str(r["world_size"]), str(r["config"]["batch"]["size"]),
-                    f"{r['steps_per_second']:g}", speedup(r), _made_with(r["environment"]),
-                ]
-                for path, r in results
-            ],
-        )  # fmt: skip
+                link(path.stem, path), str(r["world_size"]), str(r["config"]["batch"]["size"]),
+                f"{r['steps_per_second']:g}", speedup(r), _made_with(r["environment"]),
+            ]
+            for path, r in results
+        ]  # fmt: skip
+        yield table(["run", "GPUs", "batch", "steps/s", "times one GPU", "made with"], rows)
 
 
 def _work(result: dict[str, Any]) -> tuple[str, int, str, str]:

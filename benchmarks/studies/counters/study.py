@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.bench.io import no_counters, read_kernels, run_ncu
+from lra.errors import UsageError
 from lra.kernels import flash_attention
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.layers.api import feed_forward
@@ -107,7 +109,8 @@ def _row(kernel: str, counted: dict[str, float], width: int, dropout: float) -> 
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
@@ -115,20 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     part = PARTS[given.part]
     if given.launch:
-        part.launch(int(given.launch[0]), float(given.launch[1]))
-        return 0
+        return part.launch(int(given.launch[0]), float(given.launch[1]))
     if not given.out:
         parser.error("name a JSON file for the result with --out")
     if missing := no_counters():
-        print(f"counters: {missing}", file=sys.stderr)
-        return 2
+        raise UsageError(missing)
     rows = [row for d in part.widths for dropout in (0.0, 0.1) for row in profile(given.part, d, dropout)]
     result = {"environment": environment.describe(), "rows": rows}
     write(given.out, result)
     for row in rows:
         busy = ", ".join(f"{name} {value:.0f}%" for name, value in row["busy_percent"].items())
         print(f"{row['kernel']} d={row['d']} dropout={row['dropout']}: {busy}")
-    return 0
 
 
 if __name__ == "__main__":

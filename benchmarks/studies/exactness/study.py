@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import command
 from lra import environment
+from lra.errors import UsageError
 from lra.kernels.flash import tuning
 from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
 from lra.training.run import write as replace_file
@@ -137,15 +139,8 @@ def write(result: dict[str, Any], path: Path) -> None:
     replace_file(path, f"{{\n{lines}\n}}\n")
 
 
-def table(result: dict[str, Any]) -> str:
-    rows: list[tuple[str, ...]] = [("dtype", "cases", *NAMES, "failed")]
-    for name, entry in result["dtypes"].items():
-        worst = ("-" if entry["worst"][what] is None else f"{entry['worst'][what]:.3f}" for what in NAMES)
-        rows.append((name, str(entry["cases"]), *worst, str(entry["failures"])))
-    return "\n".join(" ".join(f"{cell:>11}" for cell in row) for row in rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Compare the flash kernels with their reference on a GPU.")
     parser.add_argument("kind", nargs="?", default="flash", choices=KINDS)
     parser.add_argument("--cases", type=int, default=200)
@@ -155,8 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if min(given.cases, given.workers) < 1:
         parser.error("--cases and --workers must be at least 1")
     if not torch.cuda.is_available():
-        print("exactness: PyTorch finds no GPU, and the compiled kernels need one", file=sys.stderr)
-        return 2
+        raise UsageError("PyTorch finds no GPU, and the compiled kernels need one: run it on a machine that has one")
     made_with = environment.describe()
     ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
@@ -164,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result |= summarise(survey(cases, given.workers, given.kind))
     write(result, given.out)
     print(f"worst error / budget of {result['cases']} cases on {made_with['gpu']}, in {given.out}")
-    print(table(result))
+    for dtype, found in result["dtypes"].items():
+        print(f"{dtype}: {found}")
     for failure in result["failures"]:
         print("failed:", json.dumps(failure))
     return 1 if result["failures"] else 0

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import lra
+from benchmarks.command import command
 from benchmarks.studies.learning.study import EAGER, FIELDS, HALVES, TASKS, combined, difference, losses_of
 from lra import environment
 from lra.bench.files import write
-from lra.errors import UsageError
 
 TASK = "image"
 
@@ -104,23 +104,19 @@ def measure(seed: int, fields: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Where do runs part that differ by rounding?")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     options = parser.parse_args(arguments)
     runs: list[dict[str, Any]] = []
-    try:
-        for seed in range(options.seeds):
-            runs.append(measure(seed, options.fields))
-            print({name: value for name, value in runs[-1].items() if name != "args"}, flush=True)
-            if options.out:  # rewritten after each
-                write(options.out, {"environment": environment.describe(), "runs": runs})
-    except UsageError as error:
-        print(f"kinks: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for seed in range(options.seeds):
+        runs.append(measure(seed, options.fields))
+        print({name: value for name, value in runs[-1].items() if name != "args"}, flush=True)
+        if options.out:  # rewritten after each
+            write(options.out, {"environment": environment.describe(), "runs": runs})
 
 
 if __name__ == "__main__":

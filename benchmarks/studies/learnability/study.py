@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.data.split import Split
-from lra.errors import UsageError
 from lra.training.data import task_data
 
 
@@ -115,7 +115,8 @@ def train(model: nn.Module, data: Any, steps: int, batch: int, seed: int, log_ev
     return curve
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Train a residual CNN on Pathfinder images.")
     parser.add_argument("fields", nargs="+", metavar="field=value", help="task= and its fields")
     parser.add_argument("--steps", type=int, default=4000)
@@ -124,13 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-every", type=int, default=200)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
-    try:
-        data = task_data(options.fields)
-        data.prepare_data()
-        data.setup()
-    except UsageError as error:
-        print(f"learnability: {error}", file=sys.stderr)
-        return 2
+    data = task_data(options.fields)
+    data.prepare_data()
+    data.setup()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(options.seed)
     model = ResidualCNN(data.config.resolution).to(device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -155,7 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.out:
         write(options.out, result)
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.experiments.grid.launch import slots
@@ -162,7 +163,8 @@ def compare(records: list[dict[str, Any]]) -> None:
             record["difference"] = difference(losses, expected)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Do engines, layouts and devices learn the same?")
     parser.add_argument("--part", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))

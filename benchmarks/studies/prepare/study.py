@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.data import store
-from lra.errors import UsageError
 from lra.training.data import task_data
 
 
@@ -44,27 +44,23 @@ def measure(fields: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Time the preparation of data.")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--task", nargs="+", action="append", required=True, metavar="field=value")
     options = parser.parse_args(arguments)
     store.root().mkdir(parents=True, exist_ok=True)
     rows = []
-    try:
-        for fields in options.task:
-            with tempfile.TemporaryDirectory(dir=store.root()) as folder:
-                os.environ["LRA_DATA"], before = folder, str(store.root())
-                rows.append(measure(fields))
-                os.environ["LRA_DATA"] = before
-            print(json.dumps(rows[-1]), flush=True)
-    except UsageError as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 2
+    for fields in options.task:
+        with tempfile.TemporaryDirectory(dir=store.root()) as folder:
+            os.environ["LRA_DATA"], before = folder, str(store.root())
+            rows.append(measure(fields))
+            os.environ["LRA_DATA"] = before
+        print(json.dumps(rows[-1]), flush=True)
     result = {"stores": rows, "cores": len(os.sched_getaffinity(0)), "environment": environment.describe()}
     if options.out:
         write(options.out, result)
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
+from lra.errors import UsageError
 from lra.kernels.flash.reference import LOW_32_BITS, ROW_FACTORS, philox
 from lra.kernels.layers.reference import SITES
 from lra.models.dropout import sequence_keys
@@ -67,7 +69,8 @@ def build(testu01: Path, program: Path) -> None:
     command = ["gcc", "-O2", *defined, f"-I{testu01}/include", "-o", str(program), str(SOURCE), f"-L{testu01}/lib"]
     done = subprocess.run([*command, *libraries], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"randomness: TestU01 is not in {testu01}, or gcc fails:\n{done.stderr[-2000:]}")
+        said = next(iter(done.stderr.splitlines()), "")
+        raise UsageError(f"TestU01 is not in {testu01}, or gcc fails: {said}")
 
 
 def run(program: Path, crush: bool, stream: tuple[int, int, int]) -> dict[str, Any]:
@@ -86,7 +89,8 @@ def beyond(stream: dict[str, Any], bound: float) -> list[dict[str, Any]]:
     return [found for found in stream["p_values"] if not bound <= found["p"] <= 1 - bound]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--testu01", type=Path, required=True)
     parser.add_argument("--layers", action="store_true")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lra
+from benchmarks.command import command
 from benchmarks.pages import cards, measured
 from lra import environment
 from lra.bench.files import write
@@ -31,23 +32,18 @@ def rescore(name: str, count: int, fields: Sequence[str]) -> dict[str, Any]:
     return {"environment": environment.describe(), "seed": SEED, "fields": list(fields)} | scored
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Score released weights on examples of another seed.")
     parser.add_argument("names", nargs="+", metavar="NAME", help="of a folder of checkpoints")
     parser.add_argument("--count", type=int, default=5000, help="examples")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, metavar="FOLDER", help="for the results")
     parser.add_argument("--fields", nargs="*", default=[], metavar="field=value", help="of lra test")
     given = parser.parse_args(arguments)
-    try:
-        for name in given.names:
-            result = rescore(name, given.count, given.fields)
-            place = measured.place(result["environment"]["gpu"])
-            write(given.out / place / f"{name}.json", result)
-            print(f"{name}: {cards.accuracy(result['test'])}", flush=True)
-    except UsageError as error:
-        print(f"rescoring: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for name in given.names:
+        result = rescore(name, given.count, given.fields)
+        write(given.out / measured.place(result["environment"]["gpu"]) / f"{name}.json", result)
+        print(f"{name}: {cards.accuracy(result['test'])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ are those of `lra test`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lra
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.errors import UsageError
@@ -30,8 +32,9 @@ def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
     return {"init": init, "task": task, "way": way, "fields": fields} | found
 
 
-def measure(args: list[str]) -> None:
-    given = {name: value for name, _, value in (arg.partition("=") for arg in args)}
+@command
+def main(arguments: Sequence[str]) -> None:
+    given = {name: value for name, _, value in (arg.partition("=") for arg in arguments)}
     if not (given.get("init") and given.get("tasks")):
         raise UsageError("give init=RUN and tasks=, the tasks to score it on")
     init, tasks, out = given.pop("init"), given.pop("tasks").split(","), given.pop("out", None)
@@ -49,14 +52,5 @@ def measure(args: list[str]) -> None:
                 write(Path(out), result)
 
 
-def main(args: list[str]) -> int:
-    try:
-        measure(args)
-    except UsageError as error:
-        print(f"resizing: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.training import curves
@@ -96,7 +97,8 @@ def soak(fields: Sequence[str], minutes: float) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Does a long run stay as large as it was?")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
@@ -108,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {found['least']:,} to {found['most']:,}, {found['per_hour']:+,.0f} per hour")
     if options.out:
         write(options.out, result)
-    return 0
 
 
 if __name__ == "__main__":
