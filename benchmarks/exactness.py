@@ -28,8 +28,9 @@ import torch
 
 from lra import environment
 from lra.kernels.flash import tuning
-from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
+from lra.kernels.testing import NAMES, Case, check
 from lra.training.run import write as replace_file
+from tests.kernels.cases import random_case, random_hopper_case, random_sparse_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHARED = "shared-keys"
