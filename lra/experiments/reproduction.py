@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lra.config.compose import differences
+from lra.errors import UsageError
 
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
@@ -18,6 +22,20 @@ class Reproduction(NamedTuple):
     tables: list[Table]
     lines: list[str]
     wrong: bool = False
+
+
+def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:
+    """UsageError if a file was measured with other options than are asked for, but for those that may grow."""
+    if changed := differences(found, asked, growing):
+        raise UsageError(
+            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
+        )
+
+
+def refuse_other_environment(path: Path, found: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """UsageError if a file was measured in an environment unlike this."""
+    if changed := differences(found, made, NOT_COMPARED):
+        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 
 def number(value: float | None) -> str:
