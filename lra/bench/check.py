@@ -66,7 +66,8 @@ def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, bac
     if not known:
         return _finite((out, *grads))
     b = max(range(batch.size), key=lambda b: (case.lengths[b], b))
-    rows = slice(first := int(batch.start[b]), first + case.lengths[b])
+    first = int(batch.start[b])
+    rows = slice(first, first + case.lengths[b])
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
     dropout = (case.dropout, batch.seed, int(batch.index[b]), case.heads - 1)
@@ -110,7 +111,8 @@ def one_head(
             head_id = torch.tensor(head, device=q.device)
             keep = keep_mask(seed, index, head_id, position[rows, None], position[at], threshold)
             keep = (keep * (256 / (256 - threshold))).to(dtype)
-        out[rows] = (o := (p * keep) @ v[at]).double()
+        o = (p * keep) @ v[at]
+        out[rows] = o.double()
         ds = p * ((do[rows] @ v[at].T) * keep - (do[rows] * o).sum(-1, keepdim=True)) * scale
         dq[rows] = (ds @ k[at]).double()
         dk[at] += (ds.T @ q[rows]).double()

@@ -23,11 +23,10 @@ from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
 from lra.bench.presets import PASSES, SETTINGS
 from lra.bench.records import AttentionMeasurement, Measured, part, read_measured
-from lra.config.compose import differences
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
-from lra.experiments.reproduction import NOT_COMPARED, Reproduction, Table, footnoted
+from lra.experiments.reproduction import Reproduction, Table, footnoted, refuse_other_environment, refuse_other_options
 
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
@@ -77,10 +76,7 @@ class Part:
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
             ) from None
-        if changed := differences(self.result.options, stated):
-            raise UsageError(
-                f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
-            )
+        refuse_other_options(path, self.result.options, stated)
 
     @property
     def records(self) -> list[AttentionMeasurement]:
@@ -236,8 +232,8 @@ def _shown(race: Race | None) -> str:
 
 def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
     """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
-    made = [(str(part.path), part.result.environment) for part in parts if part.records]
-    first = environment.describe() if measuring else made[0][1] if made else {}
-    for path, other in made:
-        if changed := differences(other, first, NOT_COMPARED):
-            raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
+    made = [part for part in parts if part.records]
+    if made:
+        first = environment.describe() if measuring else made[0].result.environment
+        for part in made:
+            refuse_other_environment(part.path, part.result.environment, first)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from lra.config.compose import differences
 from lra.environment import MARK, MARKED
+from lra.errors import UsageError
 
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
@@ -26,6 +29,20 @@ def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:
     """A table whose title says what a mark on figures means, if there is one."""
     marked = any(MARK in cell for row in rows for cell in row)
     return f"{title} ({MARK} {MARKED})" if marked else title, header, rows
+
+
+def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:
+    """UsageError if a file was measured with other options than are asked for, but for those that may grow."""
+    if changed := differences(found, asked, growing):
+        raise UsageError(
+            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
+        )
+
+
+def refuse_other_environment(path: Path, found: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """UsageError if a file was measured in an environment unlike this."""
+    if changed := differences(found, made, NOT_COMPARED):
+        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 
 def number(value: float | None) -> str:

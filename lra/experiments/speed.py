@@ -22,12 +22,19 @@ from lra.bench import step
 from lra.bench.files import alone, write
 from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
 from lra.bench.step import StepOptions
-from lra.config.compose import Composed, differences
+from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, take
 from lra.errors import UsageError
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.reproduction import NOT_COMPARED, Reproduction, Table, footnoted, number
+from lra.experiments.reproduction import (
+    Reproduction,
+    Table,
+    footnoted,
+    number,
+    refuse_other_environment,
+    refuse_other_options,
+)
 from lra.training.assembly import build, quiet, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.run import RUNS
@@ -181,7 +188,7 @@ def run(
     if _lacking(wanted, result) and not dry_run:
         with alone(path):
             result = _open(path, stated, made)
-            _same_environment(path, result, made)
+            refuse_other_environment(path, result.environment, made)
             _measure(path, result, _lacking(wanted, result), device, part(made), progress)
     lacking = _lacking(wanted, result)
     table = table.under(asked)
@@ -189,7 +196,7 @@ def run(
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
         try:
-            _same_environment(path, result, made)
+            refuse_other_environment(path, result.environment, made)
         except UsageError as error:
             lines.append(f"but not here: {error}")
     wrong = not dry_run and not all(record.status in ("ok", "OOM") for record in result.cells)
@@ -366,10 +373,7 @@ def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
     if not path.exists():
         return Measured(made, stated, [])
     result = read(path)
-    if changed := differences(result.options, stated, GROWING):
-        raise UsageError(
-            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
-        )
+    refuse_other_options(path, result.options, stated, *GROWING)
     for name in GROWING:
         result.options[name] = list(dict.fromkeys((*result.options.get(name, ()), *stated[name])))
     return result
@@ -378,12 +382,6 @@ def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
 def _lacking(wanted: Sequence[Pending], result: Result) -> list[Pending]:
     done = {record.key for record in result.cells if record.status != "failed"}  # which may have passed
     return [one for one in wanted if one.key not in done]
-
-
-def _same_environment(path: Path, result: Result, made: dict[str, Any]) -> None:
-    """UsageError if what is there was measured in another environment."""
-    if changed := differences(result.environment, made, NOT_COMPARED):
-        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 
 def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lra.bench.attention import tables
 from lra.bench.records import AttentionMeasurement, Measured, StepMeasurement, read_measured
 
 RECORD = AttentionMeasurement(
@@ -18,7 +20,7 @@ RECORD = AttentionMeasurement(
 def test_a_file_is_read_as_it_was_written(tmp_path):
     file, written = tmp_path / "a.json", Measured({"gpu": None}, {"heads": 2}, [RECORD])
     file.write_text(json.dumps(written.saved()))
-    assert read_measured(file, AttentionMeasurement) == written
+    assert read_measured(file, AttentionMeasurement).saved() == written.saved()
 
 
 def test_keys_are_in_the_order_of_the_fields():
@@ -64,6 +66,31 @@ def test_other_files_are_refused(tmp_path, content: Any, message):
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
+        read_measured(file, AttentionMeasurement)
+
+
+BEGUN = {"date": "2026-01-01", "command": "lra", "commit": "0123456789ab"}
+LATER = {"date": "2026-01-02", "command": "lra again", "commit": "0123456789ab+"}
+
+
+def test_a_record_says_in_a_file_what_measured_it_if_that_is_not_what_began_the_file(tmp_path):
+    file, records = tmp_path / "a.json", [replace(RECORD, made=made) for made in (BEGUN, LATER, None)]
+    file.write_text(json.dumps(Measured(BEGUN | {"gpu": None}, {}, records).saved()))
+    assert [cell.get("made") for cell in json.loads(file.read_text())["cells"]] == [None, LATER, None]
+    found = read_measured(file, AttentionMeasurement)
+    assert [record.made for record in found.cells] == [BEGUN, LATER, BEGUN] and found.sessions() == [BEGUN, LATER]
+    assert [record.mark for record in found.cells] == ["", "†", ""] and RECORD.mark == ""
+    marked = [[row[-1] for row in rows] for _, _, rows in tables([found.cells[1], replace(RECORD, length=128)])]
+    assert marked == [["2†", "2"]]
+    assert Measured(BEGUN, {}, []).sessions() == [BEGUN]
+
+
+@pytest.mark.parametrize("made", [5, None, {}, {"date": 5, "command": "", "commit": ""}, LATER | {"more": "a"}])
+def test_a_record_that_states_nonsense_of_what_measured_it_is_refused(tmp_path, made: Any):
+    file = tmp_path / "a.json"
+    content = {"environment": BEGUN, "options": {}, "cells": [RECORD.saved() | {"made": made}]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="a record's made is"):
         read_measured(file, AttentionMeasurement)
 
 

@@ -123,7 +123,8 @@ def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) ->
                 break
             chain.insert(0, stage)
         for each in chain:
-            found.setdefault(path := each.directory.path, asked.get(path, each))
+            path = each.directory.path
+            found.setdefault(path, asked.get(path, each))
     return list(found.values())
 
 

@@ -42,9 +42,8 @@ def slots(devices: int | None) -> Sequence[Slot]:
     gpus = torch.cuda.device_count()
     most = max(gpus, 1)
     if devices is not None and not 1 <= devices <= most:
-        raise UsageError(
-            f"devices={devices}, but this machine has {gpus} GPUs: give 1{f' to {most}' * (most > 1)}, or leave it out"
-        )
+        numbers = f"1 to {most}" if most > 1 else "1"
+        raise UsageError(f"devices={devices}, but this machine has {gpus} GPUs: give {numbers}, or leave it out")
     outer = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = outer.split(",")[:gpus] if outer else [str(i) for i in range(gpus)]
     return [name.strip() for name in names][:devices] or [None]
@@ -244,7 +243,8 @@ class Local:
 def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if (said := _said(cell)) else "")
+    said = _said(cell)
+    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if said else "")
 
 
 def _said(cell: Cell) -> str:

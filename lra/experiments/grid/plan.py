@@ -82,12 +82,14 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
     for cell, state in states.items():
         text = ""
         if not state.final:
-            if (place := (cell.column, cell.attn)) not in paces:
+            place = cell.column, cell.attn
+            if place not in paces:
                 paces[place] = _pace(cell, alone)
-            text = "unknown"
-            if (known := paces[place]) is not None:
+            text, known = "unknown", paces[place]
+            if known is not None:
                 pace, source = known
-                text = duration(seconds := _steps(cell, state) / pace)
+                seconds = _steps(cell, state) / pace
+                text = duration(seconds)
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
                     sources[source] = None

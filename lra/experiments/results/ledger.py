@@ -190,6 +190,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], spent(result)
+    micro = mapping(result["config"].get("batch")).get("micro")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
@@ -198,7 +199,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
-        "micro": (micro := mapping(result["config"].get("batch")).get("micro")),
+        "micro": micro,
         "commit": made_with.get("commit") or "",
         "clean": clean(result),
         "chain": chain(result),
