@@ -22,9 +22,10 @@ from lra.config.options import refuse_repeats, shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.training.assembly import build, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import hardware
+from lra.training.lightning import quiet
 from lra.training.step import Step
 
 LOOPS = ("fit", "captured", "eager", "bare")

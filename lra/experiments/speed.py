@@ -28,8 +28,9 @@ from lra.experiments.cells import with_stages
 from lra.experiments.grid import Cell, Grid
 from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
 from lra.reading import is_number, read_json
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.training.assembly import build, resolve_attention
 from lra.training.hardware import hardware
+from lra.training.lightning import quiet
 from lra.training.run import RUNS
 
 STANDARD = "standard"  # what the paper's speed is compared with

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,13 +13,16 @@ from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.masked import masked
-from lra.training import checkpoints
-from lra.training.callbacks import Clock, Faults, Onward, Rehearsal, console
+from lra.training.clock import Clock
 from lra.training.curves import Curves
+from lra.training.faults import Faults
 from lra.training.hardware import hardware
+from lra.training.lightning import Onward, WholeFiles, silence_signals
 from lra.training.narrator import Narrator
+from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
+from lra.training.rehearsal import Rehearsal
 from lra.training.run import RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
@@ -43,7 +44,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **hardware(run, checkpoints.WholeFiles(directory.path)),
+        **hardware(run, WholeFiles(directory.path)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
@@ -65,10 +66,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             ModelCheckpoint(filename="last", **shared),
         ],
     )
-    # Lightning's handlers of signals talk to other ranks, and make of SIGTERM an exception: Preemption has its own
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    # asks all ranks before each stride whether those handlers were called, and waits for the GPU
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    silence_signals(trainer)
     return trainer, clock
 
 
@@ -88,14 +86,3 @@ def resolve_engine(module: TaskModule, device: torch.device) -> str:
     torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
     module.step.compile_evaluation(module)
     return "captured"
-
-
-def quiet() -> None:
-    """Lightning's greetings, and its warnings about what is meant so."""
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
-    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
-    warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.data.collated import Collated
-from lra.training.faults import Tally
+from lra.training.tally import Tally
 
 
 class Graph:

@@ -26,10 +26,12 @@ from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints, result, transfer
-from lra.training.assembly import build, make_trainer, quiet, resolve_attention, resolve_engine
-from lra.training.callbacks import Clock, console
+from lra.training.assembly import build, make_trainer, resolve_attention, resolve_engine
+from lra.training.clock import Clock
 from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import crowding, hardware, join
+from lra.training.lightning import quiet
+from lra.training.output import console
 from lra.training.preemption import Preemption
 from lra.training.progress import bar
 from lra.training.rendezvous import RendezvousError

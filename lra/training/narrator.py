@@ -11,9 +11,10 @@ import pytorch_lightning as pl
 
 from lra.config.schema import RunConfig
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.callbacks import Clock, duration, memory, say, synchronize
+from lra.training.clock import Clock, synchronize
 from lra.training.curves import record
 from lra.training.estimate import Estimate
+from lra.training.output import duration, memory, say
 from lra.training.step import Step
 
 

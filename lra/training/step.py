@@ -23,8 +23,8 @@ from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training.curves import record
 from lra.training.engine import CapturedStep
-from lra.training.faults import Counts, Reading, Tally
 from lra.training.seeding import derive, seed_generators
+from lra.training.tally import Counts, Reading, Tally
 
 PIECE, PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; into how many pieces a large model is cut
 # a hash of dropout is computed in the kernel that asks for it, never written

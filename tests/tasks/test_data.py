@@ -24,7 +24,8 @@ from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training.data import info, prepare, verify
-from lra.training.fit import build, configure, quiet
+from lra.training.fit import build, configure
+from lra.training.lightning import quiet
 from tests.fixtures import write_imdb, write_listops
 
 SHORT = ("recipe=demo", "task.train=300", "task.val=20", "task.test=100", "task.fresh=30", "task.max_length=32")

@@ -19,12 +19,12 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.training import fit as fit_module
 from lra.training import step as step_module
-from lra.training.callbacks import Clock
 from lra.training.checkpoints import read
+from lra.training.clock import Clock
 from lra.training.engine import CapturedStep
-from lra.training.faults import Tally
 from lra.training.fit import build, configure
 from lra.training.step import Step, trained
+from lra.training.tally import Tally
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 

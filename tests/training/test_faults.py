@@ -16,10 +16,11 @@ import lra
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
-from lra.training.callbacks import Clock
-from lra.training.faults import Counts, Reading, Tally, culprit
+from lra.training.clock import Clock
+from lra.training.faults import culprit
 from lra.training.fit import configure
 from lra.training.step import AdamW, Step
+from lra.training.tally import Counts, Reading, Tally
 from tests.training.conftest import arguments
 from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
 from tests.training.test_fit import interrupt_at
