@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from lra.training.assembly import build, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import hardware
 from lra.training.lightning import quiet
-from lra.training.step import Step
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -141,7 +140,7 @@ def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    shapes = loops.shapes(cast(Step, done.module.step))
+    shapes = loops.shapes(done.step)
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return {
         "engine": "captured" if shapes else "eager",

@@ -85,19 +85,47 @@ class ModelConfig:
         return self.d_model // self.heads
 
 
+OptimizerName = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd"]
+# options that not every optimiser has, and which have them; PyTorch's documentation says what they do
+OPTIM_OPTIONS = {
+    "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
+    "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop"),
+    "momentum": ("rmsprop", "sgd"),
+}
+
+
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a warmed-up learning rate."""
+    """One of PyTorch's optimisers, with a warmed-up learning rate."""
 
+    name: OptimizerName = "adamw"
     lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    momentum: float = 0.0  # of sgd and rmsprop
+    weight_decay: float = 0.0  # of adamw times the learning rate; to the others a part of the gradient
+    decay: Literal["all", "matrices"] = "all"  # what decays; matrices: no bias, norm, embedding or table of positions
     clip: float | None = None  # largest norm of the whole gradient
     schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"  # after the warmup, to 0 at the last step
     warmup: int = 0  # steps of linear increase
 
+    def options(self) -> dict[str, Any]:
+        """What PyTorch's optimiser of this name is given."""
+        named = {name: getattr(self, name) for name, having in OPTIM_OPTIONS.items() if self.name in having}
+        return {"lr": self.lr, "weight_decay": self.weight_decay} | named
+
     def __post_init__(self) -> None:
+        for name, having in OPTIM_OPTIONS.items():
+            if self.name not in having and (value := getattr(self, name)) != getattr(OptimConfig, name):
+                given = list(value) if isinstance(value, tuple) else value
+                raise UsageError(
+                    f"optim.{name}={given}: optim.name={self.name} has none; leave it out, or choose one of "
+                    f"{', '.join(having)}"
+                )
+        if self.decay != "all" and not self.weight_decay:
+            raise UsageError(f"optim.decay={self.decay}, but nothing decays: set optim.weight_decay")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"optim.momentum={self.momentum} must be at least 0 and below 1")
         for name in ("lr", "eps", "weight_decay", "clip"):
             if not math.isfinite(value := getattr(self, name) or 0):
                 raise UsageError(f"optim.{name}={value} must be a finite number")
@@ -238,13 +266,19 @@ class RunConfig:
         """The plain form that runs and checkpoints keep: all but `resume` and `draws`, which say how a run was called.
 
         `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
-        and `mask` of runs that pretrain; and what tasks were given later where it is not as it was before (`LATER`).
+        and `mask` of runs that pretrain; what tasks were given later where it is not as it was before (`LATER`), and
+        likewise of `optim` what is not AdamW's. Options that the optimiser does not have are not there.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
+        later = {"name": "adamw", "momentum": 0.0, "decay": "all"}
+        has = self.optim.options().keys() | {"name", "decay", "clip", "schedule", "warmup"}
+        kept["optim"] = {
+            key: value for key, value in kept["optim"].items() if key in has and (key, value) not in later.items()
+        }
         task = kept["task"].items()
         kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
         return kept

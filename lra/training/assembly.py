@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,9 +11,11 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lra.config.schema import RunConfig
+from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.batches import Collation, Rank
 from lra.tasks.masked import masked
 from lra.training.clock import Clock
 from lra.training.curves import Curves
@@ -19,6 +23,7 @@ from lra.training.faults import Faults
 from lra.training.hardware import hardware
 from lra.training.lightning import Onward, WholeFiles, silence_signals
 from lra.training.narrator import Narrator
+from lra.training.optim import groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
@@ -28,12 +33,55 @@ from lra.training.seeding import derive
 from lra.training.step import Step
 
 
-def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
-    """The data module and the freshly initialised LightningModule of a run."""
+@dataclass(frozen=True)
+class Assembly:
+    """All that trains a run."""
+
+    data: TaskData
+    module: TaskModule
+    step: Step
+    trainer: pl.Trainer
+    clock: Clock
+    attention: str  # what computes it
+    engine: str  # what computes steps
+
+
+def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
+    """All that trains a run; UsageError if it can't be trained here."""
+    trainer, clock = make_trainer(run, directory)
+    step = Step(run)
+    data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
+    if run.batch.size % trainer.world_size:
+        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
+    device = trainer.strategy.root_device
+    attention, engine = resolve_attention(module, device), resolve_engine(module, step, device)
+    return Assembly(data, module, step, trainer, clock, attention, engine)
+
+
+def build(
+    run: RunConfig, rank: Rank | None = None, number: Callable[[], int] = lambda: 0, step: Step | None = None
+) -> tuple[TaskData, TaskModule]:
+    """The data module and the freshly initialised LightningModule of a run.
+
+    Args:
+        rank: what the data makes batches for; without it there are none.
+        number: of the next training step, from 0.
+        step: what trains the module; by default a new one.
+    """
     cls = TASKS.get(run.task.name)
     cls = masked(cls) if run.pretrain == "masked" else cls
     torch.manual_seed(derive(run.seed, "weights"))
-    return cls.Data(run), cls(run, Step(run))
+    step = step or Step(run)
+    module = cls(run, step)
+    groups(run.optim, module)  # what is refused is refused now
+    if rank is None:
+        return cls.Data(run), module
+    collation = Collation(rank, module.model.encoder.prefix, step.captures(module, rank.device), number)
+    return cls.Data(run, collation), module
+
+
+def rank_of(trainer: pl.Trainer) -> Rank:
+    return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
 def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
@@ -78,11 +126,11 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
     return ", ".join(sorted(used))
 
 
-def resolve_engine(module: TaskModule, device: torch.device) -> str:
+def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
     """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
-    if not module.step.captures(module, device):
+    if not step.captures(module, device):
         return "eager"
     start_compilers()
     torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
-    module.step.compile_evaluation(module)
+    step.compile_evaluation(module)
     return "captured"
