@@ -86,7 +86,7 @@ class ModelConfig:
 
 
 OptimizerName = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd"]
-# options that not every optimiser has, and which have them; PyTorch's documentation says what they do
+# options that not every optimiser has, and which have them
 OPTIM_OPTIONS = {
     "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
     "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop"),
@@ -96,13 +96,16 @@ OPTIM_OPTIONS = {
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """One of PyTorch's optimisers, with a warmed-up learning rate."""
+    """One of PyTorch's optimisers, with a warmed-up learning rate.
+
+    Its options mean what PyTorch's documentation says. An option that it does not have is null.
+    """
 
     name: OptimizerName = "adamw"
     lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.0  # of sgd and rmsprop
+    betas: tuple[float, float] | None = (0.9, 0.999)  # not of rmsprop and sgd; null is the default, here and below
+    eps: float | None = 1e-8  # not of sgd
+    momentum: float | None = 0.0  # of rmsprop and sgd
     weight_decay: float = 0.0  # of adamw times the learning rate; to the others a part of the gradient
     decay: Literal["all", "matrices"] = "all"  # what decays; matrices: no bias, norm, embedding or table of positions
     clip: float | None = None  # largest norm of the whole gradient
@@ -115,28 +118,33 @@ class OptimConfig:
         return {"lr": self.lr, "weight_decay": self.weight_decay} | named
 
     def __post_init__(self) -> None:
+        foreign = []
         for name, having in OPTIM_OPTIONS.items():
-            if self.name not in having and (value := getattr(self, name)) != getattr(OptimConfig, name):
-                given = list(value) if isinstance(value, tuple) else value
-                raise UsageError(
-                    f"optim.{name}={given}: optim.name={self.name} has none; leave it out, or choose one of "
-                    f"{', '.join(having)}"
-                )
+            value, default = getattr(self, name), getattr(OptimConfig, name)
+            value = list(value) if isinstance(value, tuple) else value
+            if value is None or value == (list(default) if isinstance(default, tuple) else default):
+                object.__setattr__(self, name, default if self.name in having else None)
+            elif self.name not in having:
+                foreign.append((name, value))
+        if foreign:
+            given = ", ".join(f"optim.{name}={value}" for name, value in foreign)
+            mend = " ".join(f"optim.{name}=null" for name, _ in foreign)
+            raise UsageError(f"{given}: optim.name={self.name} does not have that; set {mend}")
         if self.decay != "all" and not self.weight_decay:
             raise UsageError(f"optim.decay={self.decay}, but nothing decays: set optim.weight_decay")
-        if not 0 <= self.momentum < 1:
+        if not 0 <= (self.momentum or 0) < 1:
             raise UsageError(f"optim.momentum={self.momentum} must be at least 0 and below 1")
         for name in ("lr", "eps", "weight_decay", "clip"):
             if not math.isfinite(value := getattr(self, name) or 0):
                 raise UsageError(f"optim.{name}={value} must be a finite number")
         for name in ("lr", "eps"):
-            if (value := getattr(self, name)) <= 0:
+            if (value := getattr(self, name)) is not None and value <= 0:
                 raise UsageError(f"optim.{name}={value} must be positive")
         at_least(0, "optim", self, "weight_decay", "warmup")
         if self.clip is not None and self.clip <= 0:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UsageError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
+        if not all(0 <= beta < 1 for beta in self.betas or ()):
+            raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
         at_most(10**9, "optim", self, "warmup")
 
 
@@ -274,10 +282,10 @@ class RunConfig:
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        later = {"name": "adamw", "momentum": 0.0, "decay": "all"}
-        has = self.optim.options().keys() | {"name", "decay", "clip", "schedule", "warmup"}
+        later = {"name": "adamw", "decay": "all"}
+        options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
-            key: value for key, value in kept["optim"].items() if key in has and (key, value) not in later.items()
+            key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())
         }
         task = kept["task"].items()
         kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
