@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.config.compose import Composed
 from lra.config.schema import RunConfig
 from lra.data.collated import Collated
 from lra.data.split import IGNORED
@@ -32,7 +31,6 @@ from lra.tasks.batches import Rank, TrainBatches
 from lra.training.assembly import build, make_trainer, rank_of
 from lra.training.engine import CapturedStep
 from lra.training.narrator import Narrator
-from lra.training.run import RunDirectory
 from lra.training.step import Step
 
 BLOCKS = 5  # of the steps that are timed; their median counts
@@ -149,13 +147,12 @@ class _Watched(Step):
             module.trainer.should_stop = self.ended = True
 
 
-def fit(composed: Composed, watch: Stopwatch) -> Loop:
+def fit(run: RunConfig, watch: Stopwatch) -> Loop:
     """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
-    step, directory = _Watched(composed.config, watch), RunDirectory(composed)
+    step = _Watched(run, watch)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
-        directory.path, directory.curves = Path(folder), Path(folder, "metrics.csv")
-        trainer, _ = make_trainer(composed.config, directory)
-        data, module = build(composed.config, rank_of(trainer), lambda: trainer.global_step, step)
+        trainer, _ = make_trainer(run, Path(folder))
+        data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
         trainer.limit_val_batches = 0
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)

@@ -136,7 +136,8 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
 
 def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
-    done = loops.fit(composed, watch) if loop == "fit" else loops.by_hand(loop, composed.config, watch)
+    run = composed.config
+    done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -28,7 +29,7 @@ from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
 from lra.training.rehearsal import Rehearsal
-from lra.training.run import RunDirectory
+from lra.training.run import CURVES, RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
 
@@ -48,9 +49,10 @@ class Assembly:
 
 def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     """All that trains a run; UsageError if it can't be trained here."""
-    trainer, clock = make_trainer(run, directory)
+    trainer, clock = make_trainer(run, directory.path)
     step = Step(run)
     data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
+    groups(run.optim, module)  # what is refused is refused now
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     device = trainer.strategy.root_device
@@ -73,7 +75,6 @@ def build(
     torch.manual_seed(derive(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)
-    groups(run.optim, module)  # what is refused is refused now
     if rank is None:
         return cls.Data(run), module
     collation = Collation(rank, module.model.encoder.prefix, step.captures(module, rank.device), number)
@@ -84,15 +85,16 @@ def rank_of(trainer: pl.Trainer) -> Rank:
     return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
-def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
+def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
+    """The trainer of a run that writes into a folder, and the clock that it has."""
     shared: dict[str, Any] = {
-        "dirpath": directory.path,
+        "dirpath": folder,
         "save_on_train_epoch_end": False,
         "enable_version_counter": False,
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **hardware(run, WholeFiles(directory.path)),
+        **hardware(run, WholeFiles(folder)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
@@ -102,11 +104,11 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=Curves(directory.curves),
+        logger=Curves(folder / CURVES),
         callbacks=[
             clock,
             Onward(),
-            Faults(directory.path),
+            Faults(folder),
             Rehearsal(clock),
             Narrator(run, clock),
             *([Progress(console)] if console.is_terminal else []),

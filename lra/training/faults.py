@@ -117,7 +117,7 @@ class Faults(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if counts := checkpoint.get("counts"):
-            _step(pl_module).counts = Counts(**counts)
+            _step(pl_module).restore(Counts(**counts))
             self.told = counts["skipped"]
 
 

@@ -131,19 +131,17 @@ class Beginning:
 
 def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginning:
     """Puts the weights that a run begins with into its module; UsageError if it can't go on from a checkpoint."""
-    checkpoint, origin, draws = directory.checkpoint(), transfer.Origin(), Draws()
-    if checkpoint is not None:
-        return _resume(run, directory, parts.module, checkpoint, origin, draws)
-    if run.init:
-        moved = transfer.start(parts.module, run.init)
-        origin.transfer = asdict(moved)
-        _say(moved.describe(run.init), *moved.notes)
-    return Beginning(None, 0, None, origin, draws)
+    if (checkpoint := directory.checkpoint()) is not None:
+        return _resume(run, directory, parts.module, checkpoint)
+    if not run.init:
+        return Beginning(None, 0, None, transfer.Origin(), Draws())
+    moved = transfer.start(parts.module, run.init)
+    _say(moved.describe(run.init), *moved.notes)
+    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), Draws())
 
 
-def _resume(
-    run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path, origin: transfer.Origin, draws: Draws
-) -> Beginning:
+def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
+    """Goes on from a checkpoint; UsageError if it is of another run, or has nothing left to do."""
     # Lightning loads it again, and says less well what does not fit
     weights, identity = checkpoints.read(checkpoint)
     if identity["task"] != directory.task and directory.same_task(identity["task"]):
@@ -162,11 +160,10 @@ def _resume(
     scoring = own and directory.best.exists()  # may be what is left to do
     if done >= run.trainer.steps and not scoring:
         raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
-    if done < run.trainer.steps:
-        draws.go_on(checkpoint, done, drawn, run.draws == "changed")
-    else:  # nothing more is drawn
-        draws.sessions = drawn or UNKNOWN
-    return Beginning(checkpoint, done, None if own else best, origin, draws)
+    draws = Draws(drawn or UNKNOWN)
+    if done < run.trainer.steps:  # else nothing more is drawn
+        draws.go_on(checkpoint, done, run.draws == "changed")
+    return Beginning(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
 
 def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Beginning, what: str) -> None:

@@ -90,6 +90,10 @@ class Step:
         else:
             self.engine = EagerStep(loss, trained(module), optimizer, update, device, backward)
 
+    def restore(self, counts: Counts) -> None:
+        """Counts on from a checkpoint; before the first step here."""
+        self.counts = counts
+
     def forward_backward(self, batches: list[Collated], step: int, rank: int = 0) -> float:
         """Sums the gradients of a step's micro-batches for the engine's `update`; returns the learning rate."""
         assert self.engine is not None
