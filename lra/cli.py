@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.table import Column, Table
@@ -177,6 +177,17 @@ def ls_recipes() -> None:
         except UsageError as error:  # one that is broken takes no other away
             recipe = {"about": str(error)}
         table.add_row(name, " ".join(map(str, recipe.get("tasks") or {})), recipe.get("about") or "")
+    console.print(table)
+
+
+@ls_app.command("optimizers")
+def ls_optimizers() -> None:
+    """The optimisers, and their options beside lr and weight_decay."""
+    from lra.config.schema import OPTIM_OPTIONS, OptimizerName
+
+    table = Table("optimiser", "options")
+    for name in get_args(OptimizerName):
+        table.add_row(name, " ".join(option for option, having in OPTIM_OPTIONS.items() if name in having))
     console.print(table)
 
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,10 +22,10 @@ from lra.config.options import refuse_repeats, shown, take
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.training.assembly import build, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import hardware
-from lra.training.step import Step
+from lra.training.lightning import quiet
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -146,11 +146,12 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
 
 def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
-    done = loops.fit(composed, watch) if loop == "fit" else loops.by_hand(loop, composed.config, watch)
+    run = composed.config
+    done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    shapes = loops.shapes(cast(Step, done.module.step))
+    shapes = loops.shapes(done.step)
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return StepMeasurement(
         loop=loop,

@@ -35,8 +35,9 @@ from lra.experiments.reproduction import (
     refuse_other_environment,
     refuse_other_options,
 )
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.training.assembly import build, resolve_attention
 from lra.training.hardware import hardware
+from lra.training.lightning import quiet
 from lra.training.run import RUNS
 
 Key = tuple[str, str, str]  # column, attention and way

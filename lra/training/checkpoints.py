@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from safetensors.torch import load as load_weights
 from safetensors.torch import save
@@ -36,29 +35,10 @@ OTHERS = {
 TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system.
-
-    Loads none that is damaged, and lets a run's folder be moved: the best checkpoint is looked for in `home`.
-    """
-
-    def __init__(self, home: Path):
-        super().__init__()
-        self.home = os.path.realpath(home)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        verify(Path(path))
-        checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        for state in checkpoint.get("callbacks", {}).values():
-            if there := state.get("dirpath"):  # Lightning forgets which checkpoint is the best if that is elsewhere
-                state |= {key: text.replace(there, self.home) for key, text in state.items() if isinstance(text, str)}
-                best = state["best_k_models"].items()
-                state["best_k_models"] = {file.replace(there, self.home): score for file, score in best}
-        return checkpoint
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a `.ckpt` beside its place and moves it there when it is whole."""
+    with replacing(path) as file:
+        torch.save(checkpoint, file)
 
 
 def verify(path: Path) -> None:

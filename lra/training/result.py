@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from lra import environment
 from lra.config.compose import Composed
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.callbacks import Clock
+from lra.training.clock import Clock
 
 
 def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Transfer:
 class Origin(pl.Callback):
     """Takes what `init=` brought through a run's checkpoints, so that the result of a resumed run has it, too."""
 
-    transfer: dict[str, Any] | None = None
+    def __init__(self, transfer: dict[str, Any] | None = None):
+        self.transfer = transfer
 
     def state_dict(self) -> dict[str, Any]:
         return {"transfer": self.transfer}

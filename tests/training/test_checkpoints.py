@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from lra.errors import UsageError
 from lra.training import checkpoints, fit
 from lra.training.checkpoints import fault, read, verify
+from lra.training.lightning import WholeFiles
 from lra.training.provenance import digest
 
 TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.d_ff=32", "task.max_length=32")
@@ -72,7 +73,7 @@ def test_a_flipped_bit_of_a_weight_is_noticed(files, suffix, which):
 
 def test_a_flipped_bit_is_noticed_before_a_run_goes_on(files):
     path = files[".ckpt"].rename(files[".ckpt"].with_name("best.ckpt"))
-    whole = checkpoints.WholeFiles(path.parent)
+    whole = WholeFiles(path.parent)
     verify(path)
     whole.load_checkpoint(path, weights_only=True)
     flip(path, places(path)[0])
@@ -284,7 +285,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
     state = {"dirpath": "/old/run", "best_model_path": "/old/run/best.ckpt", "best_model_score": score,
              "best_k_models": {"/old/run/best.ckpt": score}, "mode": "max"}  # fmt: skip
     torch.save({"callbacks": {"a": state, "b": {"x": 1}}}, tmp_path / "last.ckpt")
-    loaded = checkpoints.WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    loaded = WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     here = str(tmp_path.resolve())
     assert loaded["a"]["dirpath"] == here and loaded["a"]["best_model_path"] == f"{here}/best.ckpt"
     assert loaded["a"]["best_k_models"] == {f"{here}/best.ckpt": score} and loaded["b"] == {"x": 1}
@@ -292,7 +293,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
 
 def test_a_checkpoint_is_written_whole(tmp_path):
     path = tmp_path / "last.ckpt"
-    checkpoints.WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
+    WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):
-        checkpoints.WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
+        WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
     assert torch.load(path) == {"a": 1} and [*tmp_path.iterdir()] == [path]

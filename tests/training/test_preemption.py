@@ -30,7 +30,7 @@ DRIVER = """
 import os, sys
 import lra
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.checkpoints import WholeFiles
+from lra.training.lightning import WholeFiles
 from lra.training.step import Step
 moment, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 of, name = {

@@ -25,7 +25,7 @@ from lra.errors import UsageError, unusable
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
-from lra.training.callbacks import RUNS_PER_DEVICE
+from lra.training.clock import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, LOG, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")

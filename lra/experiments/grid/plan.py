@@ -18,7 +18,7 @@ from lra.experiments.grid.grid import SAME, Cell, Grid
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
-from lra.training.callbacks import duration
+from lra.training.output import duration
 from lra.training.run import RUNS, unshared
 from lra.training.saved import read_result
 
