@@ -98,15 +98,12 @@ def speedup(root: Path) -> str:
     averaged = stated.together(columns)
 
     def row(attn: str, way: str) -> Row:
-        shown = [
-            "" if (ratio := speeds.ratio(column, attn, way)) is None
-            else f"{ratio:.2f}{speeds.records[column, attn, way].mark}"
-            for column in columns
-        ]  # fmt: skip
+        ratios = (speeds.ratio(column, attn, way) for column in columns)
+        shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        mean = step_speed.mean_ratio(speeds.ratios(averaged, attn, way))
         paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
-            f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
-            speeds.speedup(averaged, attn, way), paper,
+            f"`{attn}`{measured.mark_of(file)}", f"{way}: {step_speed.WAYS[way].about}", *shown, mean, paper,
         )  # fmt: skip
 
     attns = [name for name in found.options["attns"] if name != step_speed.STANDARD]

@@ -303,11 +303,15 @@ def tables(
         title: str, name: str, shown: Callable[[AttentionMeasurement], str]
     ) -> tuple[str, list[str], list[list[str]]]:
         rows: dict[tuple[Any, ...], dict[str, str]] = {}
+        marks = {_size(record): record.mark for record in records if record.mark and record.pass_name == name}
         for record in records:
             if record.pass_name == name:
-                text = shown(record)
-                rows.setdefault(_size(record), {})[record.attention] = text and text + record.mark
-        lines = [[*map(str, size), *(texts.get(a, "") for a in attentions)] for size, texts in rows.items()]
+                rows.setdefault(_size(record), {})[record.attention] = shown(record)
+        lines = []
+        for size, texts in rows.items():
+            shown_size = [str(value) for value in size]
+            shown_size[3] += marks.get(size, "")
+            lines.append([*shown_size, *(texts.get(a, "") for a in attentions)])
         header = ["dtype", "d", "dropout", "N", "batch", *attentions]
         return f"Table {number}, {title}" if number else title, header, lines
 

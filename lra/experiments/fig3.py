@@ -198,9 +198,12 @@ def fastest(records: Sequence[AttentionMeasurement]) -> Table:
     found = races(records)
     settings = [name for name in SETTINGS if any(place[0] == name for place in found)]
     rows = sorted({place[1:] for place in found}, key=lambda row: (PASSES.index(row[0]), row[1]))
-    marks = {(setting_of(record), record.pass_name, record.length): record.mark for record in records if record.mark}
-    texts = {place: _shown(race) + marks.get(place, "") for place, race in found.items()}
-    lines = [[name, str(n), *(texts.get((s, name, n), "") for s in settings)] for name, n in rows]
+    marks = {(record.pass_name, record.length): record.mark for record in records if record.mark}
+    lines = [
+        [name, f"{n}{marks.get((name, n), '')}"]
+        + [_shown(found[place]) if (place := (s, name, n)) in found else "" for s in settings]
+        for name, n in rows
+    ]
     title = f"fastest attention: how many times faster than the next, or, if it is not {OURS}, than {OURS}"
     return footnoted(title, ["pass", "N", *settings], lines)
 

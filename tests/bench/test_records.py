@@ -80,8 +80,8 @@ def test_a_record_says_in_a_file_what_measured_it_if_that_is_not_what_began_the_
     found = read_measured(file, AttentionMeasurement)
     assert [record.made for record in found.cells] == [BEGUN, LATER, BEGUN] and found.sessions() == [BEGUN, LATER]
     assert [record.mark for record in found.cells] == ["", "†", ""] and RECORD.mark == ""
-    marked = [[row[-1] for row in rows] for _, _, rows in tables([found.cells[1], replace(RECORD, length=128)])]
-    assert marked == [["2†", "2"]]
+    ((_, _, rows),) = tables([found.cells[1], replace(RECORD, length=128)])
+    assert [row[3] for row in rows] == ["64†", "128"]
     assert Measured(BEGUN, {}, []).sessions() == [BEGUN]
 
 
