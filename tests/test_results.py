@@ -20,7 +20,8 @@ import typer.main
 
 from benchmarks.pages import measured, readme, runs, tables
 from lra.config.compose import differences
-from lra.experiments import grid, ledger
+from lra.experiments.grid import grid
+from lra.experiments.results import ledger
 from lra.training.fit import configure
 from lra.training.run import COMPUTING
 
@@ -94,8 +95,10 @@ def test_commands_of_the_readme_parse(command):
     from lra.bench import attention as bench
     from lra.cli import app
     from lra.config.options import parse
-    from lra.experiments import accuracy, archive, fig3, grid, report
-    from lra.experiments.slurm import resources
+    from lra.experiments import accuracy, fig3
+    from lra.experiments.grid import grid
+    from lra.experiments.grid.slurm import resources
+    from lra.experiments.results import archive, report
 
     verb = typer.main.get_command(app)
     arguments, path = shlex.split(command, comments=True), []

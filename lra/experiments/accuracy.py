@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lra import environment
 from lra.config.compose import OWN
 from lra.config.options import take
 from lra.errors import UsageError
-from lra.experiments import cells, grid, plan, speed
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.launch import Local, States, slots
+from lra.experiments import speed
+from lra.experiments.grid import cells, grid, plan
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.grid.launch import Local, States, slots
+from lra.experiments.grid.slurm import Slurm, resources
+from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, number
-from lra.experiments.slurm import Slurm, resources
-from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
 
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
@@ -70,14 +72,16 @@ def run(
     """
     table = grid.read(name)
     options, rest = take(Options, args)
-    asked = resources(given := [arg for arg in rest if arg.startswith("slurm.")], options.launcher)
+    for_slurm = [arg for arg in rest if arg.startswith("slurm.")]
+    fields = [arg for arg in rest if arg not in for_slurm]
+    asked = resources(for_slurm, options.launcher)
     if options.speed == "true":
         return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, fields := [arg for arg in rest if arg not in given])
+    chosen = choose(table, options, fields)
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
@@ -91,6 +95,7 @@ def run(
         made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
         submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
+    environment.warn_unclean()
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     with Watch(table, progress) as watch:
         launcher = (
@@ -133,16 +138,8 @@ def report(table: Grid, states: States) -> Reproduction:
         elif state.status != "done":
             ended = state.status in ("interrupted", "refused", "open") and log.exists()
             lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
-    records = [
-        {
-            "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
-            "accuracy": state.accuracy,
-            # for the exit code
-            "status": "ok" if state.final and state.status not in ("failed", "refused") else "WRONG",
-        }
-        for cell, state in states.items()
-    ]  # fmt: skip
-    return Reproduction([accuracies(table, states)], lines, records)
+    wrong = any(not state.final or state.status in ("failed", "refused") for state in states.values())
+    return Reproduction([accuracies(table, states)], lines, wrong)
 
 
 def accuracies(table: Grid, states: States) -> Table:

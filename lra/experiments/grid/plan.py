@@ -11,13 +11,14 @@ from typing import Any
 
 from lra.config.compose import OWN, differences
 from lra.errors import UsageError
-from lra.experiments import cells, speed
-from lra.experiments.cells import State
-from lra.experiments.grid import SAME, Cell, Grid
-from lra.experiments.launch import States
+from lra.experiments import speed
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import SAME, Cell, Grid
+from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
-from lra.training.callbacks import duration
+from lra.training.output import duration
 from lra.training.run import RUNS, unshared
 from lra.training.saved import read_result
 
@@ -48,7 +49,7 @@ def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
     if file is None and not path.is_file():
         return Alone()
     result = speed.read(path) if file is None else speed.named(table, path, recipe)
-    if result["options"]["recipe"] != recipe:
+    if result.options["recipe"] != recipe:
         return Alone()
     try:
         alone = Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
@@ -81,12 +82,14 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
     for cell, state in states.items():
         text = ""
         if not state.final:
-            if (place := (cell.column, cell.attn)) not in paces:
+            place = cell.column, cell.attn
+            if place not in paces:
                 paces[place] = _pace(cell, alone)
-            text = "unknown"
-            if (known := paces[place]) is not None:
+            text, known = "unknown", paces[place]
+            if known is not None:
                 pace, source = known
-                text = duration(seconds := _steps(cell, state) / pace)
+                seconds = _steps(cell, state) / pace
+                text = duration(seconds)
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
                     sources[source] = None
@@ -107,7 +110,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
         mend = f"; {command}{also} measures steps per second" if command and lacking else ""
         lines.append(f"time for {len(unknown)} of them: unknown, as no run of the same configuration is done{mend}")
     header = ["column", "attention", "seed", "state", "training left", "directory"]
-    return Reproduction([("cells", header, rows)], lines, [])
+    return Reproduction([("cells", header, rows)], lines)
 
 
 def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:

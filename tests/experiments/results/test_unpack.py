@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import unpack
-from lra.experiments.archive import merge
+from lra.experiments.results import unpack
+from lra.experiments.results.archive import merge
 from lra.training.run import FIRST_FAILURE
-from tests.experiments.archives import DONE, SMALL, packed
+from tests.experiments.results.archives import DONE, SMALL, packed
 
 
 def crafted(path: Path, members: Mapping[str, bytes | tarfile.TarInfo]) -> Path:

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from lra.config import recipes
-from lra.experiments import experiments, grid
+from lra.experiments import experiments
+from lra.experiments.grid import grid
 from tests.test_cli import lra, refused
 
 MINE = {

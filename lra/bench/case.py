@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchmarkCase:
     """What is measured, apart from the pass."""
 
     attention: str  # name[:field=value…]
@@ -38,6 +38,11 @@ class Cell:
         return len(set(self.lengths)) == 1
 
     @property
+    def padded_length(self) -> int:
+        """N: the longest length, or with a padding mask what each sequence is padded to."""
+        return self.span or max(self.lengths)
+
+    @property
     def flops(self) -> int:
         """Of the forward pass where all is seen: two products of 2 N^2 D for each sequence and head."""
         return 4 * self.heads * self.head_dim * sum(n * n for n in self.lengths)
@@ -49,7 +54,7 @@ class Cell:
         seen = {n: layout.density(n) * n * n for n in set(self.lengths) - {0}} | {0: 0.0}
         return sum(seen[n] for n in self.lengths) / sum(n * n for n in self.lengths)
 
-    def small(self, layout: Layout | None = None) -> Cell:
+    def small(self, layout: Layout | None = None) -> BenchmarkCase:
         """A few hundred rows of the same kind, where all heads and sequences can be checked.
 
         Of a layout, those of its first four rows of blocks and a part of the fifth: of a butterfly not all is seen.
@@ -58,11 +63,11 @@ class Cell:
         lengths = (n, n) if self.full else (n, 0, 67, n - 70)
         return dataclasses.replace(self, lengths=lengths, heads=2, span=0 if layout is None else max(self.lengths))
 
-    def without_dropout(self) -> Cell:
+    def without_dropout(self) -> BenchmarkCase:
         return dataclasses.replace(self, dropout=0.0)
 
     def build(self, device: torch.device) -> Attention:
-        """The attention, training; UsageError if it does not support the cell on the device."""
+        """The attention, training; UsageError if it does not support the case on the device."""
         name, cls = configurable(self.attention)
         config = parse(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
         spec = AttentionSpec(self.heads, self.head_dim, max(self.span, *self.lengths), self.dropout)

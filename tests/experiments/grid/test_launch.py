@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lra.errors import UsageError
-from lra.experiments import launch
-from lra.experiments.cells import look, with_stages
-from lra.experiments.launch import Local, slots
+from lra.experiments.grid import launch
+from lra.experiments.grid.cells import look, with_stages
+from lra.experiments.grid.launch import Local, slots
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 

@@ -17,16 +17,17 @@ import pytest
 import torch
 
 from lra.errors import UsageError
-from lra.experiments import accuracy, launch, slurm
-from lra.experiments.cells import look
-from lra.experiments.slurm import FOLDER, Resources, Slurm, Task
+from lra.experiments import accuracy
+from lra.experiments.grid import launch, slurm
+from lra.experiments.grid.cells import look
+from lra.experiments.grid.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
 
 submitit = pytest.importorskip("submitit", reason="needs submitit: pip install lra[slurm]")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 LACKING = [name for name in (*DAEMONS, "sbatch", "srun", "squeue", "scancel", "scontrol") if not shutil.which(name)]
 REFUSED = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2; exit 1\n"
@@ -169,7 +170,7 @@ def test_the_command_plans_and_submits(here):
     said: list[str] = []
     report = accuracy.run("table3", args, said.append)
     assert "submitted: array 1, 2 tasks, at most 1 at once" in said and "--gres" not in Path("script").read_text()
-    assert [record["status"] for record in report.records] == ["WRONG", "WRONG"]
+    assert report.wrong
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import archive
-from lra.experiments.archive import merge, pack
+from lra.experiments.results import archive
+from lra.experiments.results.archive import merge, pack
 from lra.training.run import CLAIM, FIRST_FAILURE, LOG, claim
-from tests.experiments.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
+from tests.experiments.results.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
 
 CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
 

@@ -12,11 +12,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from lra.experiments import unpack
-from lra.experiments.archive import pack
+from lra.experiments.results import unpack
+from lra.experiments.results.archive import pack
 from lra.training.curves import COLUMNS
 from lra.training.run import CLAIM, FIRST_FAILURE
-from tests.experiments.test_ledger import cell, result
+from tests.experiments.results.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
     f"listops/{name}" for name in ("flash/xiong2021-s0", "flash/xiong2021-s1", "linear/xiong2021-s0")

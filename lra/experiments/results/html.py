@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from lra.bench import plots
 from lra.errors import UsageError
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.ledger import Entry, Row, hardware, mean
+from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import Table
+from lra.experiments.results.ledger import Entry, Row, hardware, mean
 from lra.terminal import visible
 from lra.training import curves
 

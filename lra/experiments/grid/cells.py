@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from lra.config.compose import differences
 from lra.errors import UsageError
-from lra.experiments.grid import Cell
+from lra.experiments.grid.grid import Cell
 from lra.training import curves
 from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
 from lra.training.saved import End, read_config, read_result
@@ -123,7 +123,8 @@ def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) ->
                 break
             chain.insert(0, stage)
         for each in chain:
-            found.setdefault(path := each.directory.path, asked.get(path, each))
+            path = each.directory.path
+            found.setdefault(path, asked.get(path, each))
     return list(found.values())
 
 

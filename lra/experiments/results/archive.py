@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lra.config.compose import differences
 from lra.config.options import parse
 from lra.errors import UsageError, disk_full
-from lra.experiments.unpack import CHECKPOINTS, SMALL, plain_name, unpack
+from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
     CLAIM,

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from lra.errors import UsageError
-from lra.experiments import accuracy, grid
+from lra.experiments import accuracy
+from lra.experiments.grid import grid
 from lra.training.run import claim
 from tests.experiments.runs import made
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 ARGS = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash,standard")
 FILE, OWN = "speed.json", "checkpoints/table6-speed.json"
 ALONE = "(each alone on NVIDIA H200, commit abc, 2026-01-01T00:00:00Z)"

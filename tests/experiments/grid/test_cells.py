@@ -7,8 +7,8 @@ import os
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import grid
-from lra.experiments.cells import State, clear, counted, look, reached, settled, with_stages
+from lra.experiments.grid import grid
+from lra.experiments.grid.cells import State, clear, counted, look, reached, settled, with_stages
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, stub, until
 

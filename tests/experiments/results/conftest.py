@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.experiments.archives import DONE, FAILED, GOING, make
+from tests.experiments.results.archives import DONE, FAILED, GOING, make
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import grid, ledger
-from lra.experiments.grid import Cell
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Cell
+from lra.experiments.results import ledger
 from lra.tasks import versioned
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 REAL = json.loads((RESULTS / "runs/listops/linear/xiong2021-s0/result.json").read_text())
 TABLE = grid.read("table3")
 CELLS = TABLE.cells(["listops"], ["standard", "flash", "linear"], 2)
@@ -27,6 +28,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     run = cell.composed.config
     made |= {"task": versioned(run.task), "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
     made["runs_per_device"] = 1
+    made["environment"]["commit"] = "5577a9a5dedc"
     made["config"] = json.loads(json.dumps(run.saved()))
     made["test"] |= {"accuracy": accuracy}
     return made | changes

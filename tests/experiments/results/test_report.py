@@ -20,10 +20,11 @@ from typer.testing import CliRunner
 from lra import cli
 from lra.cli import app
 from lra.errors import UsageError
-from lra.experiments import grid, html, report
-from lra.experiments.grid import Cell
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Cell
+from lra.experiments.results import html, report
 from tests.drawings import lines, words
-from tests.experiments.test_ledger import RESULTS, dated, put, result
+from tests.experiments.results.test_ledger import RESULTS, dated, put, result
 
 TABLE = grid.read("table3")
 ALL = [name for name, column in TABLE.columns.items() if not column.apart]
@@ -183,7 +184,7 @@ def test_no_results_leave_all_empty(tmp_path):
 
 def test_committed_results_under_another_recipe():
     made = report.run("table3", [f"results={RESULTS}", "recipe=rotary", "seeds=3", "attns=standard,flash,butterfly"])
-    assert re.fullmatch(r"\d+\.\d ± \d\.\d \(3\)", table(made, "test accuracy")["flash"]["image"])
+    assert re.fullmatch(r"\d+\.\d ± \d\.\d \(3\)†", table(made, "test accuracy")["flash"]["image"])
     assert "recipe rotary has no text, retrieval: left empty" in made.notes
     assert any(note.startswith("image: speeds of different engines are compared") for note in made.notes)
 
@@ -198,7 +199,8 @@ def test_the_csv_has_a_row_for_each_cell_and_seed(made, folder):
         "majority": 16.6, "fresh": 18.336, "fresh_bound": 0.34, "fresh_baseline": "root operator",
         "fresh_baseline_accuracy": 36.04, "validation": 17.7, "steps": 5000, "train_seconds": 19.7,
         "steps_per_second": 300, "memory_gb": 0.444581, "hardware": "NVIDIA H200", "engine": "captured", "micro": "",
-        "commit": "5577a9a5dedc+", "date": "2026-11-21T11:36:40Z", "result": str(folder / "flash-1" / "result.json"),
+        "commit": "5577a9a5dedc", "clean": "True", "chain": "", "date": "2026-11-21T11:36:40Z",
+        "result": str(folder / "flash-1" / "result.json"),
         "command": "lra fit task=listops attn=flash recipe=xiong2021 seed=1",
     }  # fmt: skip
     found = {name: value if isinstance(expected[name], str) else float(value) for name, value in row.items()}
@@ -302,6 +304,27 @@ def test_what_is_special_in_markdown_and_latex_is_escaped(tmp_path):
     escaped = r"a|b\textbackslash{}c \& 9\% \$x \#1 \_\{y\} \textasciitilde{}z\^{}"
     assert rf"strongest baseline & 20.0 {escaped} \\" in latex
     assert "% commit: abc def" in latex
+
+
+def test_what_no_clean_commit_made_is_marked_in_every_table_and_format(tmp_path):
+    chosen = cells(["listops"], ["standard", "flash"], 2)
+    for cell in chosen:
+        put(tmp_path / f"{cell.attn}-{cell.seed}.json", result(cell, steps_per_second=10.0))
+    one = result(chosen[3])
+    record = {"run": "there", "ended": "f" * 64, "commit": "a" * 12, "ancestors": [{"run": "before", "commit": None}]}
+    put(tmp_path / "flash-1.json", one | {"provenance": record})
+    out = tmp_path / "out"
+    made = report.run(
+        "table3", [f"results={tmp_path}", "tasks=listops", "attns=standard,flash", "seeds=2", f"out={out}"]
+    )
+    for title, _, rows in made.tables:
+        assert title.endswith("(† made by changed code, or no commit is stated)"), title
+        assert [row[0] for row in rows if any("†" in text for text in row)] == ["flash"], rows
+    texts = {ending: (out / f"table3.{ending}").read_text() for ending in ("md", "tex", "html")}
+    assert "†" in texts["md"] and "†" in texts["html"] and r"\dag{}" in texts["tex"]
+    (row,) = [row for row in csv.DictReader((out / "table3.csv").read_text().splitlines()) if row["clean"] == "False"]
+    assert (row["attention"], row["seed"]) == ("flash", "1")
+    assert row["chain"] == f"before unknown (commit unknown) > there {'f' * 12} (commit {'a' * 12})"
 
 
 def test_runs_with_fields_of_their_own_are_reported_under_them(tmp_path):

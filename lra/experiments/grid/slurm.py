@@ -26,9 +26,9 @@ from filelock import FileLock, Timeout
 
 from lra.config.options import parse
 from lra.errors import UsageError, brief
-from lra.experiments import cells
-from lra.experiments.grid import Cell
-from lra.experiments.launch import FIT, Local, States, caught, slots
+from lra.experiments.grid import cells
+from lra.experiments.grid.grid import Cell
+from lra.experiments.grid.launch import FIT, Local, States, caught, slots
 from lra.reading import read_json
 from lra.training.run import RUNS, write
 

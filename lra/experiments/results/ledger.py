@@ -17,11 +17,11 @@ from typing import Any
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
-from lra.experiments.grid import Cell, Grid
+from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
 from lra.tasks import versioned
 from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
-from lra.training.saved import lacking, mapping
+from lra.training.saved import chain, clean, lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -86,6 +86,8 @@ class Row:
     engine: str = ""
     micro: int | None = None  # sequences of a portion, if the batch was not computed as a whole
     commit: str = ""
+    clean: bool | None = None  # whether the code is known that made it and the runs before it
+    chain: str = ""  # those runs and it
     date: str = ""
     result: str = ""  # file
     command: str = ""  # that makes it
@@ -183,11 +185,12 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *cell.args])}
     if stage := found.stopped.get(cell):
-        known |= {"status": "oom", "date": stage.date, "result": str(stage.path)}
+        known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
     if (entry := found.entries.get(cell)) is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], spent(result)
+    micro = mapping(result["config"].get("batch")).get("micro")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
@@ -196,8 +199,10 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
-        "micro": (micro := mapping(result["config"].get("batch")).get("micro")),
+        "micro": micro,
         "commit": made_with.get("commit") or "",
+        "clean": clean(result),
+        "chain": chain(result),
         "date": entry.date,
         "result": str(entry.path),
     }

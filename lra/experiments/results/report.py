@@ -17,11 +17,14 @@ from typing import NamedTuple
 
 from lra.config.options import refuse_repeats, take
 from lra.config.recipes import read_recipe
+from lra.environment import MARK
 from lra.errors import UsageError
-from lra.experiments import grid, html, ledger, plan, speed
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.ledger import Entry, Row, hardware, mean, values
-from lra.experiments.reproduction import Table, number, spread
+from lra.experiments import speed
+from lra.experiments.grid import grid, plan
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.reproduction import Table, footnoted, number, spread
+from lra.experiments.results import html, ledger
+from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.terminal import visible
 from lra.training.run import RUNS, write
@@ -69,7 +72,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     found = ledger.match(cells, options.results)
     rows = [ledger.row(shown, cell, found) for cell in cells]
     attns = options.attns or table.attns
-    tables = [made for made in _tables(shown, rows, columns, attns) if made[2]]
+    tables = [footnoted(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *fields))
     notes = [under, *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
     if shown.others:
@@ -78,11 +81,11 @@ def run(name: str, args: Sequence[str]) -> Report:
     if measured is not None:
         try:
             compared = table.under(cell for cell in speed.cells(table, measured) if cell.column in columns)
-            tables += speed.tables(compared, measured, columns, attns)
+            tables += (footnoted(*made) for made in speed.tables(compared, measured, columns, attns))
             paces = plan.Alone(speed.paces(table, measured))
         except UsageError as error:
             raise UsageError(f"{options.speed} can't be compared ({error}): remove it, or name another file") from None
-        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured["cells"])]
+        notes += [f"speed: {options.speed}, {speed.made_with(measured)}", *speed.notes(measured.cells)]
         place = speed.hardware_of(measured)
         firsts = [cell for cell in cells if cell.seed == 0]
         alone = {(place, cell.column, cell.attn): pace for cell in firsts if (pace := paces.pace(cell))}
@@ -113,9 +116,12 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     lines, against = [], []
     for attn in attns:
         average = _average(rows, attn, averaged)
+        accuracies = [_accuracy(rows, attn, column, "accuracy") for column in columns]
+        lines.append([attn, *accuracies, _marked(number(average), rows, attn, *averaged)])
         pairs = [(mean(rows, "accuracy", attention=attn, column=c), table.figure(attn, c)) for c in columns]
-        lines.append([attn, *(_accuracy(rows, attn, c, "accuracy") for c in columns), number(average)])
-        against.append([attn, *(_against(*pair) for pair in (*pairs, (average, table.average(attn, averaged))))])
+        shown = [_marked(_against(*pair), rows, attn, c) for pair, c in zip(pairs, columns, strict=True)]
+        last = _against(average, table.average(attn, averaged))
+        against.append([attn, *shown, _marked(last, rows, attn, *averaged)])
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
@@ -123,11 +129,10 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
-    yield (
-        "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh],
-        [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns if fresh]
-        + [["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)] for _ in fresh[:1]],
-    )  # fmt: skip
+    if fresh:
+        lines = [[a, *(_accuracy(rows, a, c, "fresh") for c in fresh)] for a in attns]
+        lines.append(["strongest baseline", *(_baselines(rows, c, "fresh_baseline") for c in fresh)])
+        yield "accuracy on the fresh test set, %: mean ± standard deviation (seeds)", ["attention", *fresh], lines
     stated = ["paper"] if any(table.figure(a, "speedup") for a in attns) else []
     compared = table.together(columns)
     for place in hardware(rows):
@@ -140,7 +145,8 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
                 [
                     [
                         a, *(_speed(here, a, c) for c in columns),
-                        _speedup(here, a, compared), *(number(table.figure(a, "speedup")) for _ in stated),
+                        _marked(_speedup(here, a, compared), here, a, *compared),
+                        *(number(table.figure(a, "speedup")) for _ in stated),
                     ]
                     for a in attns
                 ],
@@ -159,7 +165,13 @@ def _accuracy(rows: list[Row], attn: str, column: str, field: str) -> str:
     states = [row.status for row in rows if (row.attention, row.column) == (attn, column)]
     shown = {"stuck": "stuck", "failed": "failed", "oom": "OOM"} if field == "accuracy" else {}
     parts += [f"{states.count(state)} {label}" for state, label in shown.items() if state in states]
-    return ", ".join(parts)
+    return _marked(", ".join(parts), rows, attn, column)
+
+
+def _marked(text: str, rows: list[Row], attn: str, *columns: str) -> str:
+    """A figure of these columns, with a mark if not all of its results are of clean commits."""
+    unclean = any(row.clean is False for row in rows if row.attention == attn and row.column in columns)
+    return text + MARK if unclean and text and not text.startswith("(") else text  # in brackets: the paper's alone
 
 
 def _baselines(rows: list[Row], column: str, field: str) -> str:
@@ -188,7 +200,7 @@ def ratio(rows: Sequence[Row], attn: str, column: str) -> float | None:
 
 def _speed(rows: list[Row], attn: str, column: str) -> str:
     speed, times = mean(rows, "steps_per_second", attention=attn, column=column), ratio(rows, attn, column)
-    return number(speed) + ("" if times is None else f" ({times:.2f}×)")
+    return _marked(number(speed) + ("" if times is None else f" ({times:.2f}×)"), rows, attn, column)
 
 
 def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
@@ -198,7 +210,7 @@ def _speedup(rows: list[Row], attn: str, columns: Sequence[str]) -> str:
 
 def _peak(rows: list[Row], attn: str, column: str) -> str:
     found = values(rows, "memory_gb", attention=attn, column=column)
-    return f"{max(found):.2f}" if found else ""
+    return _marked(f"{max(found):.2f}" if found else "", rows, attn, column)
 
 
 def _summary(rows: list[Row]) -> Iterator[str]:
@@ -284,7 +296,7 @@ def latex(table: Grid, report: Report) -> str:
 
 
 _TEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", "~": r"\textasciitilde{}", "^": r"\^{}"}
-_TEX |= {character: f"\\{character}" for character in "&%$#_{}"}
+_TEX |= {MARK: r"\dag{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
 
 
 def _tex(cells: Sequence[str]) -> str:

@@ -22,10 +22,10 @@ import torch
 
 from lra import ranks
 from lra.errors import UsageError, unusable
-from lra.experiments import cells
-from lra.experiments.cells import State
-from lra.experiments.grid import Cell
-from lra.training.callbacks import RUNS_PER_DEVICE
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import Cell
+from lra.training.clock import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, LOG, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
@@ -42,9 +42,8 @@ def slots(devices: int | None) -> Sequence[Slot]:
     gpus = torch.cuda.device_count()
     most = max(gpus, 1)
     if devices is not None and not 1 <= devices <= most:
-        raise UsageError(
-            f"devices={devices}, but this machine has {gpus} GPUs: give 1{f' to {most}' * (most > 1)}, or leave it out"
-        )
+        numbers = f"1 to {most}" if most > 1 else "1"
+        raise UsageError(f"devices={devices}, but this machine has {gpus} GPUs: give {numbers}, or leave it out")
     outer = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = outer.split(",")[:gpus] if outer else [str(i) for i in range(gpus)]
     return [name.strip() for name in names][:devices] or [None]
@@ -244,7 +243,8 @@ class Local:
 def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if (said := _said(cell)) else "")
+    said = _said(cell)
+    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if said else "")
 
 
 def _said(cell: Cell) -> str:

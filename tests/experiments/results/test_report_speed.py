@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lra.errors import UsageError
-from lra.experiments import report
+from lra.experiments.results import report
 from tests.experiments.test_speed import FILE, made, result, shown
 
 
@@ -41,7 +41,7 @@ def test_the_report_shows_both_columns(here):
     assert shown(beside, "speedup over standard on NVIDIA H200")["flash"] == ["2.00 (1)", "3.00 (1)", "2.4"]
     assert shown(beside, "attention, the same padded")["flash"] == ["250 (2.00×)", "", "", "", ""]
     assert without.alone == {} and beside.alone["NVIDIA H200", "listops", "flash"] == 500
-    assert "speed: speed.json, NVIDIA H200, commit abc, 2026-01-01T00:00:00Z" in beside.notes
+    assert "speed: speed.json, NVIDIA H200, commit abc1234, 2026-01-01T00:00:00Z" in beside.notes
     for ending in ("md", "tex", "html"):
         assert "speedup over standard on NVIDIA H200" in Path(f"out/table3.{ending}").read_text()
 

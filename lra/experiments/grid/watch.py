@@ -12,13 +12,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from lra.experiments import cells
-from lra.experiments.cells import State
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.launch import States
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import spread
 from lra.terminal import Terminal
-from lra.training.callbacks import duration
+from lra.training.output import duration
 from lra.training.run import RUNS, write
 
 FILE_S = 3.0  # between two versions of the text file
