@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -44,17 +44,17 @@ class Measurement:
 
     def saved(self) -> dict[str, Any]:
         """The JSON object."""
-        saved = {key: getattr(self, name) for key, name in _names(type(self)).items()}
+        saved = {key: getattr(self, each.name) for key, each in _names(type(self)).items()}
         return saved if self.made else {key: value for key, value in saved.items() if key != "made"}
 
     @classmethod
-    def loaded(cls, saved: Mapping[str, Any]) -> Self:
+    def loaded(cls, saved: Any) -> Self:
         """Of a JSON object; ValueError if a key is unknown or lacking, or a value is of another type."""
         names, hints = _names(cls), get_type_hints(cls)
-        given = {names[key]: value for key, value in saved.items() if key in names}
-        lacking = [each.name for each in fields(cls) if each.default is MISSING and each.name not in given]  # type: ignore[arg-type]
-        if lacking or len(given) < len(saved):
+        required = {key for key, each in names.items() if each.default is MISSING}
+        if not isinstance(saved, dict) or not required <= saved.keys() <= names.keys():
             raise ValueError(f"a record has other keys than {', '.join(names)}")
+        given = {names[key].name: value for key, value in saved.items()}
         for name, value in given.items():
             if not _fits(value, hints[name]):
                 raise ValueError(f"a record's {name} is {value!r}")
@@ -141,31 +141,28 @@ class Measured(Generic[M]):
 
 def read_measured(path: Path, kind: type[M]) -> Measured[M]:
     """A file of records of this kind. Raises OSError, and ValueError if it is no such file."""
-    found = read_json(path)
-    if not isinstance(found, dict) or not found.keys() >= {"environment", "options", "cells"}:
-        raise ValueError("it has no environment, options and cells")
-    for name, hint in get_type_hints(Measured).items():
-        if not _fits(found[name], list[dict] if name == "cells" else hint):
-            raise ValueError(f"its {name} are of another type")
+    found, kinds = read_json(path), {"environment": dict, "options": dict, "cells": list}
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError(f"it has not all of {', '.join(kinds)}")
     own = part(found["environment"])
-    cells = [kind.loaded({"made": own} | cell) for cell in found["cells"]]
+    cells = [kind.loaded({"made": own} | cell if isinstance(cell, dict) else cell) for cell in found["cells"]]
     for cell in cells:
         if cell.made is None or cell.made.keys() != own.keys() or not _fits(list(cell.made.values()), list[str | None]):
             raise ValueError(f"a record's made is {cell.made!r}")
     return Measured(found["environment"], found["options"], cells)
 
 
-def _names(kind: type[Measurement]) -> dict[str, str]:
-    """The name of the field of each key."""
-    return {each.metadata.get("key", each.name): each.name for each in fields(kind)}  # type: ignore[arg-type]
+def _names(kind: Any) -> dict[str, Field[Any]]:
+    """The field of each key."""
+    return {each.metadata.get("key", each.name): each for each in fields(kind)}
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value of a JSON file is of a type: a number without a fraction is a float, too."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
     if hint in (int, float):
         return is_number(value) and isinstance(value, (int, hint))
     if get_origin(hint) is list:
         return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
-    if isinstance(hint, UnionType):
-        return any(_fits(value, each) for each in get_args(hint))
     return isinstance(value, get_origin(hint) or hint)

@@ -1,4 +1,7 @@
-"""What `lra reproduce` can reproduce, a module for each kind. This one stays light: listing imports nothing else."""
+"""What `lra reproduce` can reproduce: tables of accuracies, their speeds, and Figure 3, a module for each.
+
+`grid` says what is run where, and `results` what is made of it. This module stays light: listing imports nothing else.
+"""
 
 from __future__ import annotations
 

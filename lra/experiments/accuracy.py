@@ -11,6 +11,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lra import environment
@@ -90,7 +91,7 @@ def run(
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
     if dry_run:
         states = {cell: cells.look(cell) for cell in cells.with_stages(chosen)}
-        alone, command = plan.measured(table, chosen, options.speed), _measuring(table, options, fields)
+        alone, command = _measured_alone(table, chosen, options.speed), _measuring(table, options, fields)
         places = options.devices or len(chosen) if slurm else most // wide
         made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
         submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
@@ -116,6 +117,26 @@ def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
             raise UsageError(f"{owners[path]} and {cell} are both {path}: name each once, and leave out name=")
         owners[path] = cell
     return chosen
+
+
+def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> plan.Alone:
+    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
+
+    Raises UsageError for a file that is no such one, or of no use for the cells.
+    """
+    path, recipe = Path(file or speed.file_of(table)), chosen[0].composed.config.recipe
+    if file is None and not path.is_file():
+        return plan.Alone()
+    result = speed.read(path) if file is None else speed.named(table, path, recipe)
+    if result.options["recipe"] != recipe:
+        return plan.Alone()
+    try:
+        alone = plan.Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
+    except UsageError as error:
+        raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
+    if file and not any(map(alone.has, chosen)):
+        raise UsageError(f"speed={alone.source} has no cell as it is configured here: give its fields, or another file")
+    return alone
 
 
 def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:

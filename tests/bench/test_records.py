@@ -56,10 +56,10 @@ def test_other_records_are_refused(change, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "it has no environment, options and cells"),
-        ({"environment": {}, "options": {}}, "it has no environment, options and cells"),
-        ({"environment": {}, "options": [], "cells": []}, "its options are of another type"),
-        ({"environment": {}, "options": {}, "cells": [1]}, "its cells are of another type"),
+        ([], "it has not all of environment, options, cells"),
+        ({"environment": {}, "options": {}}, "it has not all of environment, options, cells"),
+        ({"environment": {}, "options": [], "cells": []}, "it has not all of environment, options, cells"),
+        ({"environment": {}, "options": {}, "cells": [1]}, "a record has other keys"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content: Any, message):

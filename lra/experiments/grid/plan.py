@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lra.config.compose import OWN, differences
-from lra.errors import UsageError
-from lra.experiments import speed
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
-from lra.experiments.grid.grid import SAME, Cell, Grid
+from lra.experiments.grid.grid import SAME, Cell
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
@@ -38,26 +36,6 @@ class Alone:
 
     def pace(self, cell: Cell) -> float | None:
         return next((pace for config, pace in self.paces if _same(config, cell)), None)
-
-
-def measured(table: Grid, chosen: Sequence[Cell], file: str | None) -> Alone:
-    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
-
-    Raises UsageError for a file that is no such one, or of no use for the cells.
-    """
-    path, recipe = Path(file or speed.file_of(table)), chosen[0].composed.config.recipe
-    if file is None and not path.is_file():
-        return Alone()
-    result = speed.read(path) if file is None else speed.named(table, path, recipe)
-    if result.options["recipe"] != recipe:
-        return Alone()
-    try:
-        alone = Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
-    except UsageError as error:
-        raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
-    if file and not any(map(alone.has, chosen)):
-        raise UsageError(f"speed={alone.source} has no cell as it is configured here: give its fields, or another file")
-    return alone
 
 
 def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
