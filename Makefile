@@ -31,7 +31,7 @@ SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget
   $(patsubst %,tests/models/test_%.py,transformer peers fused_blocks) \
   $(patsubst %,tests/training/test_%.py,step fit engine checkpoints) \
   $(patsubst %,tests/data/test_%.py,golden image text) tests/config/test_compose.py \
-  $(patsubst %,tests/experiments/test_%.py,report launch) tests/test_cli.py \
+  tests/experiments/results/test_report.py tests/experiments/grid/test_launch.py tests/test_cli.py \
   tests/test_studies.py::test_runs_share_the_gpus_that_are_visible
 
 .DEFAULT_GOAL := help

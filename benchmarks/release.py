@@ -19,7 +19,7 @@ from benchmarks.pages import measured
 from benchmarks.pages.cards import RELEASES, card, known
 from lra.config.compose import differences
 from lra.errors import UsageError
-from lra.experiments.archive import Run
+from lra.experiments.results.archive import Run
 from lra.training import checkpoints
 from lra.training.run import RUNS
 

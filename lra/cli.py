@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from contextlib import suppress
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.table import Column, Table
@@ -105,7 +105,7 @@ def reproduce(
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
-    _print_measured(report.tables, report.lines, report.records)
+    _print_measured(report.tables, report.lines, report.wrong)
 
 
 @verb(app, parser="lra.experiments:parse_report")
@@ -128,10 +128,10 @@ def report(
             table.add_row(name, described(name))
         console.print(table)
         return
-    from lra.experiments.report import run
+    from lra.experiments.results.report import run
 
     made = run(fields[0], fields[1:])
-    _print_measured(made.tables, made.notes, [])
+    _print_measured(made.tables, made.notes)
 
 
 @verb(ls_app, "tasks")
@@ -162,6 +162,17 @@ def ls_recipes() -> None:
         except UsageError as error:  # one that is broken takes no other away
             recipe = {"about": str(error)}
         table.add_row(name, " ".join(map(str, recipe.get("tasks") or {})), recipe.get("about") or "")
+    console.print(table)
+
+
+@verb(ls_app, "optimizers")
+def ls_optimizers() -> None:
+    """The optimisers, and their options beside lr and weight_decay."""
+    from lra.config.schema import OPTIM_OPTIONS, OptimizerName
+
+    table = Table("optimiser", "options")
+    for name in get_args(OptimizerName):
+        table.add_row(name, " ".join(option for option, having in OPTIM_OPTIONS.items() if name in having))
     console.print(table)
 
 
@@ -226,8 +237,9 @@ def bench_attention(
     from lra.bench.attention import bench, notes, tables
 
     result = bench(fields or (), progress=console.print)
-    records = result["cells"]
-    _print_measured(tables(records, result["options"]["table"]), notes(records), records)
+    records = result.cells
+    wrong = any(record.failed for record in records)
+    _print_measured(tables(records, result.options["table"]), notes(records), wrong)
 
 
 @verb(bench_app, "io", "lra.bench.io:IoOptions")
@@ -237,7 +249,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
 
     result = bench(fields or ())
     _print_rows(*table(result))
-    for note in result["notes"]:
+    for note in result.notes:
         console.print(note)
 
 
@@ -251,10 +263,10 @@ def bench_step(
     from lra.bench.step import bench, notes, tables
 
     result = bench(fields or (), progress=console.print)
-    _print_measured(tables(result), notes(result), result["loops"])
+    _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
 
 
-@verb(results_app, "pack", "lra.experiments.archive:PackOptions")
+@verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
 def results_pack(
     fields: Annotated[
         list[str] | None,
@@ -262,19 +274,19 @@ def results_pack(
     ] = None,
 ) -> None:
     """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
-    from lra.experiments.archive import pack
+    from lra.experiments.results.archive import pack
 
     for line in pack(fields or ()):
         console.print(line)
 
 
-@verb(results_app, "merge", "lra.experiments.archive:MergeOptions")
+@verb(results_app, "merge", "lra.experiments.results.archive:MergeOptions")
 def results_merge(
     file: Annotated[str, typer.Argument(metavar="<file>.tar.xz|checkpoints/<name>")],
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
 ) -> None:
     """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
-    from lra.experiments.archive import merge
+    from lra.experiments.results.archive import merge
 
     for line in merge(file, fields or ()):
         console.print(line)
@@ -287,13 +299,13 @@ def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
     console.print(table)
 
 
-def _print_measured(tables: Any, lines: list[str], records: list[dict[str, Any]]) -> None:
-    """Exit code 1 if something measured was wrong, or failed."""
+def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
+    """Exit code 1 if something was wrong, or failed."""
     for table in tables:
         _print_rows(*table)
     for line in lines:
         console.print(line)
-    if any(record["status"] in ("WRONG", "failed") for record in records):
+    if wrong:
         raise typer.Exit(1)
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lra import environment
@@ -160,6 +159,7 @@ def _store(path: Path) -> Iterator[Row]:
 
 def _command(path: Path) -> str:
     """What prepares the store at `path`, by its manifest's parameters; empty if they are not those of its name."""
+    from lra.config.schema import RunConfig
     from lra.tasks import TASKS
 
     params: dict[str, Any] = {}  # those of the default, where none can be read
@@ -169,7 +169,7 @@ def _command(path: Path) -> str:
         task = TASKS.get(path.name.partition("@")[0])
         given = {PARAMS.get(name, name): value for name, value in params.items()}
         fields = {field.name: given[field.name] for field in dataclasses.fields(task.Config) if field.name in given}
-        data = task.Data(SimpleNamespace(task=task.Config(**fields)))
+        data = task.Data(RunConfig(task=task.Config(**fields), attn=None))
         if data.content().path == path:
             return data.command()
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import getpass
 import os
 import platform
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ PACKAGES = (
     "lra", "torch", "triton", "pytorch-lightning", "torchmetrics", "omegaconf", "datasets", "numpy", "numba", "pillow",
     "pyarrow",
 )  # fmt: skip
+MARK = "†"  # after a figure that no clean commit made
+MARKED = "made by changed code, or no commit is stated"
+WARNED = "LRA_WARNED_UNCLEAN"  # set once `warn_unclean` was called
 
 
 def cache_root() -> Path:
@@ -72,27 +77,58 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with `+` if what computes differs from it; None outside a checkout."""
+    """The checkout's commit, with `+` if what computes differs from it; None outside a checkout.
+
+    It is looked up once in a process: what is computed later is of the code that was there then.
+    """
+    return _checkout()[0]
+
+
+@functools.cache
+def _checkout() -> tuple[str | None, str]:
+    """The commit as `commit` gives it, and why there is none; empty for an installed package, which has a version."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
-        return None
+        return None, f"{root} has no .git" if (root / "pyproject.toml").exists() else ""
     try:
-        sha = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"],
-            cwd=root, capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--", "lra", "benchmarks/*.py"],
-            cwd=root, capture_output=True, text=True, check=True, timeout=60,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return sha.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+        sha = _git(root, "rev-parse", "--short=12", "HEAD")
+        dirty = _git(root, "status", "--porcelain", "--", "lra", "benchmarks/*.py")
+    except subprocess.CalledProcessError as error:
+        return None, (error.stderr.strip().splitlines() or [f"git ended with {error.returncode}"])[0]
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"git can't be run ({type(error).__name__})"
+    return sha + ("+" if dirty else ""), ""
 
 
-def commits(before: str | None) -> str | None:
-    """Commits that are stated already, with commas between, and this checkout's; each once."""
-    return ", ".join(dict.fromkeys(filter(None, [*(before or "").split(", "), commit()]))) or None
+def _git(root: Path, *args: str) -> str:
+    """What git prints; it takes no lock, so that it neither waits for another process nor writes."""
+    line = ["git", "--no-optional-locks", *args]
+    return subprocess.run(line, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def clean(stated: str | None) -> bool:
+    """Whether all commits that a record states, with commas between, are known and of unchanged trees."""
+    return all(re.fullmatch("[0-9a-f]{7,40}", each) for each in (stated or "").split(", "))
+
+
+def warn_unclean() -> None:
+    """Says on the standard error that results will state no clean commit, and how to mend that.
+
+    It says so once in a process and in all that it starts. Of an installed package it says nothing: results state its
+    version.
+    """
+    if WARNED in os.environ:
+        return
+    os.environ[WARNED] = "true"
+    found, why = _checkout()
+    if found is None:
+        said = why and f"{why}: results state no commit, and tables mark them; use a git clone to name the code"
+    else:
+        changed = f"the code differs from commit {found.rstrip('+')}: results state {found}, and tables mark them"
+        said = "" if clean(found) else f"{changed}; commit the changes first to name the code"
+    if said and sys.stderr:
+        with suppress(OSError):  # a full disk
+            print(f"lra: {said}", file=sys.stderr)
 
 
 def command() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before PyTorch starts its threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+os.environ["LRA_WARNED_UNCLEAN"] = "true"  # what is printed does not depend on whether the tree is clean
 
 import pytest
 import torch

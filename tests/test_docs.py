@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,26 @@ def test_every_attention_has_its_section_and_what_it_needs():
         packages = [choice for requirement in entry.requires for choice in requirement.split("|")]
         assert all(f"`{package}`" in section for package in packages)
         assert ("It needs a GPU." in section) == entry.facts.get("needs_gpu", False)
+
+
+CLEAN = {"commit": "0123456789ab"}
+
+
+@pytest.mark.parametrize(("content", "marked"), [
+    ({"environment": CLEAN}, False), ({"environment": {"commit": "0123456789ab+"}}, True), ({"environment": {}}, True),
+    ({"environment": CLEAN, "cells": [{"made": CLEAN}, {"made": {"commit": None}}]}, True),
+    ({"runs": [{"environment": CLEAN}, {"environment": {"commit": "a"}}]}, True),
+    ({"environment": CLEAN, "provenance": {"commit": "0123456789ab", "ancestors": [{"commit": "a+"}]}}, True),
+])  # fmt: skip
+def test_a_link_to_what_no_clean_commit_made_is_marked_and_the_table_says_why(monkeypatch, tmp_path, content, marked):
+    monkeypatch.setattr(measured, "BENCHMARKS", tmp_path)
+    measured.mark_of.cache_clear()
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    ((file, found),) = measured.read(tmp_path, "*.json")
+    assert found == content and measured.link("a", file).endswith("a.json)" + "†" * marked)
+    made = measured.table(["what"], [[measured.link("a", file)]])
+    assert made.endswith("\n\n† made by changed code, or no commit is stated.") == marked
+    measured.mark_of.cache_clear()
 
 
 def test_a_stale_page_names_the_command(monkeypatch, tmp_path, capsys):

@@ -87,7 +87,7 @@ def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):
 
     measured = {"gpu": "NVIDIA Test", "versions": {"triton": "3.6.0"}, "ptxas": "13.4", "date": "2026-01-02T03:04:05Z"}
     tiles = {Key("forward", "bfloat16", 64, False): Tile(16, 16, 4, 1)}
-    user = Table(tmp_path / "NVIDIA-Test.json", measured, "", tiles, {})
+    user = Table(tmp_path / "NVIDIA-Test.json", measured, "", tiles, {}, {})
     shipped = user._replace(path=tuning.HERE / "tuned" / "sm_90.json")
 
     def tables():

@@ -22,7 +22,8 @@ from benchmarks.studies.rescoring import study as rescoring
 from lra.data.pathfinder.generate import draw
 from lra.data.pathfinder.law import law
 from lra.errors import UsageError
-from lra.experiments import accuracy, archive
+from lra.experiments import accuracy
+from lra.experiments.results import archive
 from lra.models.attention.base import Attention
 from lra.training import checkpoints, fit, transfer
 from tests.composing import composed

@@ -18,7 +18,8 @@ from benchmarks.pages import measured, readme, runs, tables
 from lra.cli import app
 from lra.commands import parse_command
 from lra.config.compose import differences
-from lra.experiments import grid, ledger
+from lra.experiments.grid import grid
+from lra.experiments.results import ledger
 from lra.training.run import COMPUTING
 
 ROOT = Path(__file__).parent.parent

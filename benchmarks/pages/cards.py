@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import measured
-from benchmarks.pages.measured import table
+from benchmarks.pages.measured import mark, table
 from lra.errors import UsageError
-from lra.experiments.ledger import gpus
+from lra.experiments.results.ledger import gpus
 from lra.tasks import TASKS
 
 RELEASES = measured.ROOT / "checkpoints"
@@ -170,7 +170,7 @@ def _facts(result: Result) -> Iterator[tuple[str, str]]:
     yield "store", f"`{result['data']['store']}`"
     yield "trained with", f"{_hardware(result)}, CUDA {made_with['cuda']}, {made_with['platform']}"
     named = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
-    yield "versions", f"commit {made_with['commit']}; {named}"
+    yield "versions", f"commit {made_with['commit']}{mark(result)}; {named}"
     yield "date", made_with["date"][:10]
     project = tomllib.loads((measured.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     yield "license", f"{project['license']}, the project's: [LICENSE](../../LICENSE)"
@@ -200,7 +200,7 @@ def _stage(number: int, result: Result) -> list[str]:
     whole = not result["resumed"] or result.get("wall_seconds")  # an older lra counted the last session alone
     seconds = f"{result['train_seconds']:,.0f} s" if whole else ""
     return [
-        str(number), result.get("protocol") or result["task"], f"{result['steps']:,}",
+        f"{number}{mark(result)}", result.get("protocol") or result["task"], f"{result['steps']:,}",
         str(result["config"]["batch"]["size"]), accuracy(result["test"]), seconds, _hardware(result),
         result["environment"]["date"][:10],
     ]  # fmt: skip
@@ -227,7 +227,8 @@ def make(releases: Path = RELEASES, results: Path = measured.RUNS) -> dict[Path,
     cards = {releases / name / "README.md": card(name, result, runs) for name, result in found.items()}
     rows = [
         (
-            f"[{name}]({name}/README.md)", f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
+            f"[{name}]({name}/README.md){mark(result)}",
+            f"`{result['task']}`", result.get("protocol") or "", f"`{result['attn']}`",
             accuracy(result["test"]), others.get(f"{RELEASES.name}/{name}", ""), f"{result['parameters']:,}",
         )
         for name, result in found.items()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.measured import BENCHMARKS, ROOT, table
+from benchmarks.pages.measured import BENCHMARKS, ROOT, bare_table
 from lra.bench import plots
+from lra.bench.records import AttentionMeasurement, read_measured
 from lra.experiments import fig3
 
 RESULTS = BENCHMARKS / "results" / "fig3" / "h200"
@@ -16,7 +17,7 @@ PAGE, FIGURES = ROOT / "docs" / "fig3.md", ROOT / "docs" / "fig3"
 DRAWN = (("dropout-mask", "runtime"), ("plain", "runtime"), ("plain", "memory"))
 
 
-def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
+def page(records: Sequence[AttentionMeasurement], made_with: dict[str, Any]) -> str:
     """The whole text."""
     versions = made_with["versions"]
     return "\n\n".join([
@@ -39,11 +40,11 @@ def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
     ]) + "\n"  # fmt: skip
 
 
-def figures(records: fig3.Records) -> dict[str, str]:
+def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
     """The text of each figure by its file's name."""
     made = {}
     for setting, what in DRAWN:
-        chosen = [r for r in records if fig3.setting_of(r) == setting and r["pass"] == "both"]
+        chosen = [r for r in records if fig3.setting_of(r) == setting and r.pass_name == "both"]
         drawn = plots.figures(chosen)
         made[_figure(setting, what)] = next(text for name, text in drawn.items() if name.startswith(what))
     return made
@@ -57,12 +58,12 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
     """A table without the columns that are the same everywhere."""
     shown = [i for i, name in enumerate(header) if header[0] != "dtype" or i > 4 or name == "N"]
     kept, *lines = ([line[i] for i in shown] for line in (header, *rows))
-    return f"## {title[0].upper()}{title[1:]}\n\n{table(kept, lines)}"
+    return f"## {title[0].upper()}{title[1:]}\n\n{bare_table(kept, lines)}"
 
 
 def make() -> dict[Path, str]:
     """The text of each file."""
-    results = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in fig3.SETTINGS]
-    records = [record for result in results for record in result["cells"]]
+    parts = [read_measured(RESULTS / f"{name}.json", AttentionMeasurement) for name in fig3.SETTINGS]
+    records = [record for part in parts for record in part.cells]
     drawn = {FIGURES / name: text for name, text in figures(records).items()}
-    return {PAGE: page(records, results[0]["environment"])} | drawn
+    return {PAGE: page(records, parts[0].environment)} | drawn

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from lra import environment
+from lra.training.saved import clean
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"  # results/ and studies/
@@ -22,8 +26,31 @@ def read(root: Path, pattern: str) -> list[Measured]:
 
 
 def link(text: str, file: Path) -> str:
-    """In Markdown, to a file of `read`; seen from the repository's top."""
-    return f"[{text}]({BENCHMARKS.name}/{file.as_posix()})"
+    """In Markdown, to a file of `read`, with its mark; seen from the repository's top."""
+    return f"[{text}]({BENCHMARKS.name}/{file.as_posix()}){mark_of(file)}"
+
+
+@functools.cache
+def mark_of(file: Path) -> str:
+    """The mark of what a file of `read` holds; empty if all of it is of clean commits."""
+    path = BENCHMARKS / file
+    return mark(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ""
+
+
+def mark(measured: Any) -> str:
+    """The mark of a measurement or a run's result; empty if every commit that it states, in any part, is clean."""
+    known = all(map(environment.clean, _commits(measured)))
+    return "" if known and ("provenance" not in measured or clean(measured)) else environment.MARK
+
+
+def _commits(content: Any) -> Iterator[str | None]:
+    """What each part of a measurement states as its commit."""
+    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, part in parts:
+        if key in ("environment", "made"):
+            yield part.get("commit")
+        else:
+            yield from _commits(part)
 
 
 def place(gpu: str | None) -> str:
@@ -33,7 +60,13 @@ def place(gpu: str | None) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """In Markdown, with a footnote if something in it is marked."""
+    made = bare_table(header, rows)
+    return f"{made}\n\n{environment.MARK} {environment.MARKED}." if environment.MARK in made else made
+
+
+def bare_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, of a table whose title says what a mark means."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 

@@ -18,10 +18,10 @@ from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.tables import sections
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
-from lra.experiments import grid
 from lra.experiments import speed as step_speed
-from lra.experiments.ledger import hardware
+from lra.experiments.grid import grid
 from lra.experiments.reproduction import number
+from lra.experiments.results.ledger import hardware
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
@@ -94,19 +94,19 @@ def speedup(root: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
     file, stated = Path("results/speed/h200/table3-curriculum.json"), grid.read("table3")
     found = step_speed.read(root / file)
-    speeds, columns = step_speed.Speeds(found["cells"]), found["options"]["tasks"]
+    speeds, columns = step_speed.Speeds(found.cells), found.options["tasks"]
     averaged = stated.together(columns)
 
     def row(attn: str, way: str) -> Row:
         ratios = (speeds.ratio(column, attn, way) for column in columns)
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        mean = step_speed.mean_ratio(speeds.ratios(averaged, attn, way))
         paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
-            f"`{attn}`", f"{way}: {step_speed.WAYS[way].about}", *shown,
-            step_speed.mean_ratio(speeds.ratios(averaged, attn, way)), paper,
+            f"`{attn}`{measured.mark_of(file)}", f"{way}: {step_speed.WAYS[way].about}", *shown, mean, paper,
         )  # fmt: skip
 
-    attns = [name for name in found["options"]["attns"] if name != step_speed.STANDARD]
+    attns = [name for name in found.options["attns"] if name != step_speed.STANDARD]
     rows = [row(attn, way) for attn in attns for way in step_speed.WAYS]
     source = f"{link(file.name, file)}, {step_speed.hardware_of(found)}"
     return table(("attention", "way", *columns, "geometric mean", "paper"), rows) + f"\n\n{source}."

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import measured
-from lra.experiments import ledger
-from lra.experiments.ledger import Entry
+from lra.experiments.results import ledger
+from lra.experiments.results.ledger import Entry
 from lra.training.run import spent
 
 PAGE = measured.BENCHMARKS / "results" / "runs.csv"

@@ -14,9 +14,11 @@ from typing import Any
 
 from benchmarks.pages import measured
 from lra.config.recipes import names, read_recipe, recipes
-from lra.experiments import grid, ledger, plan, report, speed
-from lra.experiments.cells import with_stages
-from lra.experiments.grid import Cell, Grid
+from lra.experiments import speed
+from lra.experiments.grid import grid, plan
+from lra.experiments.grid.cells import with_stages
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.results import ledger, report
 from lra.training.run import spent
 
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
@@ -39,7 +41,7 @@ class Section:
 
     def markdown(self) -> str:
         parts = [f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"]
-        parts += [f"**{title}**\n\n{measured.table(header, rows)}" for title, header, rows in self.report.tables]
+        parts += [f"**{title}**\n\n{measured.bare_table(header, rows)}" for title, header, rows in self.report.tables]
         notes = (note for note in (*self.hours, *self.report.notes) if not note.startswith(OTHERS))
         return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
 

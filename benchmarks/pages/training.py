@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.measured import BENCHMARKS, ROOT, Measured, from_docs, link, read, table
+from benchmarks.pages.measured import BENCHMARKS, ROOT, Measured, from_docs, link, mark, read, table
 from lra.bench.step import LOOPS
 from lra.experiments.reproduction import spread
 
@@ -147,13 +147,14 @@ def _learning(result: dict[str, Any]) -> Iterator[str]:
 
     if exact:
         yield f"{EXACT} {made_with(exact)}."
-        rows = [[*key, _differences(found)] for key, found in exact.items()]
+        rows = [[task, name + mark(found), _differences(found)] for (task, name), found in exact.items()]
         yield table(["task", "variant", "difference of each seed"], rows)
         yield from _kinks(read(BENCHMARKS, "studies/kinks/*/*.json"))
     if noise:
         yield f"{NOISE} {made_with(noise)}."
         yield table(
-            ["task", "variant", "accuracy", "seeds"], [[*key, *_accuracies(found)] for key, found in noise.items()]
+            ["task", "variant", "accuracy", "seeds"],
+            [[task, name + mark(found), *_accuracies(found)] for (task, name), found in noise.items()],
         )
 
 
@@ -183,11 +184,11 @@ def _kinks(results: Sequence[Measured]) -> Iterator[str]:
     ]  # fmt: skip
     for path, result in results:
         yield f"{KINKS} {link(path.stem, path)}, {_made_with(result['environment'])}."
-        yield table(header, [_kink(run) for run in result["runs"]])
+        yield table(header, [_kink(run, mark(result)) for run in result["runs"]])
 
 
-def _kink(run: dict[str, Any]) -> list[str]:
-    start, rms = [run["task"], str(run["seed"]), f"{run['difference']:.1e}"], f"{run['hidden_rms']:.2f}"
+def _kink(run: dict[str, Any], mark: str) -> list[str]:
+    start, rms = [run["task"] + mark, str(run["seed"]), f"{run['difference']:.1e}"], f"{run['hidden_rms']:.2f}"
     if (kink := run["kink"]) is None:
         return [*start, "none", "", rms, ""]
     values = f"{kink['whole']:+.1e}, {kink['halves']:+.1e}"

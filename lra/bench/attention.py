@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,11 @@ import torch
 
 from lra import environment
 from lra.bench import plots
-from lra.bench.cell import DTYPES, Cell, attend, configurable, make_batch
+from lra.bench.case import DTYPES, BenchmarkCase, attend, configurable, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
 from lra.bench.files import output
-from lra.bench.imdb import LENGTHS
-from lra.bench.presets import COMPARED, PASSES, RUNTIME, TABLES, masked, sized
+from lra.bench.presets import COMPARED, IMDB_LENGTHS, PASSES, RUNTIME, TABLES, masked, sized
+from lra.bench.records import AttentionMeasurement, Measured
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse, refuse_repeats, shown
@@ -71,25 +71,25 @@ class AttentionOptions:
         for name, known in (("dtypes", DTYPES), ("passes", PASSES)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise UsageError(f"{name}={unknown.pop()} is unknown: choose from {', '.join(known)}")
-        if self.ragged == "imdb" and (self.batch or 32) > len(LENGTHS):
-            raise UsageError(f"batch={self.batch}: ragged=imdb has {len(LENGTHS)} lengths")
+        if self.ragged == "imdb" and (self.batch or 32) > len(IMDB_LENGTHS):
+            raise UsageError(f"batch={self.batch}: ragged=imdb has {len(IMDB_LENGTHS)} lengths")
 
-    def cells(self) -> Iterator[Cell]:
+    def cases(self) -> Iterator[BenchmarkCase]:
         """Attentions vary fastest, so that what is compared is measured together."""
         sizes = [(n, (n,) * (self.batch or max(1, self.tokens // n))) for n in self.lengths]
         if self.ragged == "mask":
             sizes = [(n, masked(n, len(lengths))) for n, lengths in sizes]
         if self.ragged == "imdb":
-            sizes = [(0, tuple(sorted(LENGTHS[: self.batch or 32], reverse=True)))]  # as a batch of training lies
+            sizes = [(0, tuple(sorted(IMDB_LENGTHS[: self.batch or 32], reverse=True)))]  # as a batch of training lies
         for dtype, d, p, (n, lengths), name in itertools.product(
             self.dtypes, self.head_dims, self.dropout, sizes, self.attns
         ):
             attention = sized(name, n) if self.table in COMPARED else name
-            yield Cell(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
+            yield BenchmarkCase(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
 
-    def facts(self, cell: Cell) -> dict[str, Any]:
-        """What a record says of its cell beyond the sizes; options that the table chose are not part of the name."""
-        name, fields = cell.attention, ""
+    def facts(self, case: BenchmarkCase) -> dict[str, str]:
+        """What a record says of its case beyond the sizes; options that the table chose are not part of the name."""
+        name, fields = case.attention, ""
         if name not in self.attns:
             name, _, fields = name.partition(":")
         return {"attention": name, "options": fields, "ragged": self.ragged}
@@ -118,30 +118,28 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     return options
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measures and returns {"environment", "options", "cells"}; writes `out=` after every cell and `plots=` in the end.
+def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Measured[AttentionMeasurement]:
+    """Measures; writes `out=` after every case and `plots=` in the end.
 
     Args:
         args: `field=value` of AttentionOptions.
-        progress: is given a line for each cell when it is done.
+        progress: is given a line for each case when it is done.
     """
     options = configure(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {
-        "environment": environment.describe(), "options": shown(options), "cells": []
-    }  # fmt: skip
+    result = Measured[AttentionMeasurement](environment.describe(), shown(options), [])
 
     def draw() -> None:
         if options.plots:
-            plots.draw(result["cells"], Path(options.plots))
+            plots.draw(result.cells, Path(options.plots))
 
     with output(options.out) as keep:
         draw()  # what can't be written is refused before it is measured
         try:
             for records in run(options, device):
-                result["cells"] += records
+                result.cells += records
                 progress(line(records))
-                keep(result)
+                keep(result.saved())
         finally:
             draw()
     return result
@@ -149,99 +147,95 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
 
 def run(
     options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
-) -> Iterator[list[dict[str, Any]]]:
-    """The records of each cell, but for cells whose (attention, N) is `done`."""
-    small = functools.cache(lambda cell: check_small(cell, device).worse(check_dropout(cell, device)))
-    for cell in options.cells():
-        facts = options.facts(cell)
+) -> Iterator[list[AttentionMeasurement]]:
+    """The records of each case, but for cases whose (attention, N) is `done`."""
+    small = functools.cache(lambda case: check_small(case, device).worse(check_dropout(case, device)))
+    for case in options.cases():
+        facts = options.facts(case)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises if the last cell was a fault: no later one could be measured
-        if (facts["attention"], nominal(cell)) not in done:
-            yield [facts | record for record in run_cell(cell, options.passes, device, small)]
+            torch.cuda.synchronize(device)  # raises if the last case was a fault: no later one could be measured
+        if (facts["attention"], case.padded_length) not in done:
+            yield [*run_case(case, facts, options.passes, device, small)]
 
 
-def nominal(cell: Cell) -> int:
-    """N: the longest length, or with a padding mask what each sequence is padded to."""
-    return cell.span or max(cell.lengths)
+def run_case(
+    case: BenchmarkCase, facts: Mapping[str, str], passes: Sequence[str], device: torch.device,
+    small: Callable[[BenchmarkCase], Verdict],
+) -> Iterator[AttentionMeasurement]:  # fmt: skip
+    """One record for each pass.
 
-
-def run_cell(
-    cell: Cell, passes: Sequence[str], device: torch.device, small: Callable[[Cell], Verdict]
-) -> Iterator[dict[str, Any]]:
-    """One record for each pass, but for `AttentionOptions.facts`.
-
-    `small` checks a small problem; its answer is the same for all that give that one.
+    `facts` are those of `AttentionOptions.facts`. `small` checks a small problem; its answer is the same for all that
+    give that one.
     """
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
     layout, density = None, None
     try:
-        attention = cell.build(device)
+        attention = case.build(device)
         layout = attention.layout
         if has_reference(attention):  # others have FLOPs of their own
-            density = cell.density(layout)
+            density = case.density(layout)
         del attention
         _clear(device)
-        verdict = small(cell.small(layout))
+        verdict = small(case.small(layout))
         if not verdict.wrong:
             _clear(device)  # compiled for the small size, a kernel would be one for any size
-            verdict, times, out_of_memory = _measure(cell, backward, device, verdict)
+            verdict, times, out_of_memory = _measure(case, backward, device, verdict)
             status = "OOM" if out_of_memory else "ok"
         status = "WRONG" if verdict.wrong else status
         reason = verdict.wrong
     except UsageError as error:
         status, reason = "unsupported", str(error)
-    except Exception as error:  # whatever a compiler or a driver raises: the other cells are still worth having
+    except Exception as error:  # whatever a compiler or a driver raises: the other cases are still worth having
         status, reason = "failed", named(error)
     if status in ("WRONG", "failed"):
         times = {}
     for name in passes:
         spent = _pass(times, name)
-        yield {
-            "pass": name, "N": nominal(cell), "d": cell.head_dim, "dtype": cell.dtype,
-            "dropout": cell.dropout, "batch": len(cell.lengths), "heads": cell.heads,
-            "tokens": sum(cell.lengths), "squares": sum(n * n for n in cell.lengths),
-            "density": _round(density),  # share of these that is seen; None where that is not what is computed
-            "block": layout and "x".join(map(str, layout.block)),  # queries by keys, of what is block-sparse
-            "status": "ok" if spent else status,
-            "ms": _round(spent and spent.ms),
-            "tflops": _round(spent and density and FLOPS[name] * density * cell.flops / spent.ms / 1e9),
-            "memory_mb": _round(spent and spent.memory_mb),
-            "repetitions": spent and spent.repetitions,
-            "checked": _round(verdict.ratio),
-            "reason": "" if spent else reason,
-        }  # fmt: skip
+        yield AttentionMeasurement(
+            **facts, pass_name=name, length=case.padded_length, head_dim=case.head_dim, dtype=case.dtype,
+            dropout=case.dropout, batch=len(case.lengths), heads=case.heads,
+            tokens=sum(case.lengths), squares=sum(n * n for n in case.lengths),
+            density=_round(density), block="x".join(map(str, layout.block)) if layout else None,
+            status="ok" if spent else status,
+            ms=_round(spent and spent.ms),
+            tflops=_round(spent and density and FLOPS[name] * density * case.flops / spent.ms / 1e9),
+            memory_mb=_round(spent and spent.memory_mb),
+            repetitions=spent and spent.repetitions,
+            checked=_round(verdict.ratio),
+            reason="" if spent else reason, made=None,
+        )  # fmt: skip
 
 
 def _measure(
-    cell: Cell, backward: bool, device: torch.device, verdict: Verdict
+    case: BenchmarkCase, backward: bool, device: torch.device, verdict: Verdict
 ) -> tuple[Verdict, dict[str, Pass], bool]:
     """Checks at full size, then times: the verdict, the passes, and whether something did not fit."""
     try:
-        return *_checked_times(cell, backward, device, verdict), False
+        return *_checked_times(case, backward, device, verdict), False
     except Exception as error:
         if not out_of_memory(error):
             raise
         # what follows is outside the handler, whose traceback keeps the tensors alive
     _clear(device)
     if backward:
-        return *_measure(cell, False, device, verdict)[:2], True
+        return *_measure(case, False, device, verdict)[:2], True
     return verdict, {}, True
 
 
 def _checked_times(
-    cell: Cell, backward: bool, device: torch.device, verdict: Verdict
+    case: BenchmarkCase, backward: bool, device: torch.device, verdict: Verdict
 ) -> tuple[Verdict, dict[str, Pass]]:
-    attention = cell.build(device)
-    batch = make_batch(cell.lengths, cell.full, device)
-    if not cell.full:  # a padding mask is of N columns, also where no sequence has N tokens
-        batch = replace(batch, max_length=nominal(cell))
+    attention = case.build(device)
+    batch = make_batch(case.lengths, case.full, device)
+    if not case.full:  # a padding mask is of N columns, also where no sequence has N tokens
+        batch = replace(batch, max_length=case.padded_length)
         batch = batch if attention.facts.ragged else batch.to_padded()
-    shape = (batch.tokens.numel(), cell.heads, cell.head_dim)
+    shape = (batch.tokens.numel(), case.heads, case.head_dim)
 
     def prepare() -> list[torch.Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        return [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[cell.dtype]) for _ in range(4)]
+        return [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype]) for _ in range(4)]
 
     def prepare_leaves() -> list[torch.Tensor]:
         *qkv, do = prepare()
@@ -249,12 +243,12 @@ def _checked_times(
 
     def forward(inputs: list[torch.Tensor]) -> Any:
         q, k, v, do = inputs
-        return attend(attention, q, k, v, batch, cell.full), (q, k, v, *attention.parameters()), do
+        return attend(attention, q, k, v, batch, case.full), (q, k, v, *attention.parameters()), do
 
     steps: Steps = {"forward": forward}
     if backward:
         steps["backward"] = lambda done: torch.autograd.grad(*done, allow_unused=True)
-    verdict = verdict.worse(check_timed(cell, prepare(), batch, backward))
+    verdict = verdict.worse(check_timed(case, prepare(), batch, backward))
     if verdict.wrong:
         return verdict, {}
     result: Any = prepare_leaves()
@@ -285,7 +279,7 @@ def _clear(device: torch.device, compiled: bool = True) -> None:
 
 
 def tables(
-    records: Sequence[dict[str, Any]], number: str | None = None
+    records: Sequence[AttentionMeasurement], number: str | None = None
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
 
@@ -294,73 +288,77 @@ def tables(
     What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
     """
     absent = ("unsupported",) if number in RUNTIME else ()  # so many columns: empty ones are left to the notes
-    attentions = list(dict.fromkeys(record["attention"] for record in records if record["status"] not in absent))
-    keys = ("dtype", "d", "dropout", "N", "batch")
+    attentions = list(dict.fromkeys(record.attention for record in records if record.status not in absent))
+    dense = {(record.pass_name, *_size(record)): record.ms for record in records if record.attention == "flash"}
 
-    def place(record: dict[str, Any]) -> tuple[Any, ...]:
-        return record["pass"], *(record[key] for key in keys)
-
-    dense = {place(record): record["ms"] for record in records if record["attention"] == "flash"}
-
-    def speed(record: dict[str, Any]) -> str:
+    def speed(record: AttentionMeasurement) -> str:
         if number in RUNTIME:  # not all that is compared has these FLOPs
-            return f"{record['ms']:g}" if record["status"] == "ok" else _status(record)
+            return f"{record.ms:g}" if record.ok else _status(record)
         text = _speed(record)
-        if record["status"] == "ok" and record.get("block"):
-            text += f", {record['density']:.3g}"
-            if ms := dense.get(place(record)):
-                text += f", {record['ms'] / (record['density'] * ms):.2f}"
+        if record.ms and record.density and record.block:
+            text += f", {record.density:.3g}"
+            if ms := dense.get((record.pass_name, *_size(record))):
+                text += f", {record.ms / (record.density * ms):.2f}"
         return text
 
-    def table(title: str, name: str, cell: Callable[[dict[str, Any]], str]) -> tuple[str, list[str], list[list[str]]]:
+    def table(
+        title: str, name: str, shown: Callable[[AttentionMeasurement], str]
+    ) -> tuple[str, list[str], list[list[str]]]:
         rows: dict[tuple[Any, ...], dict[str, str]] = {}
+        marks = {_size(record): record.mark for record in records if record.mark and record.pass_name == name}
         for record in records:
-            if record["pass"] == name:
-                rows.setdefault(tuple(record[key] for key in keys), {})[record["attention"]] = cell(record)
-        lines = [[*map(str, size), *(cells.get(a, "") for a in attentions)] for size, cells in rows.items()]
-        return f"Table {number}, {title}" if number else title, [*keys, *attentions], lines
+            if record.pass_name == name:
+                rows.setdefault(_size(record), {})[record.attention] = shown(record)
+        lines = []
+        for size, texts in rows.items():
+            shown_size = [str(value) for value in size]
+            shown_size[3] += marks.get(size, "")
+            lines.append([*shown_size, *(texts.get(a, "") for a in attentions)])
+        header = ["dtype", "d", "dropout", "N", "batch", *attentions]
+        return f"Table {number}, {title}" if number else title, header, lines
 
-    passes = list(dict.fromkeys(record["pass"] for record in records))
+    passes = list(dict.fromkeys(record.pass_name for record in records))
     for name in passes:
         if number in RUNTIME:
             yield table(f"{name}: ms", name, speed)
             continue
-        also = (
-            [", density", ", time / (density x time of flash)"]
-            if any(record.get("block") for record in records)
-            else []
-        )
+        also = [", density", ", time / (density x time of flash)"] if any(record.block for record in records) else []
         yield table(f"{name}: ms (TFLOP/s)" + "".join(also if dense else also[:1]), name, speed)
-    if number not in RUNTIME and any(record["memory_mb"] is not None for record in records):
+    if number not in RUNTIME and any(record.memory_mb is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
 
 
-def notes(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Why cells have no number, each reason once."""
-    return list(dict.fromkeys(f"{r['attention']}: {r['status']}: {r['reason']}" for r in records if r["reason"]))
+def notes(records: Sequence[AttentionMeasurement]) -> list[str]:
+    """Why cases have no number, each reason once."""
+    return list(dict.fromkeys(f"{r.attention}: {r.status}: {r.reason}" for r in records if r.reason))
 
 
-def _speed(record: dict[str, Any]) -> str:
-    if record["status"] != "ok":
+def _size(record: AttentionMeasurement) -> tuple[Any, ...]:
+    """What a row of a table is of."""
+    return record.dtype, record.head_dim, record.dropout, record.length, record.batch
+
+
+def _speed(record: AttentionMeasurement) -> str:
+    if not record.ok:
         return _status(record)
-    return f"{record['ms']:g}" + ("" if record["tflops"] is None else f" ({record['tflops']:.0f})")
+    return f"{record.ms:g}" + ("" if record.tflops is None else f" ({record.tflops:.0f})")
 
 
-def _memory(record: dict[str, Any]) -> str:
-    return f"{record['memory_mb']:.0f}" if record["status"] == "ok" else _status(record)
+def _memory(record: AttentionMeasurement) -> str:
+    return f"{record.memory_mb:.0f}" if record.ok else _status(record)
 
 
-def _status(record: dict[str, Any]) -> str:
-    return "" if record["status"] == "unsupported" else record["status"]
+def _status(record: AttentionMeasurement) -> str:
+    return "" if record.status == "unsupported" else record.status
 
 
-def line(records: Sequence[dict[str, Any]]) -> str:
-    """What was measured of a cell."""
+def line(records: Sequence[AttentionMeasurement]) -> str:
+    """What was measured of a case."""
     first = records[0]
-    size = f"{first['attention']} {first['dtype']} d={first['d']} p={first['dropout']:g} N={first['N']}"
-    size += f" density={first['density']:.3g}" if first["block"] else ""
-    return f"{size}: " + ", ".join(f"{record['pass']} {_speed(record) or record['status']}" for record in records)
+    size = f"{first.attention} {first.dtype} d={first.head_dim} p={first.dropout:g} N={first.length}"
+    size += f" density={first.density:.3g}" if first.block else ""
+    return f"{size}: " + ", ".join(f"{record.pass_name} {_speed(record) or record.status}" for record in records)
 
 
 def _round(value: float | None) -> float | None:

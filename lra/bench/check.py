@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.bench.cell import DTYPES, Cell, attend, has_reference_dropout, make_batch
+from lra.bench.case import DTYPES, BenchmarkCase, attend, has_reference_dropout, make_batch
 from lra.kernels.flash.layout import NONE, Layout
 from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.flash.reference import keep_mask, reference_attention
@@ -30,46 +30,47 @@ class Verdict(NamedTuple):
         return max(self, other, key=lambda verdict: (bool(verdict.wrong), verdict.ratio or 0.0))
 
 
-def check_small(cell: Cell, device: torch.device) -> Verdict:
-    """All heads and sequences of a small cell."""
-    known, attention, cell = _checkable(cell, device)
-    case = Case(cell.lengths, cell.heads, cell.head_dim, DTYPES[cell.dtype], dropout=cell.dropout)
-    inputs = make_inputs(case, device)
-    batch = make_batch(cell.lengths, False, device, inputs.sequences["index"], inputs.seed)
+def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
+    """All heads and sequences of a small case."""
+    known, attention, case = _checkable(case, device)
+    problem = Case(case.lengths, case.heads, case.head_dim, DTYPES[case.dtype], dropout=case.dropout)
+    inputs = make_inputs(problem, device)
+    batch = make_batch(case.lengths, False, device, inputs.sequences["index"], inputs.seed)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(attention, q, k, v, batch, cell.full)
+        return attend(attention, q, k, v, batch, case.full)
 
-    actual = run(forward, inputs, case.dtype)
+    actual = run(forward, inputs, problem.dtype)
     if not known:
         return _finite(actual)
-    options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
+    options: dict[str, Any] = {**inputs.sequences, "dropout": problem.dropout, "seed": inputs.seed}
     options["layout"] = attention.layout
     expected = run(reference_attention, inputs, torch.float64, **options)
-    plain = run(reference_attention, inputs, case.dtype, **options)
+    plain = run(reference_attention, inputs, problem.dtype, **options)
     return _judge(actual, expected, plain)
 
 
-def check_timed(cell: Cell, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
+def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
     """The last head of the last longest sequence, where offsets are largest, at the size that is timed.
 
     `inputs` are q, k, v and the gradient of the result.
     """
     device = inputs[0].device
-    known, attention, cell = _checkable(cell, device)
+    known, attention, case = _checkable(case, device)
     q, k, v, do = (x.detach() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(backward)
-    out = attend(attention, q, k, v, batch, cell.full)
+    out = attend(attention, q, k, v, batch, case.full)
     learned = tuple(attention.parameters())
     grads = torch.autograd.grad(out, (q, k, v, *learned), do, materialize_grads=True) if backward else ()
     if not known:
         return _finite((out, *grads))
-    b = max(range(batch.size), key=lambda b: (cell.lengths[b], b))
-    rows = slice(first := int(batch.start[b]), first + cell.lengths[b])
+    b = max(range(batch.size), key=lambda b: (case.lengths[b], b))
+    first = int(batch.start[b])
+    rows = slice(first, first + case.lengths[b])
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
-    dropout = (cell.dropout, batch.seed, int(batch.index[b]), cell.heads - 1)
+    dropout = (case.dropout, batch.seed, int(batch.index[b]), case.heads - 1)
     expected, plain = (one_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
     return _judge(actual, expected[: len(actual)], plain)
 
@@ -110,7 +111,8 @@ def one_head(
             head_id = torch.tensor(head, device=q.device)
             keep = keep_mask(seed, index, head_id, position[rows, None], position[at], threshold)
             keep = (keep * (256 / (256 - threshold))).to(dtype)
-        out[rows] = (o := (p * keep) @ v[at]).double()
+        o = (p * keep) @ v[at]
+        out[rows] = o.double()
         ds = p * ((do[rows] @ v[at].T) * keep - (do[rows] * o).sum(-1, keepdim=True)) * scale
         dq[rows] = (ds @ k[at]).double()
         dk[at] += (ds.T @ q[rows]).double()
@@ -133,41 +135,41 @@ def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slic
         yield slice(int(row[0]), int(row[-1]) + 1), column, mask[head % len(mask)]
 
 
-def check_dropout(cell: Cell, device: torch.device) -> Verdict:
+def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
     """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum.
 
     In two heads, and in two of the longest sequences, others are dropped.
     """
-    attention = cell.build(device)
-    if not cell.dropout or has_reference_dropout(attention, device) or not has_reference(attention):
+    attention = case.build(device)
+    if not case.dropout or has_reference_dropout(attention, device) or not has_reference(attention):
         return Verdict(None)
-    longest = max(cell.lengths)
+    longest = max(case.lengths)
     visible = torch.tensor(float(longest))
     if attention.layout is not None:
         visible = attention.layout.token_mask(torch.arange(longest), torch.arange(longest)).sum(-1).clamp(min=1)
-    ones = torch.ones(sum(cell.lengths), cell.heads, cell.head_dim, dtype=DTYPES[cell.dtype], device=device)
-    made = attend(attention, ones, ones, ones, make_batch(cell.lengths, False, device), cell.full).float()
-    out, *others = made.split([n for n in cell.lengths if n])
+    ones = torch.ones(sum(case.lengths), case.heads, case.head_dim, dtype=DTYPES[case.dtype], device=device)
+    made = attend(attention, ones, ones, ones, make_batch(case.lengths, False, device), case.full).float()
+    out, *others = made.split([n for n in case.lengths if n])
     # each row of the first sequence, the longest, is the mean of the ones that it sees, of which a share is dropped
     mean, spread = float(out.mean()), float(out.std())
-    expected = (cell.dropout / (1 - cell.dropout) * float((1 / visible).mean())) ** 0.5
+    expected = (case.dropout / (1 - case.dropout) * float((1 / visible).mean())) ** 0.5
     if not (abs(mean - 1) < 0.5 * expected and 0.5 * expected < spread < 2 * expected):
-        return Verdict(None, f"dropout {cell.dropout} makes ones {mean:.3f} ± {spread:.3f}")
+        return Verdict(None, f"dropout {case.dropout} makes ones {mean:.3f} ± {spread:.3f}")
     alike = {
-        "heads": cell.heads > 1 and torch.equal(out[:, 0], out[:, 1]),
+        "heads": case.heads > 1 and torch.equal(out[:, 0], out[:, 1]),
         "sequences": any(torch.equal(each, out) for each in others),
     }
     what = " and of two ".join(name for name, same in alike.items() if same)
-    return Verdict(None, what and f"dropout {cell.dropout} drops the same weights of two {what}")
+    return Verdict(None, what and f"dropout {case.dropout} drops the same weights of two {what}")
 
 
-def _checkable(cell: Cell, device: torch.device) -> tuple[bool, Attention, Cell]:
-    """Whether the result is known; the attention, without dropout if its mask is its own; and the cell so."""
-    attention = cell.build(device)
-    if cell.dropout and not has_reference_dropout(attention, device):
-        cell = cell.without_dropout()
-        attention = cell.build(device)
-    return has_reference(attention), attention, cell
+def _checkable(case: BenchmarkCase, device: torch.device) -> tuple[bool, Attention, BenchmarkCase]:
+    """Whether the result is known; the attention, without dropout if its mask is its own; and the case so."""
+    attention = case.build(device)
+    if case.dropout and not has_reference_dropout(attention, device):
+        case = case.without_dropout()
+        attention = case.build(device)
+    return has_reference(attention), attention, case
 
 
 def has_reference(attention: Attention) -> bool:

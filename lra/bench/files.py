@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lra import environment
 from lra.errors import UsageError
 from lra.training.run import write as replace_file
 
@@ -32,6 +33,7 @@ def alone(path: Path) -> Iterator[None]:
 
     So it is if the file can't be written in the end.
     """
+    environment.warn_unclean()
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -53,6 +55,7 @@ def alone(path: Path) -> Iterator[None]:
 @contextmanager
 def output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What writes a measurement to its `out=`, `alone` on it; does nothing without one."""
+    environment.warn_unclean()
     if out is None:
         yield lambda _: None
         return

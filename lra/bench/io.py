@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -87,12 +87,38 @@ class IoOptions:
         refuse_repeats(blocks=self.blocks)
 
 
-def bench(args: Sequence[str]) -> dict[str, Any]:
-    """Counts and returns {"environment", "options", "rows", "notes"}; bytes of the whole batch in each row."""
+@dataclass(frozen=True)
+class Row:
+    """Bytes that the whole batch moves in one algorithm, and what was chosen there."""
+
+    algorithm: str
+    block_columns: int | None = None
+    block_rows: int | None = None
+    on_chip_elements: int | None = None
+    theorem: int | None = None  # bytes of Theorem 2
+    measured_read: int | None = None
+    measured_write: int | None = None
+    read: int = 0
+    write: int = 0
+
+
+@dataclass(frozen=True)
+class IoResult:
+    """What `lra bench io` counted."""
+
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    rows: list[Row]
+    notes: list[str]
+
+
+def bench(args: Sequence[str]) -> IoResult:
+    """Counts the bytes of the whole batch."""
     options = parse(IoOptions, args)
     missing = "counters=false" if options.counters == "false" else no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
+    environment.warn_unclean()
     n, d, size, heads = options.length, options.head_dim, BYTES[options.dtype], options.heads * options.batch
     rows, notes = [_row(STANDARD, standard(n, d, size), heads, theorem=heads * size * (n * d + n * n))], []
     for columns in options.blocks:
@@ -100,39 +126,30 @@ def bench(args: Sequence[str]) -> dict[str, Any]:
         places = {"block_columns": columns, "block_rows": min(columns, d), "on_chip_elements": m}
         theorem = round(heads * size * n * n * d * d / m)
         rows.append(_row(ALGORITHM_1, flash(n, d, size, columns), heads, **places, theorem=theorem))
-    rows += [_row(OURS, ours(n, d, size, block), heads, block_rows=block) for block in options.blocks]
+    for block in options.blocks:
+        row = _row(OURS, ours(n, d, size, block), heads, block_rows=block)
+        rows.append(row if missing else _counted(row, block, options, notes))
     if missing:
         notes.append(f"not measured: {missing}")
-    else:
-        for row in rows:
-            if row["algorithm"] == OURS:
-                _count(row, options, notes)
-    result = {
-        "environment": environment.describe(), "options": shown(options), "rows": rows, "notes": notes
-    }  # fmt: skip
+    result = IoResult(environment.describe(), shown(options), rows, notes)
     if options.out:
-        write(Path(options.out), result)
+        write(Path(options.out), asdict(result))
     return result
 
 
-def _row(algorithm: str, traffic: Traffic, heads: int, **places: int) -> dict[str, Any]:
-    empty = dict.fromkeys(
-        ("block_columns", "block_rows", "on_chip_elements", "theorem", "measured_read", "measured_write")
-    )
-    moved = {"read": heads * traffic.read, "write": heads * traffic.write}
-    return {"algorithm": algorithm, **empty, **places, **moved}
+def _row(algorithm: str, traffic: Traffic, heads: int, **places: int) -> Row:
+    return Row(algorithm, **places, read=heads * traffic.read, write=heads * traffic.write)
 
 
-def table(result: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def table(result: IoResult) -> tuple[str, list[str], list[list[str]]]:
     """(title, header, rows), in 10^9 bytes."""
     header = ["algorithm", "B_c", "B_r", "M", "Theorem 2", "read", "write", "both", "measured read", "measured write"]
     rows = []
-    for row in result["rows"]:
-        places = [row[name] for name in ("block_columns", "block_rows", "on_chip_elements")]
-        moved = [row["theorem"], row["read"], row["write"], row["read"] + row["write"]]
-        moved += [row["measured_read"], row["measured_write"]]
+    for row in result.rows:
+        places = (row.block_columns, row.block_rows, row.on_chip_elements)
+        moved = (row.theorem, row.read, row.write, row.read + row.write, row.measured_read, row.measured_write)
         cells = ["" if v is None else str(v) for v in places] + ["" if v is None else f"{v / 1e9:.3f}" for v in moved]
-        rows.append([row["algorithm"], *cells])
+        rows.append([row.algorithm, *cells])
     return "HBM traffic of the forward pass, GB", header, rows
 
 
@@ -143,9 +160,9 @@ def no_counters() -> str | None:
     return None if shutil.which("ncu") else "ncu (NVIDIA Nsight Compute) is not on PATH"
 
 
-def _count(row: dict[str, Any], options: IoOptions, notes: list[str]) -> None:
-    """Fills in what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
-    values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, row["block_rows"])
+def _counted(row: Row, block_rows: int, options: IoOptions, notes: list[str]) -> Row:
+    """With what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
+    values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, block_rows)
     program = [sys.executable, "-m", "lra.bench.launch", *map(str, values)]
     done = run_ncu(METRICS, ["--clock-control", "none", "--profile-from-start", "off"], program)
     counted = read_ncu(done.stdout)
@@ -153,9 +170,10 @@ def _count(row: dict[str, Any], options: IoOptions, notes: list[str]) -> None:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()] or [
             "no counter values"
         ]
-        notes.append(f"B_r={row['block_rows']} not measured: {lines[-1].strip()}")
-        return
-    row["measured_read"], row["measured_write"] = (counted[metric] for metric in METRICS)
+        notes.append(f"B_r={block_rows} not measured: {lines[-1].strip()}")
+        return row
+    read, written = (counted[metric] for metric in METRICS)
+    return replace(row, measured_read=read, measured_write=written)
 
 
 def run_ncu(metrics: Sequence[str], options: Sequence[str], program: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lra.bench.cell import DTYPES
+from lra.bench.case import DTYPES
 from lra.kernels import flash_attention
 from lra.kernels.flash.tuning import block_dim, default, forced
 

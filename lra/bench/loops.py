@@ -13,27 +13,24 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.config.compose import Composed
 from lra.config.schema import RunConfig
 from lra.data.collated import Collated
 from lra.data.split import IGNORED
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule
-from lra.tasks.batches import TrainBatches
-from lra.training.assembly import build, make_trainer
+from lra.tasks.batches import Rank, TrainBatches
+from lra.training.assembly import build, make_trainer, rank_of
+from lra.training.engine import CapturedStep
 from lra.training.narrator import Narrator
-from lra.training.run import RunDirectory
 from lra.training.step import Step
 
 BLOCKS = 5  # of the steps that are timed; their median counts
@@ -120,6 +117,7 @@ class Loop(NamedTuple):
     """A loop that was timed."""
 
     module: TaskModule
+    step: Step
     tokens: int  # real ones, in the steps that were measured
     rows: int  # the same with padding and filling
     loss: float | None  # mean over all steps; of `fit` as it was logged last
@@ -128,7 +126,7 @@ class Loop(NamedTuple):
 
 def shapes(step: Step | None) -> tuple[int, int] | None:
     """Of a captured step, how many shapes of batches came, and how many are graphs, as those that came again."""
-    if step is None or step.engine is None:
+    if step is None or not isinstance(step.engine, CapturedStep):
         return None
     graphs = [graph.graph for _, graph in step.engine.micro_batches.values()]
     return len(graphs), sum(graph is not None for graph in graphs)
@@ -149,19 +147,17 @@ class _Watched(Step):
             module.trainer.should_stop = self.ended = True
 
 
-def fit(composed: Composed, watch: Stopwatch) -> Loop:
+def fit(run: RunConfig, watch: Stopwatch) -> Loop:
     """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
-    data, module = build(composed.config)
-    module.step = _Watched(composed.config, watch)
-    directory = RunDirectory(composed)
+    step = _Watched(run, watch)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
-        directory.path, directory.curves = Path(folder), Path(folder, "metrics.csv")
-        trainer, _ = make_trainer(composed.config, directory)
+        trainer, _ = make_trainer(run, Path(folder))
+        data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
         trainer.limit_val_batches = 0
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)
     work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
-    return Loop(module, *work, cast(Step, module.step).logged, iter(()))
+    return Loop(module, step, *work, step.logged, iter(()))
 
 
 def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
@@ -170,8 +166,8 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     run = replace(run, engine="eager" if name == "eager" else "captured")
     if name == "bare":
         run = replace(run, attn=SdpaAttention.Config(), batch=replace(run.batch, layout="padded"))
-    data, module = build(run)
-    step = cast(Step, module.step)
+    step = Step(run)
+    data, module = build(run, Rank(0, 1, device), step=step)
     if name == "bare":
         encoder = module.model.encoder
         encoder.embedding.fused = False
@@ -180,9 +176,6 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     module.to(device).train()
     optimizer = step.optimizer(module)
     step.start(module, optimizer)
-    strategy = SimpleNamespace(root_device=device)  # all that the data asks of a trainer
-    trainer = SimpleNamespace(lightning_module=module, global_step=0, global_rank=0, world_size=1, strategy=strategy)
-    data.trainer = cast(pl.Trainer, trainer)
     data.setup()
     batches = data.train_dataloader()
     if name == "bare":
@@ -194,22 +187,23 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         del data, batches  # with what they hold on the GPU
     else:
         steps, work = itertools.chain.from_iterable(batches), _work(batches, watch.measured)
-    loop = _taken(module, optimizer, steps)
+    loop = _taken(step, device, steps)
     watch.start()
     for _ in loop:
         if watch.tick(step):
             break
     assert step.tally is not None
-    return Loop(module, *work, float(step.tally.total) / watch.done, loop)
+    return Loop(module, step, *work, float(step.tally.total) / watch.done, loop)
 
 
-def _taken(module: TaskModule, optimizer: torch.optim.Optimizer, steps: Iterable[list[Collated]]) -> Iterator[None]:
+def _taken(step: Step, device: torch.device, steps: Iterable[list[Collated]]) -> Iterator[None]:
     """Takes a step at each `next`."""
-    step = cast(Step, module.step)
+    assert step.engine is not None
     for number, batches in enumerate(steps):
         # around all of a step, as Lightning has it
-        with torch.autocast(module.device.type, torch.bfloat16, step.run.trainer.precision == "bf16"):
-            step.take(module, optimizer, batches, number)
+        with torch.autocast(device.type, torch.bfloat16, step.run.trainer.precision == "bf16"):
+            step.forward_backward(batches, number)
+            step.engine.update()
         yield
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lra.bench.records import AttentionMeasurement
 from lra.errors import UsageError
 
 if TYPE_CHECKING:  # imported when something is drawn
@@ -72,7 +73,7 @@ def ticks(axis: Axis) -> None:
     axis.set_major_formatter("{x:,.10g}")
 
 
-def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+def draw(records: Sequence[AttentionMeasurement], folder: Path) -> list[Path]:
     """Writes the figures. UsageError if the folder can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,17 +85,18 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return list(made)
 
 
-def figures(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
     """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
     drawn. An attention looks the same in all of them."""
-    made, number = {}, {name: i for i, name in enumerate(dict.fromkeys(r["attention"] for r in records))}
-    for what, unit, key in (("runtime", "ms", "ms"), ("memory", "MB", "memory_mb")):
+    made, number = {}, {name: i for i, name in enumerate(dict.fromkeys(r.attention for r in records))}
+    for what, unit in (("runtime", "ms"), ("memory", "MB")):
         groups: dict[tuple[Any, ...], Lines] = {}
         for record in records:
-            if record[key] is not None:
-                group = tuple(record[name] for name in ("pass", "dtype", "d", "dropout", "ragged"))
-                points = groups.setdefault(group, {}).setdefault(record["attention"], [])
-                points.append((record["N"], record[key]))
+            value = record.ms if what == "runtime" else record.memory_mb
+            if value is not None:
+                group = record.pass_name, record.dtype, record.head_dim, record.dropout, record.ragged
+                points = groups.setdefault(group, {}).setdefault(record.attention, [])
+                points.append((record.length, value))
         for (name, dtype, d, dropout, ragged), lines in groups.items():
             kind = "" if ragged == "false" else f"-{ragged}"
             passes = "forward and backward" if name == "both" else name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,16 +16,17 @@ from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
 from lra.bench.files import output
+from lra.bench.records import StepMeasurement
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, shown, take
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.training.assembly import build, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import hardware
-from lra.training.step import Step
+from lra.training.lightning import quiet
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -57,14 +57,36 @@ class StepOptions:
         return self.warmup + self.steps + loops.ALONE + RECORDED
 
 
+@dataclass
+class StepResult:
+    """What `lra bench step` measured of a run."""
+
+    environment: dict[str, Any]
+    options: dict[str, Any]
+    run: dict[str, Any]  # its configuration
+    loops: list[StepMeasurement]
+
+    @property
+    def lightning(self) -> float | None:
+        """The share by which `fit` takes longer than the loop by hand with its engine; None if one is missing."""
+        times = {record.loop: record.ms for record in self.loops if record.ok}
+        engine = next((record.engine for record in self.loops if record.loop == "fit"), None)
+        fit, by_hand = times.get("fit"), times.get(engine or "")
+        return round(fit / by_hand - 1, 4) if fit and by_hand else None
+
+    def saved(self) -> dict[str, Any]:
+        """The JSON object."""
+        return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
+
+
 def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
     given = parse_overrides(args)
     options, fields = take(StepOptions, given)
     composed = configure(fields)
     if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
-        fresh = dataclasses.replace(composed.config, init=None, head=None, positions=PositionsConfig())
-        composed = dataclasses.replace(composed, config=fresh)
+        fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
+        composed = replace(composed, config=fresh)
     run: RunConfig = composed.config
     if Override("profile", "true") in given and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
@@ -77,11 +99,8 @@ def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     return options, composed
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measures and returns {"environment", "options", "run", "loops", "lightning"}; `out=` is rewritten after each.
-
-    `lightning` is the share by which `fit` takes longer than the loop by hand with its engine, null where one of them
-    is missing.
+def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
+    """Measures; `out=` is rewritten after each loop.
 
     Args:
         args: `field=value` of StepOptions and of a run.
@@ -97,35 +116,26 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     data, module = build(run)
     resolve_attention(module, device)
     data.prepare_data()
-    result: dict[str, Any] = {
-        "environment": environment.describe(), "options": shown(options), "run": run.saved(),
-        "loops": [], "lightning": None,
-    }  # fmt: skip
+    result = StepResult(environment.describe(), shown(options), run.saved(), [])
 
     with output(options.out) as keep:
         for loop in options.loops:
             clear(device)
-            result["loops"].append(measured(loop, composed, options, device))
-            result["lightning"] = _lightning(result["loops"])
-            keep(result)
-            progress(line(result["loops"][-1]))
-        for record in result["loops"]:  # after all times, as a profiler may slow what follows
-            if options.profile and record["loop"] in PROFILED and record["status"] == "ok":
+            result.loops.append(measured(loop, composed, options, device))
+            keep(result.saved())
+            progress(line(result.loops[-1]))
+        for place, record in enumerate(result.loops):  # after all times, as a profiler may slow what follows
+            if options.profile and record.loop in PROFILED and record.ok:
                 clear(device)
-                record |= _where(record, run, options, device)
-                keep(result)
+                result.loops[place] = _profiled(record, run, options, device)
+                keep(result.saved())
     return result
 
 
-def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
-    """The record of one loop; its numbers are null if it has none, and `reason` says why."""
-    keys = (
-        "engine", "ms", "blocks_ms", "steady", "host_ms", "tokens_per_second", "rows_per_second", "tokens", "rows",
-        "memory_mb", "first_seconds", "shapes", "captured", "loss", "where",
-    )  # fmt: skip
-    empty: dict[str, Any] = dict.fromkeys(keys)
+def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+    """The record of one loop; it has no numbers where `reason` says why."""
     try:
-        return {"loop": loop, "status": "ok", "reason": ""} | empty | _measure(loop, composed, options, device)
+        return _measure(loop, composed, options, device)
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
@@ -133,96 +143,94 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
         if out_of_memory(error):
             batch = composed.config.batch
             status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
-    return {"loop": loop, "status": status, "reason": reason} | empty
+    return StepMeasurement(loop=loop, status=status, reason=reason)
 
 
-def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> dict[str, Any]:
+def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
-    done = loops.fit(composed, watch) if loop == "fit" else loops.by_hand(loop, composed.config, watch)
+    run = composed.config
+    done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    shapes = loops.shapes(cast(Step, done.module.step))
+    shapes = loops.shapes(done.step)
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
-    return {
-        "engine": "captured" if shapes else "eager",
-        "ms": _four(ms),  # median of the steady blocks, if there are any
-        "blocks_ms": [_four(block) for block in blocks],
-        "steady": steady,  # of each block, whether no shape of batches was compiled or captured in it
-        "host_ms": _four(watch.host_ms()),  # until a step is launched, on an idle GPU
-        "tokens_per_second": round(1e3 * tokens / ms),  # without padding and filling
-        "rows_per_second": round(1e3 * rows / ms),
-        "tokens": _four(tokens),  # of a step
-        "rows": _four(rows),
-        "memory_mb": memory and _four(memory),  # peak of what is allocated, in 10^6 bytes
-        "first_seconds": _four(watch.first_seconds),
-        "shapes": shapes and shapes[0],  # of batches that came
-        "captured": shapes and shapes[1],
-        "loss": done.loss and _four(done.loss),
-    }
+    return StepMeasurement(
+        loop=loop,
+        engine="captured" if shapes else "eager",
+        ms=_four(ms),
+        blocks_ms=[_four(block) for block in blocks],
+        steady=steady,
+        host_ms=_four(watch.host_ms()),
+        tokens_per_second=round(1e3 * tokens / ms),
+        rows_per_second=round(1e3 * rows / ms),
+        tokens=_four(tokens),
+        rows=_four(rows),
+        memory_mb=memory and _four(memory),
+        first_seconds=_four(watch.first_seconds),
+        shapes=shapes and shapes[0],
+        captured=shapes and shapes[1],
+        loss=done.loss and _four(done.loss),
+    )
 
 
-def _where(record: dict[str, Any], run: RunConfig, options: StepOptions, device: torch.device) -> dict[str, Any]:
-    """Where the time of a loop goes, in its steps after the warm-up, or the reason why that is unknown."""
+def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
+    """With where the time of the loop goes, in its steps after the warm-up, or the reason why that is unknown."""
+    assert record.ms is not None
     try:
-        done = loops.by_hand(record["loop"], run, loops.Stopwatch(options.warmup, 1, device))
-        where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record["ms"])
+        done = loops.by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
+        where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record.ms)
     except Exception as error:  # the times are still worth having
-        return {"reason": f"not profiled: {named(error)}"}
-    return {"where": where} if where else {"reason": "not profiled: the profiler saw no kernels"}
+        return replace(record, reason=f"not profiled: {named(error)}")
+    if where is None:
+        return replace(record, reason="not profiled: the profiler saw no kernels")
+    return replace(record, where=where)
 
 
-def tables(result: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of the loops, and of where the time goes if that was recorded."""
-    run, records = result["run"], result["loops"]
+    run = result.run
     header = ["loop", "engine", "ms", "tokens/s", "rows/s", "host ms", "memory, MB", "first step, s", "shapes"]
     rows = []
-    for record in records:
-        if record["status"] != "ok":
-            rows.append([record["loop"], "", record["status"], *[""] * (len(header) - 3)])
+    for record in result.loops:
+        if not record.ok:
+            rows.append([record.loop, "", record.status, *[""] * (len(header) - 3)])
             continue
-        per_second = [f"{record[key]:,}" for key in ("tokens_per_second", "rows_per_second")]
-        rest = ["" if record[key] is None else f"{record[key]:g}" for key in ("host_ms", "memory_mb", "first_seconds")]
-        shapes = "" if record["shapes"] is None else f"{record['captured']} of {record['shapes']} captured"
-        rows.append([record["loop"], record["engine"], f"{record['ms']:g}", *per_second, *rest, shapes])
+        per_second = [f"{number:,}" for number in (record.tokens_per_second, record.rows_per_second)]
+        numbers = (record.host_ms, record.memory_mb, record.first_seconds)
+        rest = ["" if number is None else f"{number:g}" for number in numbers]
+        shapes = "" if record.shapes is None else f"{record.captured} of {record.shapes} captured"
+        rows.append([record.loop, record.engine or "", f"{record.ms:g}", *per_second, *rest, shapes])
     yield f"a step of task={run['task']['name']} attn={run['attn']['name']} recipe={run['recipe']}", header, rows
-    profiled = [record for record in records if record["where"]]
+    profiled = [(record, record.where["groups"]) for record in result.loops if record.where]
     if profiled:
-        labels = profiled[0]["where"]["groups"]
-        shares = [[f"{r['where']['groups'][label]:.3f} ({_share(r, label)})" for r in profiled] for label in labels]
-        header = ["group", *(record["loop"] for record in profiled)]
-        yield "where the time goes: ms of a step", header, [[a, *b] for a, b in zip(labels, shares, strict=True)]
+        labels = profiled[0][1]
+        shares = [
+            [label, *(f"{groups[label]:.3f} ({100 * groups[label] / record.ms:.0f}%)" for record, groups in profiled)]
+            for label in labels
+        ]
+        yield "where the time goes: ms of a step", ["group", *(record.loop for record, _ in profiled)], shares
 
 
-def notes(result: dict[str, Any]) -> list[str]:
+def notes(result: StepResult) -> list[str]:
     """What Lightning costs, and why loops have no numbers."""
-    lines = [f"{r['loop']}: {r['status']}: {r['reason']}" for r in result["loops"] if r["reason"]]
-    for record in result["loops"]:
-        steady = record["steady"] or [True]
+    lines = [f"{record.loop}: {record.status}: {record.reason}" for record in result.loops if record.reason]
+    for record in result.loops:
+        steady = record.steady or [True]
         if not all(steady):
             share = f"{steady.count(False)} of {len(steady)}"
             mend = ", which do not count" if any(steady) else ": raise warmup="
-            lines.append(f"{record['loop']}: in {share} blocks shapes of batches were captured{mend}")
-    if result["lightning"] is None:
+            lines.append(f"{record.loop}: in {share} blocks shapes of batches were captured{mend}")
+    if result.lightning is None:
         return lines
-    return [f"Lightning: fit takes {100 * result['lightning']:+.1f}% against its engine's loop by hand", *lines]
+    return [f"Lightning: fit takes {100 * result.lightning:+.1f}% against its engine's loop by hand", *lines]
 
 
-def line(record: dict[str, Any]) -> str:
+def line(record: StepMeasurement) -> str:
     """What was measured of a loop."""
-    if record["status"] != "ok":
-        return f"{record['loop']}: {record['status']}"
-    return f"{record['loop']}: {record['ms']:g} ms, {record['tokens_per_second']:,} tokens/s"
-
-
-def _lightning(records: Sequence[dict[str, Any]]) -> float | None:
-    times = {record["loop"]: record["ms"] for record in records if record["status"] == "ok"}
-    engine = next((record["engine"] for record in records if record["loop"] == "fit"), None)
-    return round(times["fit"] / times[engine] - 1, 4) if "fit" in times and engine in times else None
-
-
-def _share(record: dict[str, Any], label: str) -> str:
-    return f"{100 * record['where']['groups'][label] / record['ms']:.0f}%"
+    if not record.ok:
+        return f"{record.loop}: {record.status}"
+    return f"{record.loop}: {record.ms:g} ms, {record.tokens_per_second:,} tokens/s"
 
 
 def clear(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lra import environment
+from lra.bench.records import part
 from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
 from lra.kernels.flash import flash_attention, tuning
@@ -96,7 +97,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     if refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {refusal}")
     kernels = options.kernels or [kernel for kernel in KERNELS if not (refusal and kernel.startswith("hopper_"))]
-    table = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
+    table, later = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
         options.dtypes, options.head_dims, kernels, options.dropout
     ):
@@ -115,6 +116,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
             progress(trials[-1])
         if best := _fastest(key, head_dim, trials, progress):
             table.tiles[key], table.microseconds[key] = best
+            table.made[key] = later
             tuning.write(table)
     tuning.forget()
     if not table.tiles:
@@ -122,8 +124,9 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     return table.path
 
 
-def _begin(path: Path) -> Table:
-    """The table in `path` with what it may keep."""
+def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
+    """The table in `path` with what it may keep, and what rows state that are added to it."""
+    environment.warn_unclean()
     new = environment.describe() | {"ptxas": tuning.dotted(tuning.ptxas(tuning.capability()).version)}
     try:
         old = tuning.read(path)
@@ -132,9 +135,8 @@ def _begin(path: Path) -> Table:
             raise  # whatever it is, it is not lra's to replace
         old = None
     if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
-        return Table(path, new, tuning.sources(), {}, {})
-    commands = dict.fromkeys([*old.measured["command"].split(" && "), new["command"]])
-    return old._replace(measured=new | {"command": " && ".join(commands)})
+        return Table(path, new, tuning.sources(), {}, {}, {}), {}
+    return old, {"made": part(new)}
 
 
 def _fastest(

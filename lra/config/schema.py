@@ -85,30 +85,66 @@ class ModelConfig:
         return self.d_model // self.heads
 
 
+OptimizerName = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd"]
+# options that not every optimiser has, and which have them
+OPTIM_OPTIONS = {
+    "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
+    "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop"),
+    "momentum": ("rmsprop", "sgd"),
+}
+
+
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a warmed-up learning rate."""
+    """One of PyTorch's optimisers, with a warmed-up learning rate.
 
+    Its options mean what PyTorch's documentation says. An option that it does not have is null.
+    """
+
+    name: OptimizerName = "adamw"
     lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[float, float] | None = (0.9, 0.999)  # not of rmsprop and sgd; null is the default, here and below
+    eps: float | None = 1e-8  # not of sgd
+    momentum: float | None = 0.0  # of rmsprop and sgd
+    weight_decay: float = 0.0  # of adamw times the learning rate; to the others a part of the gradient
+    decay: Literal["all", "matrices"] = "all"  # what decays; matrices: no bias, norm, embedding or table of positions
     clip: float | None = None  # largest norm of the whole gradient
     schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"  # after the warmup, to 0 at the last step
     warmup: int = 0  # steps of linear increase
 
+    def options(self) -> dict[str, Any]:
+        """What PyTorch's optimiser of this name is given."""
+        named = {name: getattr(self, name) for name, having in OPTIM_OPTIONS.items() if self.name in having}
+        return {"lr": self.lr, "weight_decay": self.weight_decay} | named
+
     def __post_init__(self) -> None:
+        foreign = []
+        for name, having in OPTIM_OPTIONS.items():
+            value, default = getattr(self, name), getattr(OptimConfig, name)
+            value = list(value) if isinstance(value, tuple) else value
+            if value is None or value == (list(default) if isinstance(default, tuple) else default):
+                object.__setattr__(self, name, default if self.name in having else None)
+            elif self.name not in having:
+                foreign.append((name, value))
+        if foreign:
+            given = ", ".join(f"optim.{name}={value}" for name, value in foreign)
+            mend = " ".join(f"optim.{name}=null" for name, _ in foreign)
+            raise UsageError(f"{given}: optim.name={self.name} does not have that; set {mend}")
+        if self.decay != "all" and not self.weight_decay:
+            raise UsageError(f"optim.decay={self.decay}, but nothing decays: set optim.weight_decay")
+        if not 0 <= (self.momentum or 0) < 1:
+            raise UsageError(f"optim.momentum={self.momentum} must be at least 0 and below 1")
         for name in ("lr", "eps", "weight_decay", "clip"):
             if not math.isfinite(value := getattr(self, name) or 0):
                 raise UsageError(f"optim.{name}={value} must be a finite number")
         for name in ("lr", "eps"):
-            if (value := getattr(self, name)) <= 0:
+            if (value := getattr(self, name)) is not None and value <= 0:
                 raise UsageError(f"optim.{name}={value} must be positive")
         at_least(0, "optim", self, "weight_decay", "warmup")
         if self.clip is not None and self.clip <= 0:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UsageError(f"optim.betas={list(self.betas)} must be at least 0 and below 1")
+        if not all(0 <= beta < 1 for beta in self.betas or ()):
+            raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
         at_most(10**9, "optim", self, "warmup")
 
 
@@ -238,13 +274,19 @@ class RunConfig:
         """The plain form that runs and checkpoints keep: all but `resume` and `draws`, which say how a run was called.
 
         `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
-        and `mask` of runs that pretrain; and what tasks were given later where it is not as it was before (`LATER`).
+        and `mask` of runs that pretrain; what tasks were given later where it is not as it was before (`LATER`), and
+        likewise of `optim` what is not AdamW's. Options that the optimiser does not have are not there.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
+        later = {"name": "adamw", "decay": "all"}
+        options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
+        kept["optim"] = {
+            key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())
+        }
         task = kept["task"].items()
         kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
         return kept

@@ -1,4 +1,7 @@
-"""What `lra reproduce` can reproduce, a module for each kind. This one stays light: listing imports nothing else."""
+"""What `lra reproduce` can reproduce: tables of accuracies, their speeds, and Figure 3, a module for each.
+
+`grid` says what is run where, and `results` what is made of it. This module stays light: listing imports nothing else.
+"""
 
 from __future__ import annotations
 
@@ -45,4 +48,4 @@ def parse_fields(args: Sequence[str]) -> Any:
 
 def parse_report(args: Sequence[str]) -> Any:
     """The arguments of `lra report` as the report parses them; nothing for the list of all."""
-    return importlib.import_module("lra.experiments.report").parse_fields(args[0], args[1:]) if args else None
+    return importlib.import_module("lra.experiments.results.report").parse_fields(args[0], args[1:]) if args else None

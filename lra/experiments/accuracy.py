@@ -11,18 +11,21 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from lra import environment
 from lra.config.compose import OWN
 from lra.config.options import take
 from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
-from lra.experiments import cells, grid, plan, speed
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.launch import Local, States, slots
+from lra.experiments import speed
+from lra.experiments.grid import cells, grid, plan
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.grid.launch import Local, States, slots
+from lra.experiments.grid.slurm import Resources, Slurm, resources
+from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, number
-from lra.experiments.slurm import Resources, Slurm, resources
-from lra.experiments.watch import Watch, others, scores
 from lra.training.run import FIRST_FAILURE, LOG
 
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
@@ -59,8 +62,9 @@ class Request(NamedTuple):
     table: Grid
     options: Options
     resources: Resources
-    fields: list[Override]  # of `lra fit`, for every cell; with speed=true all but that
+    fields: list[Override]  # of `lra fit`, for every cell
     cells: list[Cell]
+    measured: speed.Options | None = None  # with speed=true
 
 
 def parse_fields(name: str, args: Sequence[str]) -> Request:
@@ -71,9 +75,17 @@ def parse_fields(name: str, args: Sequence[str]) -> Request:
     fields = [override for override in others if override not in own]
     asked = resources(own, options.launcher)
     if options.speed == "true":
-        fields = [override for override in overrides if override.field != "speed"]
-        return Request(table, options, asked, fields, speed.parse_fields(table, fields)[2])
+        return _parse_speed(table, options, asked, [each for each in overrides if each.field != "speed"])
     return Request(table, options, asked, fields, choose(table, options, fields))
+
+
+def _parse_speed(table: Grid, options: Options, asked: Resources, overrides: Sequence[Override]) -> Request:
+    for override in overrides:
+        if mend := speed.REFUSED.get(override.field):
+            raise UsageError(f"{override} can't be beside speed=true: {mend}")
+    measured, fields = take(speed.Options, overrides)
+    chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
+    return Request(table, options, asked, fields, chosen, measured)
 
 
 def run(
@@ -92,9 +104,9 @@ def run(
             another configuration.
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
-    table, options, asked, fields, chosen = parse_fields(name, args)
-    if options.speed == "true":
-        return speed.run(table, fields, progress, dry_run)
+    table, options, asked, fields, chosen, measured = parse_fields(name, args)
+    if measured:
+        return speed.run(table, measured, fields, chosen, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
@@ -107,11 +119,12 @@ def run(
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
     if dry_run:
         states = {cell: cells.look(cell) for cell in cells.with_stages(chosen)}
-        alone, command = plan.measured(table, chosen, options.speed), _measuring(table, options, fields)
+        alone, command = _measured_alone(table, chosen, options.speed), _measuring(table, options, fields)
         places = options.devices or len(chosen) if slurm else most // wide
         made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
         submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
+    environment.warn_unclean()
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
     with Watch(table, progress) as watch:
         launcher = (
@@ -134,6 +147,26 @@ def choose(table: Grid, options: Options, fields: Sequence[str | Override]) -> l
     return chosen
 
 
+def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> plan.Alone:
+    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
+
+    Raises UsageError for a file that is no such one, or of no use for the cells.
+    """
+    path, recipe = Path(file or speed.file_of(table)), chosen[0].composed.config.recipe
+    if file is None and not path.is_file():
+        return plan.Alone()
+    result = speed.read(path) if file is None else speed.named(table, path, recipe)
+    if result.options["recipe"] != recipe:
+        return plan.Alone()
+    try:
+        alone = plan.Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
+    except UsageError as error:
+        raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
+    if file and not any(map(alone.has, chosen)):
+        raise UsageError(f"speed={alone.source} has no cell as it is configured here: give its fields, or another file")
+    return alone
+
+
 def _measuring(table: Grid, options: Options, fields: Sequence[Override]) -> str:
     """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
     if {override.field for override in fields} & {*speed.REFUSED, *OWN}:
@@ -154,16 +187,8 @@ def report(table: Grid, states: States) -> Reproduction:
         elif state.status != "done":
             ended = state.status in ("interrupted", "refused", "open") and log.exists()
             lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
-    records = [
-        {
-            "column": cell.column, "attention": cell.attn, "seed": cell.seed, "state": state.status,
-            "accuracy": state.accuracy,
-            # for the exit code
-            "status": "ok" if state.final and state.status not in ("failed", "refused") else "WRONG",
-        }
-        for cell, state in states.items()
-    ]  # fmt: skip
-    return Reproduction([accuracies(table, states)], lines, records)
+    wrong = any(not state.final or state.status in ("failed", "refused") for state in states.values())
+    return Reproduction([accuracies(table, states)], lines, wrong)
 
 
 def accuracies(table: Grid, states: States) -> Table:

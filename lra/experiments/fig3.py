@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +22,11 @@ from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
 from lra.bench.presets import PASSES, SETTINGS
-from lra.config.compose import differences
+from lra.bench.records import AttentionMeasurement, Measured, part, read_measured
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
-from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table
-from lra.reading import is_number, read_json
+from lra.experiments.reproduction import Reproduction, Table, footnoted, refuse_other_environment, refuse_other_options
 
 OURS = "butterfly"  # what is block-sparse FlashAttention
 CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
@@ -67,52 +66,43 @@ class Part:
 
     def __init__(self, path: Path, options: AttentionOptions):
         self.path, self.options = path, options
-        self.result: dict[str, Any] = {
-            "environment": environment.describe(), "options": json.loads(json.dumps(shown(options))), "cells": []
-        }  # fmt: skip
+        stated = json.loads(json.dumps(shown(options)))
+        self.result = Measured[AttentionMeasurement](environment.describe(), stated, [])
         if not path.exists():
             return
         try:
-            found = read_json(path)
-            changed = differences(found["options"], self.result["options"])
-            self.result = {name: found[name] for name in self.result}
-            for record in self.records:
-                assert all(isinstance(record[name], str) for name in ("attention", "pass", "status"))
-                assert is_number(record["N"]) and (record["ms"] is None or is_number(record["ms"]))
-        except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
+            self.result = read_measured(path, AttentionMeasurement)
+        except ValueError:
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
             ) from None
-        if changed:
-            raise UsageError(
-                f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
-            )
+        refuse_other_options(path, self.result.options, stated)
 
     @property
-    def records(self) -> Records:
-        return self.result["cells"]
+    def records(self) -> list[AttentionMeasurement]:
+        return self.result.cells
 
     def lacking(self) -> set[tuple[str, int]]:
-        """(attention, N) of the cells to measure."""
-        wanted = {(self.options.facts(cell)["attention"], attention.nominal(cell)) for cell in self.options.cells()}
+        """(attention, N) of the cases to measure."""
+        wanted = {(self.options.facts(case)["attention"], case.padded_length) for case in self.options.cases()}
         return wanted - self._done()
 
-    def complete(self, progress: Callable[[str], None]) -> None:
-        """Measures what is lacking; the file is rewritten after every cell."""
+    def complete(self, session: dict[str, Any], progress: Callable[[str], None]) -> None:
+        """Measures what is lacking, as `session` describes it; the file is rewritten after every case."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        made_with = self.result["environment"]
-        made_with["commit"] = environment.commits(made_with["commit"])
+        if not self.path.exists():
+            self.result.environment = session
         for records in attention.run(self.options, device, self._done()):
-            places = {(record["attention"], record["N"]) for record in records}
-            self.records[:] = [r for r in self.records if (r["attention"], r["N"]) not in places]  # that failed
-            self.records.extend(records)
-            write(self.path, self.result)
+            places = {(record.attention, record.length) for record in records}
+            others = [r for r in self.records if (r.attention, r.length) not in places]  # but for those that failed
+            self.result.cells = [*others, *(replace(record, made=part(session)) for record in records)]
+            write(self.path, self.result.saved())
             progress(f"{self.path.stem}: {attention.line(records)}")
 
     def _done(self) -> set[tuple[str, int]]:
-        """Cells that are measured, or can't be: a failure may have passed."""
-        failed = {(r["attention"], r["N"]) for r in self.records if r["status"] == "failed"}
-        return {(record["attention"], record["N"]) for record in self.records} - failed
+        """Cases that are measured, or can't be: a failure may have passed."""
+        failed = {(record.attention, record.length) for record in self.records if record.status == "failed"}
+        return {(record.attention, record.length) for record in self.records} - failed
 
 
 def parse_fields(args: Sequence[str]) -> Options:
@@ -125,10 +115,10 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
 
     Args:
         args: `field=value` of Options.
-        progress: is given a line for each cell when it is done.
+        progress: is given a line for each case when it is done.
     """
     options = parse_fields(args)
-    folder = Path(options.out)
+    folder, session = Path(options.out), environment.describe()
 
     def read() -> dict[str, Part]:
         return {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
@@ -145,7 +135,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         parts = read()  # another process may just have completed them
         _check_environments(list(parts.values()), any(parts[name].lacking() for name in lacking))
         for name in lacking:
-            parts[name].complete(progress)
+            parts[name].complete(session, progress)
     parts = read()  # others may have gone on
     _check_environments(list(parts.values()), False)
     records = [record for part in parts.values() for record in part.records]
@@ -153,29 +143,30 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     if lacking := [name for name, part in parts.items() if part.lacking()]:
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
-        made_with = parts["plain"].result["environment"] | {"command": environment.command()}
+        made_with = parts["plain"].result.environment
         stated = {name: value for name, value in shown(options).items() if name != "settings"}
-        write(folder / "fig3.json", {"environment": made_with, "options": stated, "cells": records})
+        write(folder / "fig3.json", Measured(made_with, stated, records).saved())
         drawn = plots.draw(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
-    return Reproduction([*numbered(records), fastest(records)], lines, records)
+    wrong = any(record.failed for record in records)
+    return Reproduction([*numbered(records), fastest(records)], lines, wrong)
 
 
-def setting_of(record: dict[str, Any]) -> str:
+def setting_of(record: AttentionMeasurement) -> str:
     """The setting that a record is of."""
-    dropped, ragged = record["dropout"] > 0, record["ragged"]
-    return next(name for name, s in SETTINGS.items() if (s.dropout > 0, s.ragged) == (dropped, ragged))
+    own = (record.dropout > 0, record.ragged)
+    return next(name for name, setting in SETTINGS.items() if (setting.dropout > 0, setting.ragged) == own)
 
 
-def numbered(records: Records) -> Iterator[Table]:
+def numbered(records: Sequence[AttentionMeasurement]) -> Iterator[Table]:
     """The paper's tables, those of which something was measured."""
     for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
-            if chosen := [r for r in records if setting_of(r) == setting and r["pass"] == name]:
-                yield from attention.tables(chosen, str(number))
-    chosen = [r for r in records if setting_of(r) == "plain" and r["pass"] == "both"]
-    if any(record["memory_mb"] is not None for record in chosen):
-        yield list(attention.tables(chosen, "21"))[-1]
+            if chosen := [r for r in records if setting_of(r) == setting and r.pass_name == name]:
+                yield from (footnoted(*made) for made in attention.tables(chosen, str(number)))
+    chosen = [r for r in records if setting_of(r) == "plain" and r.pass_name == "both"]
+    if any(record.memory_mb is not None for record in chosen):
+        yield footnoted(*list(attention.tables(chosen, "21"))[-1])
 
 
 class Race(NamedTuple):
@@ -186,13 +177,13 @@ class Race(NamedTuple):
     second: str
 
 
-def races(records: Records) -> dict[tuple[str, str, int], Race | None]:
+def races(records: Sequence[AttentionMeasurement]) -> dict[tuple[str, str, int], Race | None]:
     """By (setting, pass, N); None where `butterfly` has no time. A draw is not won."""
     times: dict[tuple[str, str, int], dict[str, float]] = {}
     for record in records:
-        spent = times.setdefault((setting_of(record), record["pass"], record["N"]), {})
-        if record["status"] == "ok":
-            spent[record["attention"]] = record["ms"]
+        spent = times.setdefault((setting_of(record), record.pass_name, record.length), {})
+        if record.ok and record.ms is not None:
+            spent[record.attention] = record.ms
     return {place: _race(spent) for place, spent in times.items()}
 
 
@@ -207,20 +198,22 @@ def _race(spent: dict[str, float]) -> Race | None:
     return Race(OURS, others[best] / ours, best) if ours < others[best] else Race(best, ours / others[best], OURS)
 
 
-def fastest(records: Records) -> Table:
+def fastest(records: Sequence[AttentionMeasurement]) -> Table:
     """The winner of each pass and N in every setting."""
     found = races(records)
     settings = [name for name in SETTINGS if any(place[0] == name for place in found)]
     rows = sorted({place[1:] for place in found}, key=lambda row: (PASSES.index(row[0]), row[1]))
+    marks = {(record.pass_name, record.length): record.mark for record in records if record.mark}
     lines = [
-        [name, str(n), *(_shown(found[place]) if (place := (s, name, n)) in found else "" for s in settings)]
+        [name, f"{n}{marks.get((name, n), '')}"]
+        + [_shown(found[place]) if (place := (s, name, n)) in found else "" for s in settings]
         for name, n in rows
     ]
     title = f"fastest attention: how many times faster than the next, or, if it is not {OURS}, than {OURS}"
-    return title, ["pass", "N", *settings], lines
+    return footnoted(title, ["pass", "N", *settings], lines)
 
 
-def verdict(records: Records) -> str:
+def verdict(records: Sequence[AttentionMeasurement]) -> str:
     """The paper's statement against what was measured, and who wins where it does not hold."""
     found = races(records)
     decided = {place: race for place, race in found.items() if race and race.factor}
@@ -247,8 +240,8 @@ def _shown(race: Race | None) -> str:
 
 def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
     """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
-    made = [(str(part.path), part.result["environment"]) for part in parts if part.records]
-    first = environment.describe() if measuring else made[0][1] if made else {}
-    for path, other in made:
-        if changed := differences(other, first, NOT_COMPARED):
-            raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
+    made = [part for part in parts if part.records]
+    if made:
+        first = environment.describe() if measuring else made[0].result.environment
+        for part in made:
+            refuse_other_environment(part.path, part.result.environment, first)

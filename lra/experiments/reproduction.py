@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-Records = list[dict[str, Any]]
+from lra.config.compose import differences
+from lra.environment import MARK, MARKED
+from lra.errors import UsageError
+
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
-# of the environment: no measurement depends on the first three, and a file states every commit that measured some of it
+# of the environment: no measurement depends on the first three, and a record of another commit states it
 NOT_COMPARED = ("command", "date", "gpus", "commit")
 
 
 class Reproduction(NamedTuple):
-    """What is printed, and what it was made from."""
+    """What is printed, and whether something is wrong: the command's exit code is 1 then."""
 
     tables: list[Table]
     lines: list[str]
-    records: Records
+    wrong: bool = False
+
+
+def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    """A table whose title says what a mark on figures means, if there is one."""
+    marked = any(MARK in cell for row in rows for cell in row)
+    return f"{title} ({MARK} {MARKED})" if marked else title, header, rows
+
+
+def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:
+    """UsageError if a file was measured with other options than are asked for, but for those that may grow."""
+    if changed := differences(found, asked, growing):
+        raise UsageError(
+            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
+        )
+
+
+def refuse_other_environment(path: Path, found: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """UsageError if a file was measured in an environment unlike this."""
+    if changed := differences(found, made, NOT_COMPARED):
+        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 
 def number(value: float | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +20,28 @@ import torch
 from lra import environment
 from lra.bench import step
 from lra.bench.files import alone, write
+from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
 from lra.bench.step import StepOptions
-from lra.config.compose import Composed, differences
-from lra.config.options import refuse_repeats, take
-from lra.config.override import Override, parse_overrides
+from lra.config.compose import Composed
+from lra.config.options import refuse_repeats
+from lra.config.override import Override
 from lra.errors import UsageError
-from lra.experiments.cells import with_stages
-from lra.experiments.grid import Cell, Grid
-from lra.experiments.reproduction import NOT_COMPARED, Records, Reproduction, Table, number
-from lra.reading import is_number, read_json
-from lra.training.assembly import build, quiet, resolve_attention
+from lra.experiments.grid.cells import with_stages
+from lra.experiments.grid.grid import Cell, Grid
+from lra.experiments.reproduction import (
+    Reproduction,
+    Table,
+    footnoted,
+    number,
+    refuse_other_environment,
+    refuse_other_options,
+)
+from lra.training.assembly import build, resolve_attention
 from lra.training.hardware import hardware
+from lra.training.lightning import quiet
 from lra.training.run import RUNS
 
+Key = tuple[str, str, str]  # column, attention and way
 STANDARD = "standard"  # what the paper's speed is compared with
 
 
@@ -74,8 +83,37 @@ class Options:
         refuse_repeats(tasks=self.tasks, attns=self.attns)
 
 
-class Measurement(NamedTuple):
-    """One to make."""
+@dataclass(frozen=True, kw_only=True)
+class SpeedMeasurement(StepMeasurement):
+    """What a step of a cell takes, measured in one way."""
+
+    column: str
+    attention: str
+    way: str  # of WAYS
+    steps_per_second: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.column, self.attention, self.way
+
+    def saved(self) -> dict[str, Any]:
+        """What it is of comes first; nothing is profiled."""
+        record = super().saved()
+        del record["where"]
+        return {"column": self.column, "attention": self.attention, "way": self.way} | record
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has numbers if it is ok, else none."""
+        numbers = [number or 0.0 for number in (self.ms, self.steps_per_second, self.rows)]
+        return min(numbers) > 0 if self.ok else not any(numbers)
+
+
+Result = Measured[SpeedMeasurement]
+
+
+class Pending(NamedTuple):
+    """A measurement to make."""
 
     cell: Cell
     way: str
@@ -83,19 +121,20 @@ class Measurement(NamedTuple):
     composed: Composed
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         return self.cell.column, self.cell.attn, self.way
 
 
 class Speeds:
     """What was measured, to be looked up."""
 
-    def __init__(self, records: Records):
-        self.records = {_key(record): record for record in records}
+    def __init__(self, records: Sequence[SpeedMeasurement]):
+        self.records = {record.key: record for record in records}
 
     def per_second(self, column: str, attn: str, way: str) -> float | None:
         """Steps; None if that is not known."""
-        return self.records.get((column, attn, way), {}).get("steps_per_second")
+        record = self.records.get((column, attn, way))
+        return record and record.steps_per_second
 
     def ratio(self, column: str, attn: str, way: str) -> float | None:
         """How many times the steps per second of `standard`; None if either is not known."""
@@ -106,39 +145,33 @@ class Speeds:
         """Of the columns that both have."""
         return [times for column in columns if (times := self.ratio(column, attn, way)) is not None]
 
-
-def parse_fields(table: Grid, args: Sequence[str | Override]) -> tuple[Options, list[Override], list[Cell]]:
-    """The options and fields of `lra fit` among the arguments of `run`, and the cells that they are of."""
-    for override in parse_overrides(args):
-        if mend := REFUSED.get(override.field):
-            raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    options, fields = take(Options, args)
-    return options, fields, table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+    def speedup(self, columns: Sequence[str], attn: str, way: str) -> str:
+        """The geometric mean of `ratios`, and how many they are; with a mark if a record of these has one."""
+        used = (self.records.get((column, name, way)) for column in columns for name in (attn, STANDARD))
+        text = mean_ratio(self.ratios(columns, attn, way))
+        return text and text + max((record.mark for record in used if record), default="")
 
 
 def run(
-    table: Grid,
-    args: Sequence[str | Override],
-    progress: Callable[[str], None] = lambda line: None,
-    dry_run: bool = False,
-) -> Reproduction:
+    table: Grid, options: Options, fields: Sequence[Override], asked: Sequence[Cell],
+    progress: Callable[[str], None] = lambda line: None, dry_run: bool = False,
+) -> Reproduction:  # fmt: skip
     """Measures what is lacking, then reports on all of it.
 
     Args:
         table: whose columns, attentions and paper's figures.
-        args: `field=value` of Options and of `lra fit`.
+        fields: of `lra fit`, for the cells that are `asked` for.
         progress: is given a line for each measurement when it is made.
         dry_run: only report what there is and what is left: nothing is measured or written.
 
     Raises:
-        UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
-            and for a file of other options or, if something is lacking, of another environment.
+        UsageError: before anything is measured, for data that can't be prepared, and for a file of other options or, if
+            something is lacking, of another environment.
     """
-    options, fields, asked = parse_fields(table, args)
-    wanted = [_measurement(cell, way, options) for cell in asked for way in WAYS]
+    wanted = [_pending(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
-        wanted += [_measurement(stage, PRODUCT, options) for stage in stages]
+        wanted += [_pending(stage, PRODUCT, options) for stage in stages]
     device = _device(wanted[0].composed)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
@@ -153,21 +186,20 @@ def run(
     if _lacking(wanted, result) and not dry_run:
         with alone(path):
             result = _open(path, stated, made)
-            _same_environment(path, result, made)
-            _measure(path, result, _lacking(wanted, result), device, progress)
-    records: Records = result["cells"]
+            refuse_other_environment(path, result.environment, made)
+            _measure(path, result, _lacking(wanted, result), device, part(made), progress)
     lacking = _lacking(wanted, result)
     table = table.under(asked)
-    lines = [table.cited, *notes(records)]
+    lines = [table.cited, *notes(result.cells)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
         try:
-            _same_environment(path, result, made)
+            refuse_other_environment(path, result.environment, made)
         except UsageError as error:
             lines.append(f"but not here: {error}")
-    # for the exit code
-    ended = [record | {"status": "ok" if record["status"] in ("ok", "OOM") else "WRONG"} for record in records]
-    return Reproduction([*tables(table, result, columns, attns), detail(records)], lines, [] if dry_run else ended)
+    wrong = not dry_run and not all(record.status in ("ok", "OOM") for record in result.cells)
+    shown = [footnoted(*made) for made in (*tables(table, result, columns, attns), detail(result.cells))]
+    return Reproduction(shown, lines, wrong)
 
 
 def file_of(table: Grid) -> Path:
@@ -175,62 +207,61 @@ def file_of(table: Grid) -> Path:
     return RUNS.parent / f"{table.name}-speed.json"
 
 
-def named(table: Grid, file: Path, recipe: str) -> dict[str, Any]:
+def named(table: Grid, file: Path, recipe: str) -> Result:
     """`read` of the file in `speed=`; UsageError too if it is of another recipe, or of no column of the table."""
     if not file.is_file():
         raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
     result = read(file)
-    if (other := result["options"]["recipe"]) != recipe:
+    if (other := result.options["recipe"]) != recipe:
         raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
-    measured = {cell["column"] for cell in result["cells"]}
+    measured = {record.column for record in result.cells}
     if measured.isdisjoint(table.columns):
         raise UsageError(f"speed={file} is of {', '.join(sorted(measured))}, no column of {table.name}: name another")
     return result
 
 
-def cells(table: Grid, result: dict[str, Any]) -> list[Cell]:
+def cells(table: Grid, result: Result) -> list[Cell]:
     """What was measured, stages aside, to be composed anew of its recipe and fields."""
-    found, options = {(record["column"], record["attention"]) for record in result["cells"]}, result["options"]
+    found = {(record.column, record.attention) for record in result.cells}
     columns = [name for name in table.columns if name in {column for column, _ in found}]
-    made = table.cells(columns, None, 1, options["recipe"], options["fields"])
+    made = table.cells(columns, None, 1, result.options["recipe"], result.options["fields"])
     return [cell for cell in made if (cell.column, cell.attn) in found]
 
 
-def paces(table: Grid, result: dict[str, Any]) -> list[tuple[dict[str, Any], float | None]]:
+def paces(table: Grid, result: Result) -> list[tuple[dict[str, Any], float | None]]:
     """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
     Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
     """
-    found = {(r["column"], r["attention"]): r["steps_per_second"] for r in result["cells"] if r["way"] == PRODUCT}
+    found = {(r.column, r.attention): r.steps_per_second for r in result.cells if r.way == PRODUCT}
     runs = [run for cell in cells(table, result) for run in (*cell.stages, cell)]
     return [(run.directory.config, found[key]) for run in runs if (key := (run.column, run.attn)) in found]
 
 
-def read(path: Path) -> dict[str, Any]:
-    """{"environment", "options", "cells"} of a file; UsageError if it is no such measurement."""
+def read(path: Path) -> Result:
+    """A file of such measurements; UsageError if it is none."""
     try:
-        found = read_json(path)
-        result = {name: found[name] for name in ("environment", "options", "cells")}
-        texts = [result["options"]["recipe"], *result["options"]["fields"]]
-        made = [result["environment"][name] for name in ("date", "gpu")] + [result["environment"].get("commit")]
-        stated = all(isinstance(text, str) for text in [*texts, made[0], *filter(None, made[1:])])
-        if stated and all(map(_is_whole, result["cells"])):
+        result = read_measured(path, SpeedMeasurement)
+        made = result.environment
+        texts = [result.options["recipe"], *result.options["fields"], made["date"]]
+        texts += filter(None, (made["gpu"], made.get("commit")))
+        if all(isinstance(text, str) for text in texts) and all(record.is_whole for record in result.cells):
             return result
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
 
 
-def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
+def tables(table: Grid, result: Result, columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
     """The speedups in both ways beside the paper's, then each way's steps per second."""
-    speeds, place = Speeds(result["cells"]), hardware_of(result)
+    speeds, place = Speeds(result.cells), hardware_of(result)
     averaged = table.together(columns)
     title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
     yield (
         table.titled(title),
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
-            [a, *(mean_ratio(speeds.ratios(averaged, a, way)) for way in WAYS), number(table.figure(a, "speedup"))]
+            [a, *(speeds.speedup(averaged, a, way) for way in WAYS), number(table.figure(a, "speedup"))]
             for a in attns
         ],
     )  # fmt: skip
@@ -241,47 +272,49 @@ def tables(table: Grid, result: dict[str, Any], columns: Sequence[str], attns: S
         )  # fmt: skip
 
 
-def detail(records: Records) -> Table:
+def detail(records: Sequence[SpeedMeasurement]) -> Table:
     """All that was measured: a step's time, its rows with padding and filling, and its peak memory."""
     header = ["column", "attention", "way", "engine", "ms", "steps/s", "rows", "memory, MB"]
     rows = []
     for record in records:
-        numbers = [record[key] for key in ("ms", "steps_per_second", "rows", "memory_mb")]
+        numbers = (record.ms, record.steps_per_second, record.rows, record.memory_mb)
         shown = ["" if number is None else f"{number:g}" for number in numbers]
-        if record["status"] != "ok":
-            shown[0] = record["status"]
-        rows.append([*_key(record), record["engine"] or "", *shown])
+        if not record.ok:
+            shown[0] = record.status
+        shown[0] += record.mark
+        rows.append([*record.key, record.engine or "", *shown])
     return "what was measured", header, rows
 
 
-def notes(records: Records) -> list[str]:
+def notes(records: Sequence[SpeedMeasurement]) -> list[str]:
     """How many are in which state, and why cells have no numbers, or not those of the captured engine."""
-    counts = Counter(record["status"] for record in records)
+    counts = Counter(record.status for record in records)
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     why: dict[str, list[str]] = {}
     for record in records:
-        if record["reason"]:
-            state = record["engine"] if record["status"] == "ok" else record["status"]
-            reason = f"{record['way']}, {state}: {record['reason']}"
-            why.setdefault(reason, []).append(f"{record['column']} {record['attention']}")
+        if record.reason:
+            reason = f"{record.way}, {record.engine if record.ok else record.status}: {record.reason}"
+            why.setdefault(reason, []).append(f"{record.column} {record.attention}")
     return [f"measurements: {said or 'none'}", *(f"{reason} ({', '.join(cells)})" for reason, cells in why.items())]
 
 
-def made_with(result: dict[str, Any]) -> str:
+def made_with(result: Result) -> str:
     """The hardware, commit, date and fields of a measurement."""
-    made, options = result["environment"], result["options"]
-    fields = f", with {' '.join(options['fields'])}" if options["fields"] else ""
-    return f"{hardware_of(result)}, commit {made.get('commit')}, {made['date']}{fields}"
+    sessions, fields = result.sessions(), result.options["fields"]
+    commits = ", ".join(dict.fromkeys(str(session["commit"]) for session in sessions))
+    period = " to ".join(dict.fromkeys((sessions[0]["date"], sessions[-1]["date"])))
+    given = f", with {' '.join(fields)}" if fields else ""
+    return f"{hardware_of(result)}, commit {commits}, {period}{given}"
 
 
-def hardware_of(result: dict[str, Any]) -> str:
+def hardware_of(result: Result) -> str:
     """The GPU, or CPU, that was measured."""
-    return " ".join((result["environment"]["gpu"] or "CPU").split())  # of one line, as it is in titles
+    return " ".join((result.environment["gpu"] or "CPU").split())  # of one line, as it is in titles
 
 
 def _measure(
-    path: Path, result: dict[str, Any], lacking: Sequence[Measurement], device: torch.device,
-    progress: Callable[[str], None],
+    path: Path, result: Result, lacking: Sequence[Pending], device: torch.device,
+    made: Made, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
     quiet()
@@ -289,14 +322,13 @@ def _measure(
         data, module = build(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
-    result["environment"]["commit"] = environment.commits(result["environment"]["commit"])
-    write(path, result)  # what can't be written is refused before it is measured
+    write(path, result.saved())  # what can't be written is refused before it is measured
     for one in lacking:
         step.clear(device)
         _refuse_company(device)
-        record = _measured(one, device)
-        result["cells"] = [*(other for other in result["cells"] if _key(other) != one.key), record]
-        write(path, result)
+        record = replace(_measured(one, device), made=made)
+        result.cells = [*(other for other in result.cells if other.key != one.key), record]
+        write(path, result.saved())
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
 
 
@@ -308,22 +340,23 @@ def _refuse_company(device: torch.device) -> None:
             raise UsageError("another process is on this GPU: wait for it, or choose one by CUDA_VISIBLE_DEVICES")
 
 
-def _measured(one: Measurement, device: torch.device) -> dict[str, Any]:
+def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
     """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
     record = step.measured(WAYS[one.way].loop, one.composed, one.options, device)
-    if record["loop"] == "captured" and record["status"] == "unsupported":
-        hinders = record["reason"].rpartition(": ")[0]  # without what to set instead
+    if record.loop == "captured" and record.status == "unsupported":
+        hinders = record.reason.rpartition(": ")[0]  # without what to set instead
         record = step.measured("eager", one.composed, one.options, device)
-        record["reason"] = record["reason"] or hinders
-    del record["where"]  # nothing is profiled
-    per_second = None if record["ms"] is None else float(f"{1e3 / record['ms']:.4g}")
-    named = {"column": one.cell.column, "attention": one.cell.attn, "way": one.way}
-    return named | record | {"steps_per_second": per_second}
+        record = replace(record, reason=record.reason or hinders)
+    per_second = None if record.ms is None else float(f"{1e3 / record.ms:.4g}")
+    column, attention, way = one.key
+    return SpeedMeasurement(
+        column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record)
+    )  # fmt: skip
 
 
-def _measurement(cell: Cell, way: str, options: Options) -> Measurement:
+def _pending(cell: Cell, way: str, options: Options) -> Pending:
     fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
-    return Measurement(cell, way, *step.split(fields))
+    return Pending(cell, way, *step.split(fields))
 
 
 def _device(composed: Composed) -> torch.device:
@@ -333,51 +366,30 @@ def _device(composed: Composed) -> torch.device:
     return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
 
 
-def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
     """What a file holds, or a result without records; UsageError if it was measured with other options."""
     if not path.exists():
-        return {"environment": made, "options": stated, "cells": []}
+        return Measured(made, stated, [])
     result = read(path)
-    if changed := differences(result["options"], stated, GROWING):
-        raise UsageError(
-            f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
-        )
+    refuse_other_options(path, result.options, stated, *GROWING)
     for name in GROWING:
-        result["options"][name] = list(dict.fromkeys((*result["options"].get(name, ()), *stated[name])))
+        result.options[name] = list(dict.fromkeys((*result.options.get(name, ()), *stated[name])))
     return result
 
 
-def _lacking(wanted: Sequence[Measurement], result: dict[str, Any]) -> list[Measurement]:
-    done = {_key(record) for record in result["cells"] if record["status"] != "failed"}  # which may have passed
+def _lacking(wanted: Sequence[Pending], result: Result) -> list[Pending]:
+    done = {record.key for record in result.cells if record.status != "failed"}  # which may have passed
     return [one for one in wanted if one.key not in done]
-
-
-def _same_environment(path: Path, result: dict[str, Any], made: dict[str, Any]) -> None:
-    """UsageError if what is there was measured in another environment."""
-    if changed := differences(result["environment"], made, NOT_COMPARED):
-        raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
-
-
-def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether it says what it is of, and has numbers if it is ok, else none."""
-    numbers = [record[name] for name in ("ms", "steps_per_second", "rows")]
-    measured = min(numbers) > 0 if record["status"] == "ok" else not any(numbers)
-    named = (*_key(record), record["status"], record["reason"])
-    rest = [number for number in (*numbers, record["memory_mb"]) if number is not None]
-    texts = (*named, *filter(None, [record["engine"]]))
-    return measured and all(isinstance(text, str) for text in texts) and all(map(is_number, rest))
-
-
-def _key(record: dict[str, Any]) -> tuple[str, str, str]:
-    return record["column"], record["attention"], record["way"]
 
 
 def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
     """Steps per second and their ratio to `standard`, or why there are none; empty if it was not measured."""
     number, times = speeds.per_second(column, attn, way), speeds.ratio(column, attn, way)
-    if number is None:
-        return speeds.records.get((column, attn, way), {}).get("status", "")
-    return f"{number:g}" + ("" if times is None else f" ({times:.2f}×)")
+    record = speeds.records.get((column, attn, way))
+    if record is None:
+        return ""
+    text = record.status if number is None else f"{number:g}" + ("" if times is None else f" ({times:.2f}×)")
+    return text + record.mark
 
 
 def mean_ratio(ratios: Sequence[float]) -> str:

@@ -29,7 +29,7 @@ from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
 from lra.tasks import TaskFacts, version_of, versioned
-from lra.tasks.batches import EvalBatches, Rank, TrainBatches
+from lra.tasks.batches import Collation, EvalBatches, TrainBatches
 
 MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
 MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
@@ -40,17 +40,20 @@ FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
 
 
 class TaskData(pl.LightningDataModule):
-    """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `depict`."""
+    """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `depict`.
 
-    trainer: pl.Trainer  # Lightning sets it before it asks for batches
+    Args:
+        collation: how batches are made; without it the data can be prepared and looked at.
+    """
+
     vocabulary: ClassVar[Sequence[str]]
     generator: ClassVar[str]  # name and version of what writes the tokens
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
     label_names: ClassVar[Sequence[str]] = ()  # where a class has a name
 
-    def __init__(self, run: RunConfig):
+    def __init__(self, run: RunConfig, collation: Collation | None = None):
         super().__init__()
-        self.run, self.config = run, run.task
+        self.run, self.config, self.collation = run, run.task, collation
         if lacking := [f"`{name}: {form}`" for name, form in FIELDS.items() if not hasattr(run.task, name)]:
             file = f"{type(run.task).__module__.replace('.', '/')}.py"
             what = f"add {' and '.join(lacking)} to its Config in {file}"
@@ -145,29 +148,29 @@ class TaskData(pl.LightningDataModule):
         if not hasattr(self, "parts"):  # once: while this runs, the store may be prepared anew
             self.store = self.open()
             self.parts = self.splits(self.store)
-        if self.trainer is not None and self.resident is None:  # once: testing after training uses the same
+        if self.collation is not None and self.resident is None:  # once: testing after training uses the same
             self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
 
     def _upload(self, names: Sequence[str]) -> dict[str, Examples]:
         """These parts on the GPU, if there is one and all of them fit the share of its memory that is theirs."""
-        device, options = self._rank().device, self._collation()
+        assert self.collation is not None
+        device, options = self.collation.rank.device, self.collate_options()
         options.pop("layout")  # makes no difference
         limit = resident.SHARE * resident.memory(device)
         return resident.upload({name: self.parts[name] for name in names}, device, limit, **options) if limit else {}
 
     @property
     def place(self) -> str:
-        """Where the tokens of training and evaluation are, for people; known once a trainer has called `setup`."""
+        """Where the tokens of training and evaluation are, for people; known after `setup`."""
         return "data on the GPU" if self.resident else "data on the host"
 
     def _part(self, name: str) -> Examples:
         return (self.parts | (self.resident or {}))[name]
 
     def train_dataloader(self) -> TrainBatches:
-        return TrainBatches(
-            self._part("train"), self.run, self._rank(), self._collation(), lambda: self.trainer.global_step,
-            few_shapes=self._captures(),
-        )  # fmt: skip
+        how = self.collation
+        assert how is not None
+        return TrainBatches(self._part("train"), self.run, how.rank, self.collate_options(), how.step, how.few_shapes)
 
     def val_dataloader(self) -> EvalBatches:
         return self._eval("val")
@@ -176,18 +179,13 @@ class TaskData(pl.LightningDataModule):
         return [self._eval(name) for name in self.test_sets]
 
     def _eval(self, name: str) -> EvalBatches:
-        return EvalBatches(self._part(name), self.run.batch.eval, self._rank(), self._collation(), self._captures())
+        how = self.collation
+        assert how is not None
+        return EvalBatches(self._part(name), self.run.batch.eval, how.rank, self.collate_options(), how.few_shapes)
 
-    def _captures(self) -> bool:
-        module = cast(TaskModule, self.trainer.lightning_module)
-        return module.step.captures(module, self._rank().device)
-
-    def _rank(self) -> Rank:
-        return Rank(self.trainer.global_rank, self.trainer.world_size, self.trainer.strategy.root_device)
-
-    def _collation(self) -> dict[str, Any]:
-        module = cast(TaskModule, self.trainer.lightning_module)
-        prefix = module.model.encoder.prefix
+    def collate_options(self) -> dict[str, Any]:
+        """How `Split.collate` makes a batch."""
+        prefix = self.collation and self.collation.prefix
         return {"layout": self.run.batch.layout, "max_length": self.config.max_length, "prefix": prefix}
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -213,7 +211,7 @@ def check_data_seed(config: Any) -> None:
 
 
 class OptimisationStep(Protocol):
-    """What `lra.training` hands in: how to update a module's weights with this rank's micro-batches."""
+    """What `lra.training` hands in: the loop that trains a module, and how it is scored."""
 
     logged: float | None  # the loss, as it was logged last
 
@@ -221,9 +219,9 @@ class OptimisationStep(Protocol):
 
     def captures(self, module: nn.Module, device: torch.device) -> bool: ...
 
-    def compile_evaluation(self, module: TaskModule) -> None: ...
+    def loop(self, module: TaskModule, steps: Iterator[list[Collated]]) -> None: ...
 
-    def __call__(self, module: TaskModule, batches: list[Collated]) -> None: ...
+    def evaluate(self, module: TaskModule, batch: Batch) -> Tensor: ...
 
 
 class TaskModule(pl.LightningModule):
@@ -242,9 +240,9 @@ class TaskModule(pl.LightningModule):
         self.automatic_optimization = False
         self.run, self.step = run, step
         self.model: Any = self.network()
-        self.evaluate: Callable[[Batch], Tensor] = self.forward  # `step` may put a faster one here
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
         self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.seen`
+        self.provenance: dict[str, Any] = {}  # which runs these weights come from: `lra.training.provenance`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
         self.mean_loss = nn.ModuleDict({name: MeanMetric(nan_strategy="disable") for name in splits})
@@ -275,11 +273,14 @@ class TaskModule(pl.LightningModule):
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
     def training_step(self, steps: Iterator[list[Collated]], _: int) -> None:
-        for batches in steps:
-            self.step(self, batches)
+        self.step.loop(self, steps)
 
     def configure_optimizers(self) -> Any:
         return self.step.optimizer(self)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """What `forward` makes of a batch, faster where `step` has it compiled."""
+        return self.step.evaluate(self, batch)
 
     def validation_step(self, batch: Batch, _: int) -> None:
         self._keep("val", batch)
@@ -323,4 +324,5 @@ class TaskModule(pl.LightningModule):
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
             "seen": self.seen,
+            "provenance": self.provenance,
         }

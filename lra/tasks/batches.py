@@ -26,6 +26,22 @@ class Rank:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Collation:
+    """What data has to know of a run to make its batches.
+
+    Args:
+        prefix: id of the token that the model wants before each sequence.
+        few_shapes: whether packed batches are filled up, as a captured step wants them: see `_multiple`.
+        step: number, from 0, of the next training step.
+    """
+
+    rank: Rank
+    prefix: int | None = None
+    few_shapes: bool = False
+    step: Callable[[], int] = lambda: 0
+
+
 class TrainBatches:
     """The rest of training as one endless pass, whose items are `stride` steps in a row.
 

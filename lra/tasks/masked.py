@@ -110,8 +110,9 @@ class Masked(TaskModule):
     def reference(self, data: TaskData, split: str) -> tuple[int, dict[str, float]]:
         """How many tokens were hidden, and the share among them of the commonest one of train."""
         if self.commonest is None:
-            options = {name: value for name, value in data._collation().items() if name not in ("layout", "prefix")}
-            self.commonest = commonest(data.parts["train"], options)
+            options = data.collate_options().items()
+            plain = {name: value for name, value in options if name not in ("layout", "prefix")}
+            self.commonest = commonest(data.parts["train"], plain)
         counts = self.found[split]
         return int(sum(counts)), {"majority": counts[self.commonest] / sum(counts)}
 

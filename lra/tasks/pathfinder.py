@@ -54,8 +54,8 @@ class PathfinderData(TaskData):
             example = np.where((example >= LIT) | shared_places(len(example), c.background), example, 0)
         return example.reshape(c.resolution, c.resolution)
 
-    def _collation(self) -> dict[str, Any]:
-        return super()._collation() | self.config.kept
+    def collate_options(self) -> dict[str, Any]:
+        return super().collate_options() | self.config.kept
 
 
 @dataclass(frozen=True)

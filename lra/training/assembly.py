@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,39 +12,89 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lra.config.schema import RunConfig
+from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.batches import Collation, Rank
 from lra.tasks.masked import masked
-from lra.training import checkpoints
-from lra.training.callbacks import Clock, Faults, Onward, Rehearsal, console
+from lra.training.clock import Clock
 from lra.training.curves import Curves
+from lra.training.faults import Faults
 from lra.training.hardware import hardware
+from lra.training.lightning import Onward, WholeFiles, silence_signals
 from lra.training.narrator import Narrator
+from lra.training.optim import groups
+from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
-from lra.training.run import RunDirectory
+from lra.training.rehearsal import Rehearsal
+from lra.training.run import CURVES, RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
 
 
-def build(run: RunConfig) -> tuple[TaskData, TaskModule]:
-    """The data module and the freshly initialised LightningModule of a run."""
+@dataclass(frozen=True)
+class Assembly:
+    """All that trains a run."""
+
+    data: TaskData
+    module: TaskModule
+    step: Step
+    trainer: pl.Trainer
+    clock: Clock
+    attention: str  # what computes it
+    engine: str  # what computes steps
+
+
+def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
+    """All that trains a run; UsageError if it can't be trained here."""
+    trainer, clock = make_trainer(run, directory.path)
+    step = Step(run)
+    data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
+    groups(run.optim, module)  # what is refused is refused now
+    if run.batch.size % trainer.world_size:
+        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
+    device = trainer.strategy.root_device
+    attention, engine = resolve_attention(module, device), resolve_engine(module, step, device)
+    return Assembly(data, module, step, trainer, clock, attention, engine)
+
+
+def build(
+    run: RunConfig, rank: Rank | None = None, number: Callable[[], int] = lambda: 0, step: Step | None = None
+) -> tuple[TaskData, TaskModule]:
+    """The data module and the freshly initialised LightningModule of a run.
+
+    Args:
+        rank: what the data makes batches for; without it there are none.
+        number: of the next training step, from 0.
+        step: what trains the module; by default a new one.
+    """
     cls = TASKS.get(run.task.name)
     cls = masked(cls) if run.pretrain == "masked" else cls
     torch.manual_seed(derive(run.seed, "weights"))
-    return cls.Data(run), cls(run, Step(run))
+    step = step or Step(run)
+    module = cls(run, step)
+    if rank is None:
+        return cls.Data(run), module
+    collation = Collation(rank, module.model.encoder.prefix, step.captures(module, rank.device), number)
+    return cls.Data(run, collation), module
 
 
-def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, Clock]:
+def rank_of(trainer: pl.Trainer) -> Rank:
+    return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+
+def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
+    """The trainer of a run that writes into a folder, and the clock that it has."""
     shared: dict[str, Any] = {
-        "dirpath": directory.path,
+        "dirpath": folder,
         "save_on_train_epoch_end": False,
         "enable_version_counter": False,
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **hardware(run, checkpoints.WholeFiles(directory.path)),
+        **hardware(run, WholeFiles(folder)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
@@ -53,11 +104,11 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=Curves(directory.curves),
+        logger=Curves(folder / CURVES),
         callbacks=[
             clock,
             Onward(),
-            Faults(directory.path),
+            Faults(folder),
             Rehearsal(clock),
             Narrator(run, clock),
             *([Progress(console)] if console.is_terminal else []),
@@ -65,10 +116,7 @@ def make_trainer(run: RunConfig, directory: RunDirectory) -> tuple[pl.Trainer, C
             ModelCheckpoint(filename="last", **shared),
         ],
     )
-    # Lightning's handlers of signals talk to other ranks, and make of SIGTERM an exception: Preemption has its own
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    # asks all ranks before each stride whether those handlers were called, and waits for the GPU
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    silence_signals(trainer)
     return trainer, clock
 
 
@@ -80,22 +128,11 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
     return ", ".join(sorted(used))
 
 
-def resolve_engine(module: TaskModule, device: torch.device) -> str:
+def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
     """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
-    if not module.step.captures(module, device):
+    if not step.captures(module, device):
         return "eager"
     start_compilers()
     torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
-    module.step.compile_evaluation(module)
+    step.compile_evaluation(module)
     return "captured"
-
-
-def quiet() -> None:
-    """Lightning's greetings, and its warnings about what is meant so."""
-    for name in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
-    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
-    warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions

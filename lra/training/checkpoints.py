@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from safetensors.torch import load as load_weights
 from safetensors.torch import save
@@ -21,8 +19,10 @@ from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
 from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
-from lra.training import seen
+from lra.training import provenance, seen
+from lra.training.provenance import digest
 from lra.training.run import replacing
+from lra.training.saved import whole_record
 
 # fields without which weights mean something else, or have another shape
 SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
@@ -35,29 +35,10 @@ OTHERS = {
 TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and moves it there: Lightning copies where /tmp is another file system.
-
-    Loads none that is damaged, and lets a run's folder be moved: the best checkpoint is looked for in `home`.
-    """
-
-    def __init__(self, home: Path):
-        super().__init__()
-        self.home = os.path.realpath(home)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        with replacing(Path(path)) as file:
-            torch.save(checkpoint, file)
-
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        verify(Path(path))
-        checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        for state in checkpoint.get("callbacks", {}).values():
-            if there := state.get("dirpath"):  # Lightning forgets which checkpoint is the best if that is elsewhere
-                state |= {key: text.replace(there, self.home) for key, text in state.items() if isinstance(text, str)}
-                best = state["best_k_models"].items()
-                state["best_k_models"] = {file.replace(there, self.home): score for file, score in best}
-        return checkpoint
+def write(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a `.ckpt` beside its place and moves it there when it is whole."""
+    with replacing(path) as file:
+        torch.save(checkpoint, file)
 
 
 def verify(path: Path) -> None:
@@ -146,6 +127,8 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*stated.values()]
     if not all(isinstance(each, str) for each in names) or not all(isinstance(each, str | int) for each in fields):
         raise TypeError(names, fields)
+    if not whole_record(identity.get("provenance")):
+        raise TypeError(identity["provenance"])
     # to OmegaConf these are an interpolation, of environment variables too, and a missing value
     if live := [name for name, value in flatten(config) if "${" in str(value) or value == "???"]:
         raise TypeError(live)
@@ -159,7 +142,7 @@ def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     weights = load_weights(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identity = dict(json.loads(header["__metadata__"]["lra"]))
-    if identity.pop("sha256", None) not in (None, _digest(weights, identity)):  # None: of an earlier lra
+    if identity.pop("sha256", None) not in (None, digest(weights, json.dumps(identity))):  # None: of an earlier lra
         raise _unreadable(path, "checksum")
     return weights, identity
 
@@ -226,7 +209,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     check(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
-    module.seen = seen.seen_before(identity)
+    module.seen, module.provenance = seen.seen_before(identity), provenance.of(identity)
 
 
 def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
@@ -251,15 +234,6 @@ def save_weights(module: TaskModule, path: Path) -> None:
     """The model alone, as safetensors that carry their identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
     identity = module.identity()
-    identity["sha256"] = _digest(weights, identity)  # safetensors has no checksum of its own
+    identity["sha256"] = digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
     with replacing(path) as file:  # save_file would make one that only its owner can read
         file.write(save(weights, metadata={"lra": json.dumps(identity)}))
-
-
-def _digest(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> str:
-    """Checksum of what a weights file holds, 64 hex digits."""
-    digest = hashlib.sha256(json.dumps(identity).encode())
-    for name, value in sorted(weights.items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

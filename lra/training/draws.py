@@ -30,22 +30,19 @@ UNKNOWN: list[Session] = [{"step": 0, "draws": None}]  # of a checkpoint that an
 
 
 class Draws(pl.Callback):
-    """Keeps in a run's checkpoints which draws made it, and from which step."""
+    """Keeps in a run's checkpoints which draws made it, and from which step; by default these, from the first one."""
 
-    def __init__(self) -> None:
-        self.sessions: list[Session] = [{"step": 0, "draws": dict(DRAWS)}]
+    def __init__(self, sessions: list[Session] | None = None) -> None:
+        self.sessions = sessions or [{"step": 0, "draws": dict(DRAWS)}]
 
-    def go_on(self, checkpoint: Path, step: int, sessions: list[Session], changed: bool) -> None:
+    def go_on(self, checkpoint: Path, step: int, changed: bool) -> None:
         """Goes on from a checkpoint; UsageError if other draws made it, unless they may be `changed`.
 
         Args:
             step: how many steps it has behind it.
-            sessions: what it states; empty where an older lra wrote it.
         """
-        sessions = sessions or UNKNOWN
-        before = sessions[-1]["draws"]
+        before = self.sessions[-1]["draws"]
         if before == DRAWS:
-            self.sessions = sessions
             return
         if not changed:
             raise UsageError(
@@ -53,7 +50,8 @@ class Draws(pl.Callback):
                 "not belong to its first: go on with the commit in its env.json, add draws=changed to go on with "
                 "these, which result.json then states, or begin another run, name="
             )
-        self.sessions = [*(each for each in sessions if each["step"] < step), {"step": step, "draws": dict(DRAWS)}]
+        kept = (each for each in self.sessions if each["step"] < step)
+        self.sessions = [*kept, {"step": step, "draws": dict(DRAWS)}]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["draws"] = self.sessions

@@ -1,4 +1,7 @@
-"""The optimisation step as CUDA graphs: what the GPU does in a step is launched by a few calls, not by hundreds.
+"""The two ways to compute an optimisation step: eagerly, or as CUDA graphs.
+
+Both begin with a seed and a learning rate, add the gradients of one micro-batch after the other, and update. What the
+GPU does in a captured step is launched by a few calls, not by hundreds.
 
 A captured step works on tensors that stay where they are. So a batch is copied into a buffer of its shape, where the
 graph unpacks it, and packed batches have few shapes: `Split.collate` rounds their rows up. What comes for the first
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.data.collated import Collated
-from lra.training.faults import Tally
+from lra.training.optim import Optimizer
 
 
 class Graph:
@@ -39,52 +42,96 @@ class Graph:
         self.graph.replay()
 
 
+class EagerStep:
+    """Forward, backward and update as PyTorch does them.
+
+    Args:
+        loss: a micro-batch's share of the step's loss.
+        parameters: those that are trained.
+        optimizer: of these.
+        update: judges a step by its whole gradient, flat, whose last element is the loss; clips, and updates.
+        backward: adds a loss's gradients to those of the parameters; where there are several ranks, it reduces them.
+    """
+
+    made = 0  # nothing is compiled or captured
+
+    def __init__(
+        self,
+        loss: Callable[[Batch], Tensor],
+        parameters: list[nn.Parameter],
+        optimizer: Optimizer,
+        update: Callable[[Tensor], None],
+        device: torch.device,
+        backward: Callable[[Tensor], None],
+    ):
+        self.loss, self.parameters, self.optimizer = loss, parameters, optimizer
+        self.judge_and_update, self.device, self.backward = update, device, backward
+
+    def begin(self, seed: int, rate: float) -> None:
+        """Of this step: the seed of attention's dropout, and the learning rate."""
+        self.seed = torch.full((), seed, device=self.device)  # a copy would wait
+        self.total = torch.zeros((), device=self.device)
+        self.optimizer.set_rate(rate)
+
+    def add(self, batch: Collated) -> None:
+        """Adds the gradients of a micro-batch."""
+        loss = self.loss(batch.to(self.device).with_seed(self.seed))
+        self.backward(loss)
+        self.total += loss.detach()
+
+    def update(self) -> None:
+        """Updates the parameters; the next step's gradients begin at nothing."""
+        if dist.is_initialized():
+            dist.all_reduce(self.total)
+        gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
+        self.judge_and_update(torch.cat([*gradients, self.total.view(1)]))
+        self.optimizer.zero_grad(set_to_none=True)
+
+
 class CapturedStep:
-    """Forward, backward and update of a model on static tensors.
+    """The same on static tensors, compiled and in CUDA graphs.
 
     Gradients of all micro-batches are summed in one flat buffer, which the ranks reduce before the update. Its last
     element is the step's loss.
 
     Args:
-        loss: a micro-batch's share of the step's loss.
-        parameters: those that are trained.
-        optimizer: of these; its learning rate becomes a tensor.
-        update: clips, and updates the parameters with the optimizer.
-        tally: judges each step before its update.
+        loss, parameters, update: as of `EagerStep`.
+        optimizer: of the parameters; its learning rates become tensors.
+        bf16: whether the loss is computed under autocast.
     """
 
     def __init__(
         self,
         loss: Callable[[Batch], Tensor],
         parameters: list[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        update: Callable[[], None],
+        optimizer: Optimizer,
+        update: Callable[[Tensor], None],
         device: torch.device,
-        tally: Tally,
+        bf16: bool = False,
     ):
-        self.loss, self.parameters = loss, parameters
+        self.loss, self.parameters, self.optimizer, self.judge_and_update = loss, parameters, optimizer, update
+        self.bf16 = bf16
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.seed = torch.zeros((), dtype=torch.int64, device=device)
-        self.rate = torch.zeros((), device=device)
-        self.tally = tally
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + 1, device=device)
         parts = self.flat[:-1].split(sizes)
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        for group in optimizer.param_groups:
-            group.update(lr=self.rate, capturable=device.type == "cuda")
+        optimizer.make_capturable(device)
         self.micro_batches: dict[tuple[int, ...], tuple[Tensor, Graph]] = {}  # of each shape, where a batch lies packed
-        self.update = Graph(lambda: self._update(update), self.pool)
+        self.updating = Graph(self._update, self.pool)
 
     @property
     def made(self) -> int:
         """How often a shape, or the update, was compiled or captured: what takes longer than a step."""
-        return sum(min(graph.calls, 2) for graph in (self.update, *(graph for _, graph in self.micro_batches.values())))
+        return sum(
+            min(graph.calls, 2) for graph in (self.updating, *(graph for _, graph in self.micro_batches.values()))
+        )
 
     def begin(self, seed: int, rate: float) -> None:
         """Of this step: the seed of attention's dropout, and the learning rate."""
         self.seed.fill_(seed)
-        self.rate.fill_(rate)
+        self.optimizer.set_rate(rate)
 
     def add(self, batch: Collated) -> None:
         """Adds the gradients of a micro-batch: of one split, and collated with the same options as all others."""
@@ -95,20 +142,21 @@ class CapturedStep:
         there.copy_(batch.pack(pinned=there.is_cuda), non_blocking=True)
         graph()
 
-    def finish(self) -> None:
+    def update(self) -> None:
         """Reduces the gradients over the ranks and updates the parameters."""
         if dist.is_initialized():
             dist.all_reduce(self.flat)
-        self.update()
+        self.updating()
 
     def _add(self, batch: Batch) -> None:
-        loss = self.loss(batch.with_seed(self.seed))
+        # what autocast keeps of the weights would be this step's in every later one
+        with torch.autocast(self.flat.device.type, torch.bfloat16, self.bf16, cache_enabled=False):
+            loss = self.loss(batch.with_seed(self.seed))
         found = torch.autograd.grad(loss, self.parameters)
         self.flat += torch.cat([*map(torch.flatten, found), loss.detach().view(1)])
 
-    def _update(self, update: Callable[[], None]) -> None:
+    def _update(self) -> None:
         for parameter, part in zip(self.parameters, self.sums, strict=True):
             parameter.grad = part
-        self.tally.judge(self.flat)
-        update()
+        self.judge_and_update(self.flat)
         self.flat.zero_()

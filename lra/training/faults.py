@@ -1,91 +1,128 @@
-"""Steps whose loss or gradient is NaN or infinite: seen on the device, told and reproduced on the host."""
+"""Steps whose loss or gradient is NaN or infinite: told to the user and reproduced on the host."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.tasks.base import TaskModule
+from lra.errors import UsageError, out_of_memory
+from lra.tasks.base import TaskData, TaskModule
+from lra.training import checkpoints
+from lra.training.lightning import leave
+from lra.training.output import say
 from lra.training.seeding import seed_generators
+from lra.training.step import Step
+from lra.training.tally import Counts
 
 ADVICE = "lower optim.lr, or set optim.clip=1"
 
 
-class Counts(NamedTuple):
-    """A `Tally` on the host."""
-
-    total: float  # summed loss of the steps taken since the last logged one
-    taken: int  # how many these are
-    first: int  # number, from 0, of the run's first step that was not finite; -1: none
-    skipped: int  # updates left out so far
-
-
-class Tally:
-    """Counts the steps that are finite and those that are not, on the device.
+class Faults(pl.Callback):
+    """Ends a run, or tells its user, when steps were not finite; keeps the step's counts in checkpoints.
 
     Args:
-        step: number of the next step, from 0.
-        skip: leave out just the steps that are not finite, instead of all from the first one on.
-        counts: to go on from.
+        directory: where `fault.pt` goes: what reproduces the fault.
     """
 
-    def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: Counts | None = None):
-        counts = counts or Counts(0.0, 0, -1, 0)
-        self.skip = skip
-        self.total = torch.tensor(counts.total, dtype=torch.float32, device=device)
-        self.taken, self.first, self.skipped = (torch.tensor(count, device=device) for count in counts[1:])
-        self.step = torch.tensor(step, device=device)
-        self.left_out = torch.zeros((), device=device)  # 1.0: the update of this step is not to be done
+    def __init__(self, directory: Path):
+        self.file = directory / "fault.pt"
+        self.judged = 0  # steps
+        self.told = 0  # skipped updates
 
-    def judge(self, flat: Tensor) -> None:
-        """Decides whether a step is left out, from its whole gradient and, as the last element, its loss."""
-        bad = ~flat.isfinite().all()
-        self.first.copy_(torch.where(bad & (self.first < 0), self.step, self.first))
-        out = bad if self.skip else self.first >= 0
-        self.left_out.copy_(out)
-        self.skipped += out
-        self.taken += ~out
-        self.total += flat[-1].masked_fill(out, 0)
-        self.step += 1
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._judge(trainer, cast(TaskModule, pl_module))
 
-    def read(self) -> Counts:
-        """The counts now; waits for the device."""
-        return Reading(self).counts()
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer, pl_module)
 
-    def clear(self) -> None:
-        """The next steps' losses are summed anew."""
-        self.total.zero_()
-        self.taken.zero_()
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        with suppress(Exception):  # of a device that is gone there is nothing to read
+            _step(pl_module).log(trainer)
+
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Logs and judges what no further step does."""
+        _step(module).log(trainer)
+        self._judge(trainer, cast(TaskModule, module))
+
+    def _judge(self, trainer: pl.Trainer, module: TaskModule) -> None:
+        """Judges the counts that were read last, unless that is done."""
+        step = _step(module)
+        if step.counted == self.judged:
+            return
+        self.judged, counts = step.counted, step.counts
+        assert counts is not None
+        if module.run.trainer.on_nan == "stop":
+            if counts.first >= 0:
+                self._stop(trainer, module, counts.first)
+        elif not counts.taken:
+            self._stop(trainer, module, step.counted - module.run.trainer.log_every)
+        elif counts.skipped > self.told:
+            new, self.told = counts.skipped - self.told, counts.skipped
+            what = f"{new} update{'s' * (new > 1)} skipped, as the loss or a gradient was not finite"
+            say(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
+                f"{counts.first + 1}")  # fmt: skip
+
+    def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:
+        """Raises a UsageError for a step, from 0, whose weights are still there."""
+        message = None
+        if trainer.is_global_zero:
+            ranks, seeds = range(trainer.world_size), _step(module).seeds
+            loader = cast(TaskData, trainer.datamodule).train_dataloader()  # type: ignore[attr-defined]
+            seed = torch.tensor(seeds(step, 0)[1], device=module.device)
+            fault: dict[str, Any] = {
+                "step": step + 1,
+                "lra": module.identity(),
+                "state_dict": {name: value.cpu() for name, value in module.state_dict().items()},
+                "generators": [seeds(step, rank)[0] for rank in ranks],
+                "batches": [],
+            }
+            for rank in ranks:
+                loader.rank = dataclasses.replace(loader.rank, rank=rank)
+                fault["batches"].append([plain(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
+            checkpoints.write(fault, self.file)
+            try:
+                what = culprit(module, fault)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                what = "the training loss or a gradient is not finite"
+            message = f"{what} at step {step + 1}: {ADVICE}; {self.file} has the batch and the weights before it"
+        message = trainer.strategy.broadcast(message)
+        if not trainer.is_global_zero:
+            leave(trainer, 2)
+        raise UsageError(message)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        step = _step(pl_module)
+        step.log(trainer)
+        counts = step.counts if step.tally is None else step.tally.read()
+        if counts is not None:
+            checkpoint["counts"] = counts._asdict()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if counts := checkpoint.get("counts"):
+            _step(pl_module).restore(Counts(**counts))
+            self.told = counts["skipped"]
 
 
-class Reading:
-    """The counts of a tally as they are now, on their way to the host, while the device goes on with what follows."""
-
-    def __init__(self, tally: Tally):
-        counts = (tally.total, tally.taken, tally.first, tally.skipped)
-        self._values = torch.stack([count.double() for count in counts])
-        self._copied: torch.cuda.Event | None = None
-        if self._values.is_cuda:
-            pinned = torch.empty_like(self._values, device="cpu", pin_memory=True)
-            self._values = pinned.copy_(self._values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def arrived(self) -> bool:
-        return self._copied is None or self._copied.query()
-
-    def counts(self) -> Counts:
-        """Waits for what the device had to do when this was made, and for nothing after it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        total, *rest = self._values.tolist()
-        return Counts(total, *map(int, rest))
+def _step(module: pl.LightningModule) -> Step:
+    return cast(Step, cast(TaskModule, module).step)
 
 
 def plain(batch: Batch) -> dict[str, Any]:

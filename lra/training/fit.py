@@ -9,7 +9,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra import caches
+from lra import caches, environment
 from lra.config.compose import GIVEN, Composed, compose, differences, restore
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
@@ -26,15 +26,17 @@ from lra.errors import UsageError, naming, out_of_memory, unusable
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
-from lra.training import checkpoints, result, transfer
-from lra.training.assembly import build, make_trainer, quiet, resolve_attention, resolve_engine
-from lra.training.callbacks import Clock, console
+from lra.training import checkpoints, provenance, result, transfer
+from lra.training.assembly import Assembly, assemble, build, rank_of, resolve_attention, resolve_engine
 from lra.training.draws import UNKNOWN, Draws
 from lra.training.hardware import crowding, hardware, join
+from lra.training.lightning import quiet
+from lra.training.output import console
 from lra.training.preemption import Preemption
 from lra.training.progress import bar
 from lra.training.rendezvous import RendezvousError
 from lra.training.run import COMPUTING, RunDirectory, replacing
+from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
@@ -97,76 +99,125 @@ def fit(*args: str) -> dict[str, Any]:
     quiet()
     atexit.register(_leave_process_group)
     if composed.start and directory.checkpoint() is None:
-        _assembled(run, directory)[0].prepare_data()  # what is refused is refused before another run trains for hours
+        assemble(run, directory).data.prepare_data()  # what is refused is refused before another run trains for hours
         _before(composed.start)
-    data, module, trainer, clock, attention, engine = _assembled(run, directory)
-    checkpoint, carried, origin, draws, done = directory.checkpoint(), None, transfer.Origin(), Draws(), 0
-    trainer.callbacks += [origin, draws]  # type: ignore[attr-defined]
-    if checkpoint is not None:
-        # Lightning loads it again, and says less well what does not fit
-        weights, identity = checkpoints.read(checkpoint)
-        if identity["task"] != directory.task and directory.same_task(identity["task"]):
-            mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
-            raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
-        _refuse_other(identity["config"], directory.config, checkpoint)
-        checkpoints.load(module, weights, identity, checkpoint)
-        own = checkpoint.parent.resolve() == directory.path.resolve()
-        done, best, drawn = checkpoints.behind(checkpoint)
-        if best and checkpoints.fault(best):
-            over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
-            raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
-                f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
-                f"{over}or begin another run, name=, with init={checkpoint}"
-            )
-        carried = None if own else best  # nothing after it may be better
-        scoring = own and directory.best.exists()  # may be what is left to do
-        if done >= run.trainer.steps and not scoring:
-            raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
-        if done < run.trainer.steps:
-            draws.go_on(checkpoint, done, drawn, run.draws == "changed")
-        else:  # nothing more is drawn
-            draws.sessions = drawn or UNKNOWN
-    elif run.init:
-        moved = transfer.start(module, run.init)
-        origin.transfer = asdict(moved)
-        _say(moved.describe(run.init), *moved.notes)
-    data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
-    data.check_ranks(trainer.world_size)
-    what = ", ".join((
-        f"attention {attention}", f"{result.count(module):,} parameters", f"batch {_batch(run, trainer)}",
-        run.trainer.precision, f"engine {engine}", _device(trainer),
-    ))  # fmt: skip
-    clock.begin(trainer, what)
+    parts = assemble(run, directory)
+    begun = _begin(run, directory, parts)
+    if first:
+        environment.warn_unclean()
+        provenance.begin(parts.module, directory.path, resumed=begun.checkpoint is not None)
+    parts.data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
+    parts.data.check_ranks(parts.trainer.world_size)
+    what = _described(run, parts)
+    parts.clock.begin(parts.trainer, what)
+    preemption = Preemption(run, directory.last, parts.clock)
+    parts.trainer.callbacks += [begun.origin, begun.draws, preemption]  # type: ignore[attr-defined]
 
     def facts() -> dict[str, Any]:
-        known = {"resumed": checkpoint is not None, "transfer": origin.transfer, "draws": draws.sessions}
-        counts = module.step.counts  # type: ignore[attr-defined]
-        known |= {"attention": attention, "engine": engine, "skipped_updates": counts.skipped if counts else 0}
-        return result.facts(composed, module, trainer, clock) | known | result.spent(clock)
+        return _facts(composed, parts, begun)
 
-    preemption = Preemption(run, directory.last, clock)
-    trainer.callbacks.append(preemption)  # type: ignore[attr-defined]
-    opened = directory.opened(checkpoint, done) if trainer.is_global_zero else nullcontext()
-    with opened, preemption.listening(trainer), _recorded(directory, run, trainer, facts):
-        if carried and trainer.is_global_zero:
-            with replacing(directory.best) as file:
-                file.write(carried.read_bytes())
-        onward = f"\ngoes on after step {done:,} of {run.trainer.steps:,}" if checkpoint else ""
-        _say(f"{directory.path}: {what}{onward}", *data.differences())
-        if crowd := crowding(run):
-            _say(crowd)
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        _say(f"scoring {_sets(data)}")
-        checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
-        # not by Lightning, which would take what the callbacks have counted back to that step, too
-        checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
-        trainer.test(module, datamodule=data, verbose=False)
-        if not trainer.is_global_zero:
-            return {}
-        checkpoints.save_weights(module, directory.weights)
-        best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-        scores = {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
-        return directory.finish("finished", facts() | scores)
+    opened = directory.opened(begun.checkpoint, begun.done) if parts.trainer.is_global_zero else nullcontext()
+    with opened, preemption.listening(parts.trainer), _recorded(directory, run, parts.trainer, facts):
+        _train(run, directory, parts, begun, what)
+        scores = _score(directory, parts)
+        return directory.finish("finished", facts() | scores) if parts.trainer.is_global_zero else {}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: anew, from a checkpoint of its own or another one's, or with another run's weights."""
+
+    checkpoint: Path | None  # to resume
+    done: int  # steps it has behind it
+    best: Path | None  # the best checkpoint so far, which lies in another directory: nothing after it may be better
+    origin: transfer.Origin
+    draws: Draws
+
+
+def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginning:
+    """Puts the weights that a run begins with into its module; UsageError if it can't go on from a checkpoint."""
+    if (checkpoint := directory.checkpoint()) is not None:
+        return _resume(run, directory, parts.module, checkpoint)
+    if not run.init:
+        return Beginning(None, 0, None, transfer.Origin(), Draws())
+    moved = transfer.start(parts.module, run.init)
+    _say(moved.describe(run.init), *moved.notes)
+    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), Draws())
+
+
+def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
+    """Goes on from a checkpoint; UsageError if it is of another run, or has nothing left to do."""
+    # Lightning loads it again, and says less well what does not fit
+    weights, identity = checkpoints.read(checkpoint)
+    if identity["task"] != directory.task and directory.same_task(identity["task"]):
+        mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
+        raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
+    _refuse_other(identity["config"], directory.config, checkpoint)
+    checkpoints.load(module, weights, identity, checkpoint)
+    own = checkpoint.parent.resolve() == directory.path.resolve()
+    done, best, drawn = checkpoints.behind(checkpoint)
+    if best and checkpoints.fault(best):
+        over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
+        raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
+            f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
+            f"{over}or begin another run, name=, with init={checkpoint}"
+        )
+    scoring = own and directory.best.exists()  # may be what is left to do
+    if done >= run.trainer.steps and not scoring:
+        raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
+    draws = Draws(drawn or UNKNOWN)
+    if done < run.trainer.steps:  # else nothing more is drawn
+        draws.go_on(checkpoint, done, run.draws == "changed")
+    return Beginning(checkpoint, done, None if own else best, transfer.Origin(), draws)
+
+
+def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Beginning, what: str) -> None:
+    if begun.best and parts.trainer.is_global_zero:
+        with replacing(directory.best) as file:
+            file.write(begun.best.read_bytes())
+    onward = f"\ngoes on after step {begun.done:,} of {run.trainer.steps:,}" if begun.checkpoint else ""
+    _say(f"{directory.path}: {what}{onward}", *parts.data.differences())
+    if crowd := crowding(run):
+        _say(crowd)
+    parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=begun.checkpoint, weights_only=True)
+
+
+def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
+    """Scores the test sets with the best checkpoint of validation and writes its weights; what result.json says of it.
+
+    On ranks but the first, nothing.
+    """
+    data, module, trainer = parts.data, parts.module, parts.trainer
+    _say(f"scoring {_sets(data)}")
+    checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
+    record = module.provenance  # of all sessions, also of those after the best checkpoint
+    # not by Lightning, which would take what the callbacks have counted back to that step, too
+    checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
+    trainer.test(module, datamodule=data, verbose=False)
+    if not trainer.is_global_zero:
+        return {}
+    provenance.end(module, record)
+    checkpoints.save_weights(module, directory.weights)
+    best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
+    return {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
+
+
+def _facts(composed: Composed, parts: Assembly, begun: Beginning) -> dict[str, Any]:
+    """What result.json says, however the run ends."""
+    counts = parts.step.counts
+    known = {
+        "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
+        "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
+    }  # fmt: skip
+    return result.facts(composed, parts.module, parts.trainer, parts.clock) | known | result.spent(parts.clock)
+
+
+def _described(run: RunConfig, parts: Assembly) -> str:
+    """What computes the run and in which portions, for people; the speed of steps depends on it."""
+    return ", ".join((
+        f"attention {parts.attention}", f"{result.count(parts.module):,} parameters",
+        f"batch {_batch(run, parts.trainer)}", run.trainer.precision, f"engine {parts.engine}", _device(parts.trainer),
+    ))  # fmt: skip
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
@@ -176,16 +227,6 @@ def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path)
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
         )
-
-
-def _assembled(run: RunConfig, directory: RunDirectory) -> tuple[TaskData, TaskModule, pl.Trainer, Clock, str, str]:
-    """All that trains a run, and what computes its attention and its steps; UsageError if it can't here."""
-    data, module = build(run)
-    trainer, clock = make_trainer(run, directory)
-    if run.batch.size % trainer.world_size:
-        raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
-    device = trainer.strategy.root_device
-    return data, module, trainer, clock, resolve_attention(module, device), resolve_engine(module, device)
 
 
 def _before(args: Iterable[Override]) -> None:
@@ -258,23 +299,25 @@ def test(*args: str) -> dict[str, Any]:
     checkpoints.check_vocabulary(run.task, identity, path)  # whose model may not even be possible
     quiet()
     atexit.register(_leave_process_group)
-    data, module = build(run)
+    trainer = pl.Trainer(
+        **hardware(run), logger=False, enable_checkpointing=False, enable_model_summary=False, **bar(console)
+    )
+    step = Step(run)
+    data, module = build(run, rank_of(trainer), step=step)
     moved = transfer.apply(module, weights, identity, path, score=True)
     if not moved.fresh and "seed" in given:
         raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         _say(moved.describe(path))
-    without = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    trainer = pl.Trainer(**hardware(run), **without, **bar(console))
     resolve_attention(module, trainer.strategy.root_device)
-    resolve_engine(module, trainer.strategy.root_device)
+    resolve_engine(module, step, trainer.strategy.root_device)
     data.prepare_data()
     data.check_ranks(trainer.world_size)
-    data.setup()
-    _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
-    if crowd := crowding(run):
-        _say(crowd)
     try:
+        data.setup("test")
+        _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
+        if crowd := crowding(run):
+            _say(crowd)
         trainer.test(module, datamodule=data, verbose=False)
     except Exception as error:
         if not out_of_memory(error):

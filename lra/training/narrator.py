@@ -11,9 +11,10 @@ import pytorch_lightning as pl
 
 from lra.config.schema import RunConfig
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.callbacks import Clock, duration, memory, say, synchronize
+from lra.training.clock import Clock, synchronize
 from lra.training.curves import record
 from lra.training.estimate import Estimate
+from lra.training.output import duration, memory, say
 from lra.training.step import Step
 
 
@@ -59,7 +60,8 @@ class Narrator(pl.Callback):
         if self.clock.first is None or trainer.global_step == self._began:
             return
         engine = cast(Step, cast(TaskModule, pl_module).step).engine
-        graphs = 0 if engine is None else engine.made
+        assert engine is not None
+        graphs = engine.made
         if not self.clock.trained() or self._mark[1] == self._began:  # the first stride is apart: it warms up
             self._mark = self.clock.trained(), trainer.global_step, graphs
             return

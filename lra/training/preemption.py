@@ -15,7 +15,9 @@ import pytorch_lightning as pl
 import torch
 
 from lra.config.schema import RunConfig
-from lra.training.callbacks import Clock, leave, say
+from lra.training.clock import Clock
+from lra.training.lightning import leave
+from lra.training.output import say
 
 
 class Ranks:

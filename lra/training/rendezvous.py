@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from lra.errors import UsageError, first_line
 from lra.ranks import STARTER, Launch
-from lra.training.callbacks import console
+from lra.training.output import console
 
 PATIENCE_S = 30.0  # before a rank says for whom it waits
 LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from lra import environment
 from lra.config.compose import Composed
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.callbacks import Clock
+from lra.training.clock import Clock
 
 
 def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
         "environment": environment.describe(),
+        "provenance": module.provenance,
         "config": identity["config"],
     }
 

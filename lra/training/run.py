@@ -27,6 +27,7 @@ from lra.tasks import TASKS, versioned
 from lra.training.saved import End, read_config, read_environments, whole_result
 
 RUNS = Path("checkpoints") / "runs"
+CURVES = "metrics.csv"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
 CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
 CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
@@ -47,7 +48,7 @@ class RunDirectory:
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
-        self.weights, self.curves = self.path / "model.safetensors", self.path / "metrics.csv"
+        self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES
         self.config = run.saved()
         self.task = versioned(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one

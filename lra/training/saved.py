@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lra import environment
 from lra.errors import UsageError
 from lra.reading import is_number, read_json, read_yaml
 
 End = Literal["finished", "oom", "failed"]  # how a run ended by itself
 ENDS: tuple[End, ...] = get_args(End)
+Record = dict[str, Any]  # where a run's weights come from, as `lra.training.provenance` states it
+UNKNOWN = "unknown"  # there, in place of a commit
 # numbers of a result that may be lacking, as in results of older versions
 NUMBERS = (
     "steps", "steps_per_second", "train_seconds", "wall_seconds", "session_seconds", "peak_gpu_bytes", "world_size",
@@ -84,7 +87,44 @@ def lacking(content: Mapping[str, Any]) -> str:
         there[f"a text as {name}"] = isinstance(content.get(name), str | None)
     for name in ("gpu", "commit"):
         there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
+    there["a whole provenance"] = whole_record(content.get("provenance"))
     return ", ".join(what for what, found in there.items() if not found)
+
+
+def whole_record(value: Any) -> bool:
+    """Whether a value is what `lra.training.provenance` writes of a run; None and an empty one state nothing."""
+    record = mapping(value)
+    if not record:
+        return value is None or value == {}
+    before = record.get("ancestors")
+    return isinstance(before, list) and all(
+        isinstance(each, dict) and isinstance(each.get("run", ""), str)
+        and all(isinstance(each.get(name), str | None) for name in ("began", "ended", "commit"))
+        for each in (record, *before)
+    )  # fmt: skip
+
+
+def clean(result: Mapping[str, Any]) -> bool:
+    """Whether the code is known that made a result and, as far as they are named, the runs before it.
+
+    So it is if each commit that is stated is one of an unchanged tree, and none is lacking.
+    """
+    record = mapping(result.get("provenance"))
+    stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
+    return all(map(environment.clean, [*stated, *([record.get("commit")] if record else [])]))
+
+
+def chain(result: Mapping[str, Any]) -> str:
+    """The runs that led to a result, the first one first: each by its directory, its last weights and its commit.
+
+    Weights are named by the first 12 digits of their digest. Empty if the result does not state them.
+    """
+    record = mapping(result.get("provenance"))
+    runs = [*record["ancestors"], record] if record.get("run") else []
+    return " > ".join(
+        f"{each.get('run')} {(each.get('ended') or UNKNOWN)[:12]} (commit {each.get('commit') or UNKNOWN})"
+        for each in runs
+    )
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from lra.errors import UsageError
 from lra.models.positions import resize
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
-from lra.training import checkpoints, seen
+from lra.training import checkpoints, provenance, seen
 from lra.training.checkpoints import SCALE, TABLES
 
 EMBEDDING = "encoder.embedding.weight"
@@ -51,7 +51,8 @@ class Transfer:
 class Origin(pl.Callback):
     """Takes what `init=` brought through a run's checkpoints, so that the result of a resumed run has it, too."""
 
-    transfer: dict[str, Any] | None = None
+    def __init__(self, transfer: dict[str, Any] | None = None):
+        self.transfer = transfer
 
     def state_dict(self) -> dict[str, Any]:
         return {"transfer": self.transfer}
@@ -77,6 +78,7 @@ def apply(
     checkpoints.check(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained, module.seen = seen.saved_task(there["task"]), seen.seen_by(identity)
+    module.provenance = provenance.descended(weights, identity, path)
     seen.refuse_seen(run.task, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]

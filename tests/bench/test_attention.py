@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from lra.bench import attention, plots, timing
 from lra.bench.attention import bench, notes, tables
-from lra.bench.cell import Cell, attend, make_batch
+from lra.bench.case import BenchmarkCase, attend, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.files import alone
-from lra.bench.imdb import LENGTHS
-from lra.bench.presets import masked
+from lra.bench.presets import IMDB_LENGTHS, masked
 from lra.cli import app
 from lra.config.registry import Registry
 from lra.errors import UsageError
@@ -141,32 +140,32 @@ def tiny(*args: str) -> list[str]:
     return [f"{name}={value}" for name, value in (TINY | dict(arg.split("=", 1) for arg in args)).items()]
 
 
-def records(*args: str) -> list[dict[str, Any]]:
-    return bench(tiny(*args))["cells"]
+def records(*args: str) -> list[Any]:
+    return bench(tiny(*args)).cells
 
 
 def test_records_tables_and_json(tmp_path):
     lines: list[str] = []
     out, folder = tmp_path / "new" / "a.json", tmp_path / "plots"
     args = tiny("attns=flash,sdpa,standard,cudnn", f"out={out}", f"plots={folder}")
-    result = bench(args, progress=lines.append)
-    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
-    assert result["environment"]["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
-    assert len(lines) == 8 and len(result["cells"]) == 24
-    by_name = {(r["attention"], r["N"], r["pass"]): r for r in result["cells"]}
+    result: Any = bench(args, progress=lines.append)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result.saved()))
+    assert result.environment["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
+    assert len(lines) == 8 and len(result.cells) == 24
+    by_name = {(r.attention, r.length, r.pass_name): r for r in result.cells}
     record = by_name["flash", 32, "both"]
-    assert record["status"] == "ok" and 0 < record["checked"] <= 1 and record["memory_mb"] is None
-    assert (record["batch"], record["tokens"], record["squares"]) == (2, 64, 2 * 32 * 32)
-    assert record["tflops"] == pytest.approx(3.5 * 4 * 2 * 16 * record["squares"] / record["ms"] / 1e9, rel=2e-3)
-    assert by_name["cudnn", 16, "forward"]["status"] == "unsupported" and not by_name["cudnn", 16, "forward"]["ms"]
+    assert record.status == "ok" and 0 < record.checked <= 1 and record.memory_mb is None
+    assert (record.batch, record.tokens, record.squares) == (2, 64, 2 * 32 * 32)
+    assert record.tflops == pytest.approx(3.5 * 4 * 2 * 16 * record.squares / record.ms / 1e9, rel=2e-3)
+    assert by_name["cudnn", 16, "forward"].status == "unsupported" and not by_name["cudnn", 16, "forward"].ms
 
-    shown = list(tables(result["cells"]))
+    shown = list(tables(result.cells))
     assert [title for title, _, _ in shown] == [f"{name}: ms (TFLOP/s)" for name in ("forward", "backward", "both")]
     _, header, rows = shown[0]
     assert header == ["dtype", "d", "dropout", "N", "batch", "flash", "sdpa", "standard", "cudnn"]
     assert [row[:5] for row in rows] == [["fp32", "16", "0.0", "16", "4"], ["fp32", "16", "0.0", "32", "2"]]
     assert all(row[8] == "" and "(" in row[5] for row in rows)
-    assert len(notes(result["cells"])) == 1 and "cudnn: unsupported: attn=cudnn" in notes(result["cells"])[0]
+    assert len(notes(result.cells)) == 1 and "cudnn: unsupported: attn=cudnn" in notes(result.cells)[0]
 
     files = sorted(path.name for path in folder.iterdir())  # no memory on a CPU
     assert files == [f"runtime-{name}-fp32-d16-p0.svg" for name in ("backward", "both", "forward")]
@@ -208,71 +207,71 @@ def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, mon
 
 def test_options_of_an_attention_are_part_of_its_name():
     (record,) = records("attns=flash:impl=sdpa", "lengths=16", "passes=forward")
-    assert (record["attention"], record["status"]) == ("flash:impl=sdpa", "ok")
+    assert (record.attention, record.status) == ("flash:impl=sdpa", "ok")
 
 
 def test_dropout_is_checked_and_timed():
-    assert {r["status"] for r in records("attns=flash,sdpa,standard", "dropout=0.25", "lengths=16")} == {"ok"}
+    assert {r.status for r in records("attns=flash,sdpa,standard", "dropout=0.25", "lengths=16")} == {"ok"}
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precisions_are_checked_in_their_own_budget(dtype):
-    assert {r["status"] for r in records("attns=standard,sdpa", f"dtypes={dtype}", "lengths=16")} == {"ok"}
+    assert {r.status for r in records("attns=standard,sdpa", f"dtypes={dtype}", "lengths=16")} == {"ok"}
 
 
 def test_ragged_batches_have_real_lengths(monkeypatch):
-    assert len(LENGTHS) == 128 and max(LENGTHS) == 4096 and sum(LENGTHS[:32]) == 47195
-    monkeypatch.setattr(attention, "LENGTHS", (7, 0, 40))
+    assert len(IMDB_LENGTHS) == 128 and max(IMDB_LENGTHS) == 4096 and sum(IMDB_LENGTHS[:32]) == 47195
+    monkeypatch.setattr(attention, "IMDB_LENGTHS", (7, 0, 40))
     args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
-    assert {cell.lengths for cell in attention.configure(args).cells()} == {(40, 7, 0)}  # the longest first
-    cells = bench(args)["cells"]
-    assert {(r["status"], r["tokens"], r["squares"], r["N"]) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
+    assert {cell.lengths for cell in attention.configure(args).cases()} == {(40, 7, 0)}  # the longest first
+    cells = bench(args).cells
+    assert {(r.status, r.tokens, r.squares, r.length) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
 
 
 @pytest.mark.parametrize("name", ["scaled", "gradient", "infinite"])
 def test_a_wrong_kernel_is_caught_and_not_timed(broken, name):
     for record in records(f"attns={name}", "lengths=16"):
-        assert record["status"] == "WRONG" and record["ms"] is None and record["reason"]
+        assert record.status == "WRONG" and record.ms is None and record.reason
 
 
 def test_what_is_wrong_only_at_the_timed_size_is_caught(broken):
     first, second = records("attns=long", "lengths=16,256", "tokens=512", "passes=forward")
-    assert (first["status"], second["status"]) == ("ok", "WRONG") and "out is off by" in second["reason"]
+    assert (first.status, second.status) == ("ok", "WRONG") and "out is off by" in second.reason
 
 
 def test_dropout_that_does_not_drop_is_caught(broken):
-    assert {r["status"] for r in records("attns=keeps", "lengths=16")} == {"ok"}
+    assert {r.status for r in records("attns=keeps", "lengths=16")} == {"ok"}
     (record,) = records("attns=keeps", "lengths=16", "dropout=0.1", "passes=forward")
-    assert record["status"] == "WRONG" and "dropout 0.1 makes ones 1.000 ± 0.000" in record["reason"]
+    assert record.status == "WRONG" and "dropout 0.1 makes ones 1.000 ± 0.000" in record.reason
 
 
 def test_a_padding_mask_is_of_n_columns_and_the_same_for_all():
     cells = records("attns=flash,standard,local", "ragged=mask", "lengths=64", "tokens=192", "dropout=0,0.1")
-    assert {(r["status"], r["N"], r["batch"], r["ragged"]) for r in cells} == {("ok", 64, 3, "mask")}
-    assert {r["tokens"] for r in cells} == {sum(masked(64, 3))}
+    assert {(r.status, r.length, r.batch, r.ragged) for r in cells} == {("ok", 64, 3, "mask")}
+    assert {r.tokens for r in cells} == {sum(masked(64, 3))}
 
 
 def test_an_approximate_attention_is_checked_for_finite_output(broken):
     for record in records("attns=approximate", "lengths=16"):
-        assert record["status"] == "ok" and record["checked"] is None
-        assert record["density"] is None and record["tflops"] is None  # what it computes instead, nobody knows here
+        assert record.status == "ok" and record.checked is None
+        assert record.density is None and record.tflops is None  # what it computes instead, nobody knows here
 
 
 def test_a_backward_pass_has_the_gradients_of_an_attentions_own_parameters(broken):
     (record,) = records("attns=approximate", "lengths=16", "passes=backward")
     gradients = ATTENTIONS.get("approximate").gradients
-    assert record["status"] == "ok" and len(gradients) > record["repetitions"]  # checked, and timed each time
+    assert record.status == "ok" and len(gradients) > record.repetitions  # checked, and timed each time
 
 
 def test_one_failure_leaves_the_other_cells(broken):
     cells = records("attns=crashes,standard", "lengths=16", "passes=forward")
-    assert [r["status"] for r in cells] == ["failed", "ok"]
-    assert cells[0]["reason"] == "RuntimeError: no such instruction"
+    assert [r.status for r in cells] == ["failed", "ok"]
+    assert cells[0].reason == "RuntimeError: no such instruction"
 
 
 def test_what_does_not_fit_is_oom_and_the_forward_is_still_timed(broken):
     cells = records("attns=backward_too_large")
-    status = {(r["N"], r["pass"]): r["status"] for r in cells}
+    status = {(r.length, r.pass_name): r.status for r in cells}
     assert {status[16, name] for name in attention.PASSES} == {"ok"}
     assert [status[32, name] for name in attention.PASSES] == ["ok", "OOM", "OOM"]
     assert next(iter(tables(cells[3:])))[2][0][-1] != "OOM" and list(tables(cells))[2][2][1][-1] == "OOM"
@@ -293,19 +292,19 @@ def test_one_head_in_chunks_is_the_reference(monkeypatch, dropout):
 
 
 def test_verdicts_are_within_the_budget_and_not_zero():
-    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64), 2)
+    cell = BenchmarkCase("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64), 2)
     assert 0 < (check_small(cell.small(), CPU).ratio or 0) <= 1
     batch = make_batch(cell.lengths, True, CPU)
     verdict = check_timed(cell, [torch.randn(128, 2, 16) for _ in range(4)], batch)
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
-    assert not check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
+    assert not check_dropout(BenchmarkCase("standard", "fp32", 16, 0.1, (200, 200), 2), CPU).wrong
 
 
 def test_the_last_longest_sequence_is_checked(monkeypatch):
     def wrong_in_the_second(*args):
         return attend(*args) * (1 + (torch.arange(135) // 64 == 1))[:, None, None]
 
-    cell = Cell("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
+    cell = BenchmarkCase("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
     inputs, batch = [torch.randn(135, 2, 16) for _ in range(4)], make_batch(cell.lengths, False, CPU)
     assert not check_timed(cell, inputs, batch).wrong
     monkeypatch.setattr("lra.bench.check.attend", wrong_in_the_second)
@@ -318,7 +317,7 @@ def test_one_mask_for_two_is_wrong(heads, sequences, what, monkeypatch):
         return p * torch.nn.functional.dropout(torch.ones_like(p[:sequences, :heads]), rate)
 
     monkeypatch.setattr("lra.models.attention.standard.F", SimpleNamespace(dropout=dropout))
-    verdict = check_dropout(Cell("standard", "fp32", 16, 0.1, (200, 200), 2), CPU)
+    verdict = check_dropout(BenchmarkCase("standard", "fp32", 16, 0.1, (200, 200), 2), CPU)
     assert verdict.wrong == f"dropout 0.1 drops the same weights of two {what}"
 
 
@@ -355,8 +354,10 @@ def test_the_command_prints_and_fails_on_wrong(broken):
 
 @pytest.mark.gpu
 def test_a_gpu_has_times_and_memory():
-    cells = bench(["attns=flash,sdpa,standard", "lengths=512", "head_dims=64", "dropout=0,0.1", "tokens=4096"])["cells"]
-    assert {r["status"] for r in cells} == {"ok"}, notes(cells)
-    for r in (r for r in cells if r["pass"] == "both"):
+    cells: Any = bench(
+        ["attns=flash,sdpa,standard", "lengths=512", "head_dims=64", "dropout=0,0.1", "tokens=4096"]
+    ).cells
+    assert {r.status for r in cells} == {"ok"}, notes(cells)
+    for r in (r for r in cells if r.pass_name == "both"):
         inputs_and_gradients = 8 * 2 * 4096 * 8 * 64 / 1e6
-        assert r["memory_mb"] >= inputs_and_gradients and r["ms"] > 0
+        assert r.memory_mb >= inputs_and_gradients and r.ms > 0

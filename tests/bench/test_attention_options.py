@@ -11,7 +11,7 @@ from lra.errors import UsageError
 
 def test_every_combination_is_a_cell_and_attentions_vary_fastest():
     options = configure(["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"])
-    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cells()]
+    cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cases()]
     assert len(cells) == 8
     assert cells[:3] == [("flash", 0.0, (128,) * 4), ("standard", 0.0, (128,) * 4), ("flash", 0.0, (256,) * 2)]
 
@@ -72,4 +72,4 @@ def test_the_smallest_and_largest_that_are_taken():
 def test_two_tokens_can_be_checked(ragged):
     options = configure(["attns=standard", "lengths=2", "batch=1", "dtypes=fp32", "head_dims=16", f"ragged={ragged}"])
     [records] = run(options, torch.device("cpu"))
-    assert {record["status"] for record in records} == {"ok"}
+    assert {record.status for record in records} == {"ok"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -114,12 +115,12 @@ def test_rows_table_and_json(tmp_path):
     out = tmp_path / "new" / "io.json"
     args = ["length=128", "head_dim=16", "heads=2", "batch=3", "blocks=16,64", "counters=false", f"out={out}"]
     result = bench(args)
-    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
-    assert [row["algorithm"] for row in result["rows"]] == [io.STANDARD, *[io.ALGORITHM_1] * 2, *[io.OURS] * 2]
-    row = result["rows"][2]
-    assert (row["block_columns"], row["block_rows"], row["on_chip_elements"]) == (64, 16, 4096)
-    assert (row["read"], row["write"]) == tuple(6 * x for x in flash(128, 16, 2, 64))
-    assert row["measured_read"] is None and result["notes"] == ["not measured: counters=false"]
+    assert json.loads(out.read_text()) == json.loads(json.dumps(asdict(result)))
+    assert [row.algorithm for row in result.rows] == [io.STANDARD, *[io.ALGORITHM_1] * 2, *[io.OURS] * 2]
+    row = result.rows[2]
+    assert (row.block_columns, row.block_rows, row.on_chip_elements) == (64, 16, 4096)
+    assert (row.read, row.write) == tuple(6 * x for x in flash(128, 16, 2, 64))
+    assert row.measured_read is None and result.notes == ["not measured: counters=false"]
     _, header, rows = table(result)
     assert len(rows) == 5 and all(len(cells) == len(header) and cells[-1] == "" for cells in rows)
 
@@ -188,7 +189,7 @@ def test_what_ncu_counts_stands_beside_the_formula(monkeypatch, output, code, me
     monkeypatch.setattr(io.environment, "describe", dict)
     result = bench(["blocks=64"])
     assert calls[0][0] == "ncu" and calls[0][-6:] == ["1024", "64", "16", "64", "bf16", "64"]
-    assert [row["measured_read"] for row in result["rows"]] == [None, None, measured] and result["notes"] == notes
+    assert [row.measured_read for row in result.rows] == [None, None, measured] and result.notes == notes
 
 
 def test_the_command_prints_the_table():

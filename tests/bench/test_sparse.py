@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lra.bench.attention import bench, configure, notes, tables
-from lra.bench.cell import Cell, make_batch
+from lra.bench.case import BenchmarkCase, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
 from lra.bench.sparse import PEERS, block_mask, compared
 from lra.config.registry import Registry
@@ -63,9 +63,9 @@ def broken(monkeypatch):
     monkeypatch.setattr(ATTENTIONS, "get", lambda name: wrong._classes.get(name) or real(name))
 
 
-def records(*args: str) -> list[dict[str, Any]]:
+def records(*args: str) -> list[Any]:
     fields = TINY | dict(arg.split("=", 1) for arg in args)
-    return bench([f"{name}={value}" for name, value in fields.items()])["cells"]
+    return bench([f"{name}={value}" for name, value in fields.items()]).cells
 
 
 def peer(name: str, n: int, **options: Any) -> Any:
@@ -73,7 +73,7 @@ def peer(name: str, n: int, **options: Any) -> Any:
     return cls(cls.Config(**options), AttentionSpec(2, 16, n))
 
 
-def known(cell: Cell) -> Layout:
+def known(cell: BenchmarkCase) -> Layout:
     layout = cell.build(CPU).layout
     assert layout is not None
     return layout
@@ -88,18 +88,18 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout)
 
 def test_it_is_checked_and_counted_by_what_its_layout_shows():
     dense, sparse = records(f"attns=flash,{BUTTERFLY}", "passes=forward")
-    assert (dense["density"], dense["block"], dense["status"]) == (1.0, None, "ok")
-    assert (sparse["density"], sparse["block"], sparse["status"]) == (0.5, "16x16", "ok")
-    assert 0 < sparse["checked"] <= 1
-    flops = 4 * 2 * 16 * sparse["squares"]
-    assert sparse["tflops"] == pytest.approx(0.5 * flops / sparse["ms"] / 1e9, rel=2e-3)
-    assert dense["tflops"] == pytest.approx(flops / dense["ms"] / 1e9, rel=2e-3)
+    assert (dense.density, dense.block, dense.status) == (1.0, None, "ok")
+    assert (sparse.density, sparse.block, sparse.status) == (0.5, "16x16", "ok")
+    assert 0 < sparse.checked <= 1
+    flops = 4 * 2 * 16 * sparse.squares
+    assert sparse.tflops == pytest.approx(0.5 * flops / sparse.ms / 1e9, rel=2e-3)
+    assert dense.tflops == pytest.approx(flops / dense.ms / 1e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("lengths", [(2048, 2048), (2048, 700, 0)])
 @pytest.mark.parametrize("options", ["block=128", "block=16x256", "block=64:factors=3", "block=64:globals=8"])
 def test_a_small_cell_is_sparse_and_right(options, lengths):
-    cell = Cell(f"butterfly:impl=gather:{options}", "fp32", 16, 0.0, lengths, 8)
+    cell = BenchmarkCase(f"butterfly:impl=gather:{options}", "fp32", 16, 0.0, lengths, 8)
     layout = known(cell)
     small = cell.small(layout)
     assert small.heads == 2 and max(small.lengths) < 1100 and 0.3 < small.density(layout) < 0.85
@@ -109,7 +109,7 @@ def test_a_small_cell_is_sparse_and_right(options, lengths):
 
 
 def test_ragged_batches_count_the_pairs_of_each_sequence():
-    cell = Cell(BUTTERFLY, "fp32", 16, 0.0, (40, 0, 128), 2)
+    cell = BenchmarkCase(BUTTERFLY, "fp32", 16, 0.0, (40, 0, 128), 2)
     layout = known(cell)
     pairs = sum(int(layout.token_mask(torch.arange(n), torch.arange(n)).sum()) for n in cell.lengths)
     assert cell.density(layout) == pytest.approx(pairs / (40 * 40 + 128 * 128))
@@ -118,15 +118,15 @@ def test_ragged_batches_count_the_pairs_of_each_sequence():
 @pytest.mark.parametrize("name", ["dense", "long"])
 def test_what_sees_other_keys_is_wrong(broken, name):
     (record,) = records(f"attns={name}:block=16", "passes=forward", "lengths=256")
-    assert record["status"] == "WRONG" and " is off by " in record["reason"] and record["ms"] is None
+    assert record.status == "WRONG" and " is off by " in record.reason and record.ms is None
 
 
 def test_dropout_is_checked(broken):
     args = ("dropout=0.25", "passes=forward")
-    assert [r["status"] for r in records(f"attns={BUTTERFLY}", *args)] == ["ok"]
+    assert [r.status for r in records(f"attns={BUTTERFLY}", *args)] == ["ok"]
     (record,) = records("attns=keeps:block=16:impl=gather", *args)
-    assert record["status"] == "WRONG" and "dropout 0.25 makes ones 1.000" in record["reason"]
-    assert not check_dropout(Cell("butterfly:block=16:globals=3", "fp32", 16, 0.1, (136, 136), 2), CPU).wrong
+    assert record.status == "WRONG" and "dropout 0.25 makes ones 1.000" in record.reason
+    assert not check_dropout(BenchmarkCase("butterfly:block=16:globals=3", "fp32", 16, 0.1, (136, 136), 2), CPU).wrong
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -160,7 +160,7 @@ def test_one_head_of_a_layout_is_the_reference(monkeypatch, layout, dropout, chu
 def test_a_long_sequence_is_checked_in_blocks():
     """Not in N x N: that would be 2^32 pairs here, of which one in thirty is seen."""
     n = 16384
-    cell = Cell("butterfly:impl=gather:block=64", "fp32", 16, 0.0, (n,), 1)
+    cell = BenchmarkCase("butterfly:impl=gather:block=64", "fp32", 16, 0.0, (n,), 1)
     inputs = [torch.randn(n, 1, 16) for _ in range(4)]
     verdict = check_timed(cell, inputs, make_batch(cell.lengths, True, CPU))
     assert not verdict.wrong and 0 < (verdict.ratio or 0) <= 1
@@ -199,15 +199,15 @@ def test_tables_show_density_and_the_time_beside_dense_attention():
     assert title == "forward: ms (TFLOP/s), density, time / (density x time of flash)"
     assert header[5:] == [BUTTERFLY, "flash", "butterfly@flex:block=16", "butterfly@fa4:block=16"]
     ours, flash = cells[0], cells[1]
-    assert rows[0][5].endswith(f", 0.5, {ours['ms'] / (0.5 * flash['ms']):.2f}") and "," not in rows[0][6]
+    assert rows[0][5].endswith(f", 0.5, {ours.ms / (0.5 * flash.ms):.2f}") and "," not in rows[0][6]
     assert [row[7:] for row in rows] == [["", ""], ["", ""]] and len(notes(cells)) == 2
-    alone = next(iter(tables([r for r in cells if r["block"]])))
+    alone = next(iter(tables([r for r in cells if r.block])))
     assert alone[0] == "forward: ms (TFLOP/s), density" and alone[2][0][5].endswith(", 0.5")
 
 
 def test_peers_say_what_they_lack():
-    assert "GPUs only" in records("attns=butterfly@flex", "dtypes=bf16")[0]["reason"]
-    assert "no dropout" in records("attns=butterfly@flex", "dropout=0.1")[0]["reason"]
+    assert "GPUs only" in records("attns=butterfly@flex", "dtypes=bf16")[0].reason
+    assert "no dropout" in records("attns=butterfly@flex", "dropout=0.1")[0].reason
     gpu = torch.device("cuda")
     assert peer("flex", 512, block="64").resolve(gpu, "bf16") == "butterfly@flex"
     for options, message in (
@@ -285,7 +285,7 @@ def test_the_readme_has_a_table_of_them(tmp_path, monkeypatch, request):
     import readme  # type: ignore[import-not-found]
 
     assert readme.sparse(tmp_path) == ""
-    result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()])
+    result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]).saved()
     flex = [dict(r) for r in result["cells"] if r["attention"] == BUTTERFLY and not r["dropout"]]
     for record in flex:
         record.update(attention="butterfly@flex:block=16", ms=7.0)

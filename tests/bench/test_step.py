@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,17 +91,17 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
 
     monkeypatch.setattr(step, "recorded", recorded)
     monkeypatch.setattr(Stopwatch, "steady", lambda _: [True] * BLOCKS)  # which shapes come anew is no matter here
-    result = bench(tiny("batch.micro=4"))
-    assert [record["status"] for record in result["loops"]] == ["ok"] * 4 and taken == [RECORDED] * 2
-    fit, captured, eager, bare = result["loops"]
-    assert [record["engine"] for record in result["loops"]] == ["captured", "captured", "eager", "captured"]
-    assert fit["loss"] == pytest.approx(captured["loss"], rel=1e-3) == pytest.approx(eager["loss"], rel=1e-3)
-    assert eager["tokens"] == captured["tokens"] == fit["tokens"] < captured["rows"] == fit["rows"]
-    assert captured["rows_per_second"] == pytest.approx(1e3 * captured["rows"] / captured["ms"], rel=2e-3)
-    assert bare["tokens"] == bare["rows"] == 8 * 32 and bare["shapes"] == 1 and captured["shapes"] >= 1
-    assert bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
-    assert captured["where"]["groups"]["attention"] == bare["where"]["groups"]["attention"] == 0.003
-    assert fit["where"] is eager["where"] is None
+    result: Any = bench(tiny("batch.micro=4"))
+    assert [record.status for record in result.loops] == ["ok"] * 4 and taken == [RECORDED] * 2
+    fit, captured, eager, bare = result.loops
+    assert [record.engine for record in result.loops] == ["captured", "captured", "eager", "captured"]
+    assert fit.loss == pytest.approx(captured.loss, rel=1e-3) == pytest.approx(eager.loss, rel=1e-3)
+    assert eager.tokens == captured.tokens == fit.tokens < captured.rows == fit.rows
+    assert captured.rows_per_second == pytest.approx(1e3 * captured.rows / captured.ms, rel=2e-3)
+    assert bare.tokens == bare.rows == 8 * 32 and bare.shapes == 1 and captured.shapes >= 1
+    assert bare.loss == pytest.approx(captured.loss, rel=0.5)
+    assert captured.where["groups"]["attention"] == bare.where["groups"]["attention"] == 0.003
+    assert fit.where is eager.where is None
     (_, header, rows), (_, groups, shares) = tables(result)
     assert all(len(row) == len(header) for row in rows) and groups == ["group", "captured", "bare"]
     assert [row[0] for row in shares] == [*GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
@@ -120,8 +120,8 @@ def test_blocks_in_which_shapes_are_captured_do_not_count(without_graphs, monkey
         ("5 5 5 5 5 5 5", 3.0, None),
     ):
         found = iter([(int(count), 1) for count in came.split()])
-        result = bench(tiny("loops=captured", "steps=10", "profile=false"))
-        assert result["loops"][0]["ms"] == ms
+        result: Any = bench(tiny("loops=captured", "steps=10", "profile=false"))
+        assert result.loops[0].ms == ms
         assert [text[: len(note or "")] for text in notes(result)] == [note] * bool(note)
 
 
@@ -138,11 +138,13 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
     pairs = [(i % 2, f"P{i}", f"P{(7 * i + 3) % 20}") for i in range(20)]
     source = write_aan_papers(tmp_path / "aan", kinds, train=pairs, val=pairs[:5], test=pairs[5:9])
     fields = [field for field in tiny("profile=false", "task.max_length=30") if not BY_TASK.match(field)]
-    result = bench([*fields, "task=retrieval", "task.dataset=scisumm", "model.pooling=cls", f"task.source={source}"])
-    fit, captured, eager, bare = result["loops"]
-    assert [record["status"] for record in result["loops"]] == ["ok"] * 4
-    assert fit["tokens"] == captured["tokens"] == eager["tokens"] > 2 * 8 * 21
-    assert bare["tokens"] == 2 * 8 * 31 and bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+    result: Any = bench(
+        [*fields, "task=retrieval", "task.dataset=scisumm", "model.pooling=cls", f"task.source={source}"]
+    )
+    fit, captured, eager, bare = result.loops
+    assert [record.status for record in result.loops] == ["ok"] * 4
+    assert fit.tokens == captured.tokens == eager.tokens > 2 * 8 * 21
+    assert bare.tokens == 2 * 8 * 31 and bare.loss == pytest.approx(captured.loss, rel=0.5)
 
 
 def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
@@ -151,8 +153,8 @@ def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
     names = "takes_projection", "takes_feed_forward"
     for name in names:
         monkeypatch.setattr(transformer, name, lambda *_, name=name: asked.append(name))
-    (bare,) = bench(tiny("loops=bare", "profile=false"))["loops"]
-    assert bare["status"] == "ok" and not asked
+    (bare,) = bench(tiny("loops=bare", "profile=false")).loops
+    assert bare.status == "ok" and not asked
     bench(tiny("loops=eager"))
     assert {*asked} == {*names}
 
@@ -162,8 +164,9 @@ def test_pixels_with_positions_of_their_own(without_graphs):
     fields = [field for field in tiny("loops=captured,bare", "profile=false") if not BY_TASK.match(field)]
     few = ("task.train=24", "task.val=6", "task.test=12", "task.tokens=lit", "batch.size=2")
     fields = [field for field in fields if not field.startswith(("batch.size", "task.max_length"))]
-    captured, bare = bench([*fields, "task=pathfinder", *few])["loops"]
-    assert (captured["status"], bare["status"], bare["tokens"]) == ("ok", "ok", 2 * 1024) and captured["tokens"] < 2048
+    result: Any = bench([*fields, "task=pathfinder", *few])
+    captured, bare = result.loops
+    assert (captured.status, bare.status, bare.tokens) == ("ok", "ok", 2 * 1024) and captured.tokens < 2048
 
 
 def test_lightnings_loop_takes_steps_and_no_more(monkeypatch):
@@ -176,8 +179,8 @@ def test_lightnings_loop_takes_steps_and_no_more(monkeypatch):
         return forward(self, batch)
 
     monkeypatch.setattr(TaskModule, "forward", watched)
-    (record,) = bench(tiny("loops=fit", "steps=30", "trainer.steps=80"))["loops"]
-    assert record["status"] == "ok" and handlers == {signal.getsignal(signal.SIGTERM)}
+    (record,) = bench(tiny("loops=fit", "steps=30", "trainer.steps=80")).loops
+    assert record.status == "ok" and handlers == {signal.getsignal(signal.SIGTERM)}
 
 
 def test_a_loop_that_fails_leaves_the_others(monkeypatch):
@@ -185,21 +188,21 @@ def test_a_loop_that_fails_leaves_the_others(monkeypatch):
         raise RuntimeError("a compiler\nsays much")
 
     monkeypatch.setattr(step.loops, "fit", broken)
-    result = bench(tiny("loops=fit,eager"))
-    assert [record["status"] for record in result["loops"]] == ["failed", "ok"] and result["lightning"] is None
+    result: Any = bench(tiny("loops=fit,eager"))
+    assert [record.status for record in result.loops] == ["failed", "ok"] and result.lightning is None
     assert notes(result) == ["fit: failed: RuntimeError: a compiler"]
 
 
 def test_a_loop_that_does_not_fit_is_oom(monkeypatch):
     monkeypatch.setattr(step.loops, "fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
-    (record,) = bench(tiny("loops=fit"))["loops"]
-    assert record["status"] == "OOM" and record["reason"].endswith("does not fit: halve it")
+    (record,) = bench(tiny("loops=fit")).loops
+    assert record.status == "OOM" and record.reason.endswith("does not fit: halve it")
 
 
 def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeypatch):
     monkeypatch.setattr(step, "recorded", lambda *_: [])
-    (record,) = bench(tiny("loops=captured"))["loops"]
-    assert record["status"] == "ok" and record["ms"] and record["reason"].startswith("not profiled: the profiler saw")
+    (record,) = bench(tiny("loops=captured")).loops
+    assert record.status == "ok" and record.ms and record.reason.startswith("not profiled: the profiler saw")
 
 
 @pytest.mark.parametrize(
@@ -335,13 +338,13 @@ def test_bare_attention_is_attention():
 @pytest.mark.gpu
 def test_captured_and_bare_agree_on_a_gpu():
     gpu = ("trainer.accelerator=gpu", "trainer.precision=bf16", "model.heads=2")
-    result = bench(tiny(*gpu))
-    assert [record["status"] for record in result["loops"]] == ["ok"] * 4, notes(result)
-    fit, captured, eager, bare = result["loops"]
-    assert fit["engine"] == "captured" and captured["captured"] >= 1 and bare["captured"] == bare["shapes"] == 1
-    assert fit["loss"] == pytest.approx(captured["loss"], rel=0.01) == pytest.approx(eager["loss"], rel=0.01)
-    assert bare["loss"] == pytest.approx(captured["loss"], rel=0.5)
+    result: Any = bench(tiny(*gpu))
+    assert [record.status for record in result.loops] == ["ok"] * 4, notes(result)
+    fit, captured, eager, bare = result.loops
+    assert fit.engine == "captured" and captured.captured >= 1 and bare.captured == bare.shapes == 1
+    assert fit.loss == pytest.approx(captured.loss, rel=0.01) == pytest.approx(eager.loss, rel=0.01)
+    assert bare.loss == pytest.approx(captured.loss, rel=0.5)
     for record in (captured, bare):
-        groups = record["where"]["groups"]
+        groups = record.where["groups"]
         assert all(groups[label] > 0 for label in ("layers", "attention", "matrix products", "optimiser"))
-        assert record["memory_mb"] > 0 and groups[OTHER] < record["ms"] and len(record["where"]["kernels"]) == LONGEST
+        assert record.memory_mb > 0 and groups[OTHER] < record.ms and len(record.where["kernels"]) == LONGEST

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from lra.bench.attention import bench, configure, notes, tables
-from lra.bench.cell import Cell, attend, make_batch
+from lra.bench.case import BenchmarkCase, attend, make_batch
 from lra.bench.presets import RUNTIME, masked, sized
 from lra.cli import app
 from lra.models.attention import ATTENTIONS
@@ -32,21 +34,21 @@ def test_a_table_of_runtime_is_one_pass_in_one_setting(number):
     assert options.lengths == tuple(2**i for i in range(7, 17)) and options.head_dims == (64,)
     assert (options.batch, options.heads, options.dtypes) == (16, 8, ("bf16",))
     assert options.attns == tuple(CATALOGUE)
-    cells = [cell for cell in options.cells() if cell.attention.startswith("linformer")]
+    cells = [cell for cell in options.cases() if cell.attention.startswith("linformer")]
     assert [cell.attention for cell in cells[:5]] == [f"linformer:k={k}" for k in (16, 32, 64, 128, 256)]
     assert {cell.attention for cell in cells[5:]} == {"linformer:k=256"}
 
 
 def test_the_other_tables():
     seven, memory = configure(["table=7"]), configure(["table=21"])
-    assert seven.attns == ("flash",) and [cell.attention for cell in seven.cells()] == ["flash"] * 3
+    assert seven.attns == ("flash",) and [cell.attention for cell in seven.cases()] == ["flash"] * 3
     assert memory.attns == tuple(CATALOGUE) and memory.passes == ("forward", "both") and memory.ragged == "false"
-    assert any(cell.attention == "linformer:k=16" for cell in memory.cells())
+    assert any(cell.attention == "linformer:k=16" for cell in memory.cases())
 
 
 def test_what_the_user_names_keeps_its_fields_and_its_name():
     options = configure(["table=11", "lengths=256", "attns=linformer,linformer:k=5,flash"])
-    facts = [options.facts(cell) for cell in options.cells()]
+    facts = [options.facts(cell) for cell in options.cases()]
     assert [(f["attention"], f["options"]) for f in facts] == [
         ("linformer", "k=32"), ("linformer:k=5", ""), ("flash", "")
     ]  # fmt: skip
@@ -54,12 +56,12 @@ def test_what_the_user_names_keeps_its_fields_and_its_name():
     assert sized("butterfly@flex", 512) == "butterfly@flex:block=32:factors=1"
     assert sized("none_of_these", 512) == "none_of_these"
     without = configure(["attns=linformer", "lengths=256"])
-    assert [without.facts(cell)["options"] for cell in without.cells() if cell.dropout == 0][:1] == [""]
+    assert [without.facts(cell)["options"] for cell in without.cases() if cell.dropout == 0][:1] == [""]
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_what_is_as_cheap_as_16_keys_runs(name):
-    cell = Cell(sized(name, 128), "fp32", 16, 0.0, (128, 111), 2, span=128)
+    cell = BenchmarkCase(sized(name, 128), "fp32", 16, 0.0, (128, 111), 2, span=128)
     attention = cell.build(CPU)
     q, k, v = (torch.randn(239, 2, 16, requires_grad=True) for _ in range(3))
     out = attend(attention, q, k, v, make_batch(cell.lengths, False, CPU), False)
@@ -72,7 +74,7 @@ def test_what_is_as_cheap_as_16_keys_runs(name):
 def test_patterns_see_about_the_keys_of_their_budget(name, n):
     """Of blocks of 16 tokens at least there are two or three in a row, however few keys are wanted."""
     keys = min(256, n // 8)
-    attention = Cell(sized(name, n), "bf16", 64, 0.0, (n,), 8).build(CPU)
+    attention = BenchmarkCase(sized(name, n), "bf16", 64, 0.0, (n,), 8).build(CPU)
     assert attention.resolve(torch.device("cuda"), "bf16")  # Triton takes its blocks
     assert attention.layout is not None
     per_query = attention.layout.density(n) * n
@@ -84,7 +86,7 @@ def test_patterns_see_about_the_keys_of_their_budget(name, n):
 
 def test_the_longest_sequences_have_a_layout():
     for name in ("butterfly", "local", "longformer"):
-        layout = Cell(sized(name, 65536), "bf16", 64, 0.0, (65536,), 8).build(CPU).layout
+        layout = BenchmarkCase(sized(name, 65536), "bf16", 64, 0.0, (65536,), 8).build(CPU).layout
         assert layout is not None and 0.003 < layout.density(65536) < 0.0045
 
 
@@ -97,14 +99,14 @@ def test_a_padding_mask_hides_up_to_20_tokens():
 
 def test_one_table_is_printed_with_what_it_left_out():
     result = bench([*TINY, "table=11", "attns=flash,linformer,cudnn"])
-    records = result["cells"]
-    assert [r["status"] for r in records] == ["ok", "ok", "unsupported"]
-    assert [(r["attention"], r["options"]) for r in records[:2]] == [("flash", ""), ("linformer", "k=16")]
+    records = result.cells
+    assert [r.status for r in records] == ["ok", "ok", "unsupported"]
+    assert [(r.attention, r.options) for r in records[:2]] == [("flash", ""), ("linformer", "k=16")]
     ((title, header, rows),) = tables(records, "11")
     assert title == "Table 11, both: ms" and header[5:] == ["flash", "linformer"]
-    assert rows == [["bf16", "16", "0.1", "128", "2", f"{records[0]['ms']:g}", f"{records[1]['ms']:g}"]]
+    assert rows == [["bf16", "16", "0.1", "128", "2", f"{records[0].ms:g}", f"{records[1].ms:g}"]]
     assert len(notes(records)) == 1
-    memory = [dict(record, memory_mb=3.0, **{"pass": "both"}) for record in records[:1]]
+    memory = [replace(record, memory_mb=3.0, pass_name="both") for record in records[:1]]
     assert len(list(tables(memory, "11"))) == 1 and list(tables(memory, "21"))[-1][2][0][-1] == "3"
     assert set(RUNTIME) == {str(n) for n in range(9, 21)}
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -27,6 +26,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
+from lra.tasks.batches import Collation, Rank
 from lra.training.step import Step
 
 # what a result repeats of its configuration, or reads from a clock or the machine; `attention` names options
@@ -225,11 +225,7 @@ def served(task: str, fields: dict[str, Any]) -> Any:
         config = RunConfig(cls.Config(**fields), ATTENTIONS.get("linear").Config(), model=model, batch=batch)
         with torch.device("meta"):
             module = cls(config, Step(config))
-        data = cls.Data(config)
-        cpu = SimpleNamespace(root_device=torch.device("cpu"))
-        data.trainer = SimpleNamespace(
-            lightning_module=module, strategy=cpu, global_rank=0, world_size=1, global_step=0
-        )  # type: ignore[assignment]
+        data = cls.Data(config, Collation(Rank(0, 1, torch.device("cpu")), module.model.encoder.prefix))
         data.prepare_data()
     except UsageError as error:
         return Refused(str(error))

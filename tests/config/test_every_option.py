@@ -57,12 +57,16 @@ BESIDE = {
     "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),
     "trainer.devices": ("batch.size=5",),  # 2 would be started
     "trainer.on_nan": ("optim.lr=1e30",),
+    "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
+    "optim.decay": ("optim.weight_decay=0.1",),
     "task.background": ("task.tokens=lit",),
 }
 # values that no type gives
 VALUES = {"recipe": lambda: [[name for name in recipes() if name != "demo"]], "init": lambda: [["{learned}"]]}
 # values that do here what the baseline's does
 SAME: dict[str, tuple[Any, ...]] = {
+    "optim.eps": (None,),  # the default
+    "optim.momentum": (None,),
     "engine": ("eager",),  # auto, where there is no GPU
     "trainer.accelerator": () if torch.cuda.is_available() else ("auto",),
     "head": ("kept",),  # null, as its shapes agree

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from lra.batch import Batch
 from lra.data import resident
 from lra.data.resident import upload
 from lra.data.split import Examples, Pairs, Split
-from lra.tasks import TASKS
 from lra.tasks.base import TaskData
+from lra.tasks.batches import Rank
 from lra.training import checkpoints
 from lra.training.engine import Graph
 from lra.training.fit import build, configure
@@ -197,12 +196,8 @@ def test_other_options_than_those_of_the_upload_are_errors():
 def data_of(*args: str, stage: str = "fit") -> Any:
     """A prepared data module, as a trainer on the CPU sets it up."""
     run = configure([*args, "attn=flash"]).config
-    data = TASKS.get(run.task.name).Data(run)
+    data = build(run, Rank(0, 1, CPU))[0]
     data.prepare_data()
-    strategy = SimpleNamespace(root_device=CPU)
-    data.trainer = SimpleNamespace(
-        global_step=0, global_rank=0, world_size=1, strategy=strategy, lightning_module=build(run)[1]
-    )
     data.setup(stage)
     return data
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from lra.config.override import parse_overrides
-from lra.experiments.grid import Cell, Column, Grid
-from lra.experiments.launch import Local
+from lra.experiments.grid.grid import Cell, Column, Grid
+from lra.experiments.grid.launch import Local
 
 TINY = (
     "task.train=50", "task.val=10", "task.test=10", "task.fresh=10", "trainer.steps=4", "trainer.eval_every=2",

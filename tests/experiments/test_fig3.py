@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from lra import environment
 from lra.bench import plots, timing
+from lra.bench.records import AttentionMeasurement, read_measured
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import experiments, fig3, find
@@ -20,6 +22,14 @@ from lra.experiments.fig3 import SETTINGS, fastest, numbered, races, verdict
 from tests.drawings import lines, words
 
 TINY = ["lengths=32,64", "batch=2", "heads=2", "head_dim=16", "attns=flash,standard,linformer"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def committed():
+    """Whatever the tree of these tests is, what they measure is of a clean commit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "commit", lambda: "0123456789ab")
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +70,14 @@ def read(path) -> Any:
 
 def test_every_setting_is_measured_once_and_merged(finished):
     folder, report, lines = finished
-    assert len(lines) == 4 * 2 * 3 and len(report.records) == 3 * len(lines)
+    assert len(lines) == 4 * 2 * 3 and not report.wrong
     merged = read(folder / "fig3.json")
-    assert merged["cells"] == report.records and merged["environment"]["versions"]["torch"]
+    assert len(merged["cells"]) == 3 * len(lines) and merged["environment"]["versions"]["torch"]
     assert merged["cells"] == [record for name in SETTINGS for record in read(folder / f"{name}.json")["cells"]]
     assert merged["options"]["lengths"] == [32, 64] and "settings" not in merged["options"]
-    settings = {(r["dropout"], r["ragged"]) for r in report.records}
+    settings = {(r["dropout"], r["ragged"]) for r in merged["cells"]}
     assert settings == {(0.1, "mask"), (0.0, "mask"), (0.1, "false"), (0.0, "false")}
-    assert {r["status"] for r in report.records} == {"ok"}
+    assert {r["status"] for r in merged["cells"]} == {"ok"}
     titles = [title for title, _, _ in report.tables]
     passes = ("forward", "backward", "both")
     assert titles[:-1] == [f"Table {9 + i}, {passes[i % 3]}: ms" for i in range(12)]  # no memory on a CPU
@@ -132,14 +142,22 @@ def test_other_options_or_another_environment_are_refused(folder, change, more, 
         fig3.run([*args, *more, f"out={folder}"])
 
 
-def test_a_new_date_and_commit_are_no_other_environment_but_every_commit_is_stated(folder):
+def test_a_new_date_and_commit_are_no_other_environment_but_are_stated(folder):
     part = read(folder / "mask.json")
-    part["environment"] |= {"date": "yesterday", "command": "lra", "gpus": 9, "commit": "0"}
+    begun = {"date": "yesterday", "command": "lra", "commit": "0"}
+    part["environment"] |= begun | {"gpus": 9}
     part["cells"] = part["cells"][:-3]
     (folder / "mask.json").write_text(json.dumps(part))
     assert again(folder) == ["mask: linformer"]
-    commits = read(folder / "mask.json")["environment"]["commit"].split(", ")
-    assert commits == list(dict.fromkeys(commit for commit in ("0", environment.commit()) if commit))
+    found = read(folder / "mask.json")
+    assert found["environment"] == part["environment"] and found["cells"][:-3] == part["cells"]
+    made = [record.made or {} for record in read_measured(folder / "mask.json", AttentionMeasurement).cells]
+    assert made[:-3] == [begun] * (len(made) - 3)
+    assert all(each["commit"] == environment.commit() and each["date"] > "2026" for each in made[-3:])
+    whole = read(folder / "fig3.json")
+    merged = read_measured(folder / "fig3.json", AttentionMeasurement).cells
+    masked = [record.made for record in merged if (record.ragged, record.dropout) == ("mask", 0.0)]
+    assert masked == made and whole["environment"] == read(folder / "plain.json")["environment"]
     assert again(folder) == []
 
 
@@ -157,10 +175,12 @@ def test_bad_input_is_one_line(folder):
         find("fig33")
 
 
-def record(attention: str, ms: float | None, n: int = 128, **changes: Any) -> dict[str, Any]:
-    status = "OOM" if ms is None else "ok"
-    base = {"attention": attention, "ms": ms, "N": n, "pass": "both", "dropout": 0.1, "ragged": "mask"}
-    return base | {"status": status, "memory_mb": None} | changes
+def record(attention: str, ms: float | None, n: int = 128, **changes: Any) -> AttentionMeasurement:
+    made = AttentionMeasurement(
+        attention=attention, options="", ragged="mask", pass_name="both", length=n, head_dim=64, dtype="bf16",
+        dropout=0.1, batch=1, heads=1, tokens=n, squares=n * n, ms=ms, status="OOM" if ms is None else "ok",
+    )  # fmt: skip
+    return replace(made, **changes)
 
 
 def test_the_verdict_says_who_wins_and_by_how_much():
@@ -188,7 +208,8 @@ def test_the_verdict_says_who_wins_and_by_how_much():
 
 
 def test_the_memory_is_table_21(finished):
-    records = [dict(r, memory_mb=7.0) for r in finished[1].records]
+    parts = [read_measured(finished[0] / f"{name}.json", AttentionMeasurement) for name in SETTINGS]
+    records = [replace(record, memory_mb=7.0) for part in parts for record in part.cells]
     title, header, rows = list(numbered(records))[-1]
     assert title == "Table 21, peak memory of both, MB" and header[5:] == ["flash", "standard", "linformer"]
     assert [row[2:4] + row[5:] for row in rows] == [["0.0", n, "7", "7", "7"] for n in ("32", "64")]

@@ -10,12 +10,14 @@ import pytest
 
 from lra.config.options import parse
 from lra.config.override import Override
-from lra.experiments import accuracy, grid, report
-from lra.experiments.cells import State
-from lra.experiments.grid import Cell
+from lra.experiments import accuracy
+from lra.experiments.grid import grid
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import Cell
+from lra.experiments.results import report
+from tests.experiments.results.test_ledger import put, result
+from tests.experiments.results.test_report import cells, table
 from tests.experiments.runs import GRID, made
-from tests.experiments.test_ledger import put, result
-from tests.experiments.test_report import cells, table
 from tests.experiments.test_speed import FILE, shown
 from tests.experiments.test_speed import made as measurement
 from tests.experiments.test_speed import result as measured

@@ -15,12 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from lra import environment
+from lra.bench.records import Measured, StepMeasurement
 from lra.cli import app
 from lra.config.override import parse_overrides
 from lra.errors import UsageError
-from lra.experiments import accuracy, grid, report, speed
-from lra.experiments.grid import Column
-from lra.experiments.speed import Speeds
+from lra.experiments import accuracy, speed
+from lra.experiments.grid import grid
+from lra.experiments.grid.grid import Column
+from lra.experiments.results import report
+from lra.experiments.speed import SpeedMeasurement, Speeds
 from lra.training import step as step_module
 from lra.training.step import Step
 
@@ -41,6 +44,14 @@ MS = {"standard": 8.0, "flash": 2.0}
 pytestmark = pytest.mark.usefixtures("here", "one_thread")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def committed():
+    """Whatever the tree of these tests is, what they measure is of a clean commit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "commit", lambda: "0123456789ab")
+        yield
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Times that are made up; gives the loops that were called."""
@@ -49,8 +60,9 @@ def fake(monkeypatch):
     def measured(loop, composed, options, device):
         run = composed.config
         called.append(f"{run.task.name} {run.attn.name} {loop} {run.batch.layout}")
-        record = made("", "", "", MS[run.attn.name]) | {"loop": loop}
-        return {key: value for key, value in record.items() if key not in ("column", "attention", "way")}
+        return StepMeasurement(
+            loop=loop, engine="captured", ms=MS[run.attn.name], rows=64.0, memory_mb=9.5, tokens_per_second=1000
+        )
 
     monkeypatch.setattr(speed.step, "measured", measured)
     monkeypatch.setattr(grid, "read", lambda name: SMALL)
@@ -67,7 +79,7 @@ def made(column: str, attn: str, way: str, ms: float | None, status: str = "ok",
 
 
 def result(*records: dict[str, Any]) -> dict[str, Any]:
-    made_with = {"gpu": "NVIDIA\nH200", "date": "2026-01-01T00:00:00Z", "commit": "abc"}
+    made_with = {"gpu": "NVIDIA\nH200", "date": "2026-01-01T00:00:00Z", "commit": "abc1234"}
     return {"environment": made_with, "options": {"recipe": "xiong2021", "fields": []}, "cells": list(records)}
 
 
@@ -114,7 +126,7 @@ def test_each_cell_is_measured_in_both_ways(real):
     assert (found["options"]["steps"], found["options"]["warmup"]) == (2, 1)
     assert "batch.size=2" in found["options"]["fields"] and "speed=true" not in found["options"]["fields"]
     assert len(lines) == 8 and lines[0].startswith("listops standard, attention: eager: ")
-    assert {record["status"] for record in made.records} == {"ok"}
+    assert not made.wrong
     assert shown(made, "speedup over standard on CPU")["standard"] == ["1.00 (2)", "1.00 (2)", ""]
     cells = "listops standard, listops flash, short standard, short flash"
     assert made.lines[1:] == [
@@ -153,9 +165,11 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     assert read()["cells"] == first[:2]
     fake.clear()
     plan = accuracy.run("table3", TWO, dry_run=True)
-    assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.records and not fake
+    assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.wrong and not fake
     accuracy.run("table3", TWO)
-    assert fake == whole[2:] and read()["cells"] == first
+    assert fake == whole[2:] and [record | {"made": None} for record in read()["cells"]] == [
+        record | {"made": None} for record in first
+    ]
     made = accuracy.run("table3", TWO)
     assert len(fake) == 6 and shown(made, "speedup")["flash"] == ["4.00 (2)", "4.00 (2)", ""]
     assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
@@ -166,7 +180,7 @@ def test_two_commands_do_not_measure_for_one_file(fake, monkeypatch):
 
     def again(*args):
         with pytest.raises(UsageError, match=r"another process measures for .*speed\.json: wait for it"):
-            speed.run(SMALL, [arg for arg in TWO if not arg.startswith("speed=")])
+            accuracy.run("table3", TWO)
         refusals.append(args)
         return measured(*args)
 
@@ -254,17 +268,34 @@ def test_another_environment_is_refused_where_something_is_lacking(fake, change,
     assert len(fake) == 4
 
 
-def test_every_commit_that_measured_is_stated(fake):
+def test_what_is_measured_later_states_its_own_date_command_and_commit(fake, monkeypatch):
+    monkeypatch.setattr(environment, "commit", lambda: "b")
     accuracy.run("table3", ONE)
     found = read()
-    found["environment"] |= {"commit": "0", "date": "yesterday", "command": "lra", "gpus": 9}
-    for _ in range(2):
-        found["cells"].pop()
-        FILE.write_text(json.dumps(found))
+    assert not any("made" in record for record in found["cells"])
+    begun = {"commit": "a", "date": "2026-01-01", "command": "lra"}
+    found["environment"] |= begun | {"gpus": 9}
+    kept = found["cells"][:-1]
+    FILE.write_text(json.dumps(found | {"cells": kept}))
+    accuracy.run("table3", ONE)
+    found = read()
+    assert len(fake) == 5 and found["environment"].items() >= begun.items()
+    assert found["cells"][:-1] == kept, "as they are, without a word"
+    result = speed.read(FILE)
+    *older, last = (record.made or {} for record in result.cells)
+    assert last["commit"] == "b" and last["command"] == environment.command() and last["date"] > begun["date"]
+    assert older == [begun] * 3
+    assert speed.made_with(result).startswith(f"CPU, commit a, b, 2026-01-01 to {last['date']}")
+
+
+@pytest.mark.parametrize("made", [5, {"date": 5}, {"date": "1", "commit": 5, "command": "lra"}, {}])
+def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
+    accuracy.run("table3", ONE)
+    found = read()
+    found["cells"][-1]["made"] = made
+    FILE.write_text(json.dumps(found))
+    with pytest.raises(UsageError, match="is no measurement of lra reproduce with speed=true"):
         accuracy.run("table3", ONE)
-        found = read()
-    commits = [commit for commit in ("0", environment.commit()) if commit]
-    assert len(fake) == 6 and len(found["cells"]) == 4 and found["environment"]["commit"] == ", ".join(commits)
 
 
 @pytest.mark.parametrize(
@@ -313,12 +344,14 @@ def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_ap
         made(column, attn, "product", ms, "ok" if ms else "OOM", "" if ms else "too much")
         for column, pair in times.items() for attn, ms in zip(("standard", "flash"), pair, strict=True)
     ]  # fmt: skip
-    speeds = Speeds([*records, made("listops", "flash", "attention", 5.0)])
+    records.append(made("listops", "flash", "attention", 5.0))
+    stated = result()
+    cells = [SpeedMeasurement.loaded(record) for record in records]
+    measured = Measured(stated["environment"], stated["options"], cells)
+    speeds = Speeds(measured.cells)
     assert speeds.ratios(columns, "flash", "product") == pytest.approx([4.0, 9.0, 50.0])
     assert speeds.ratios(columns, "flash", "attention") == [] and speeds.ratio("text", "linear", "product") is None
-    summary, attention, product = speed.tables(
-        TABLE, result(*speeds.records.values()), columns, ["standard", "flash", "linear"]
-    )
+    summary, attention, product = speed.tables(TABLE, measured, columns, ["standard", "flash", "linear"])
     assert summary[0] == "speedup over standard on NVIDIA H200, each measured alone: geometric mean (columns)"
     assert summary[1] == ["attention", "speedup, attention", "speedup, product", "paper"]
     assert summary[2] == [["standard", "", "1.00 (2)", ""], ["flash", "", "6.00 (2)", "2.4"], ["linear", "", "", "2.3"]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from lra.experiments import launch, report, speed
-from lra.experiments.launch import Local
+from lra.experiments import speed
+from lra.experiments.grid import launch
+from lra.experiments.grid.launch import Local
+from lra.experiments.results import report
+from tests.experiments.results.test_ledger import put, result
+from tests.experiments.results.test_report import cells
 from tests.experiments.runs import cells as todo_cells
 from tests.experiments.runs import started, stub
-from tests.experiments.test_ledger import put, result
-from tests.experiments.test_report import cells
 
 
 def test_batches_in_portions_are_named_and_in_the_command(tmp_path):

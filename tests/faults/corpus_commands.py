@@ -38,7 +38,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "optim.betas=[nan,0.9]": ("optim.betas", "finite"),
     "optim.betas=[0.9,1]": ("optim.betas", "below 1"),
     "optim.betas=[a,b]": ("optim.betas=[a,b]", "[number,number]"),
-    "optim.betas=null": ("optim.betas", "[number,number]"),
     "optim.clip=0": ("optim.clip", "positive", "null"),
     "optim.warmup=1.5": ("optim.warmup=1.5", "an integer"),
     "optim.warmup=1e3": ("optim.warmup", "an integer"),

@@ -11,7 +11,8 @@ import torch
 from lra.kernels import block_sparse_attention, flash_attention
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
-from lra.kernels.testing import Case, check, make_inputs, random_sparse_case, run
+from lra.kernels.testing import Case, check, make_inputs, run
+from tests.kernels.cases import random_sparse_case
 from tests.sampling import sampled
 
 HALF, SINGLE = torch.float16, torch.float32  # the interpreter multiplies bfloat16 wrongly

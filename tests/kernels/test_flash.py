@@ -14,7 +14,8 @@ from lra.kernels import flash_attention
 from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import reference_attention
 from lra.kernels.flash.tuning import Tile
-from lra.kernels.testing import INPUTS, Case, check, make_inputs, poisoned_empty, random_case, run, with_inputs
+from lra.kernels.testing import INPUTS, Case, check, make_inputs, poisoned_empty, run
+from tests.kernels.cases import random_case, with_inputs
 from tests.sampling import sampled
 
 HALF, SINGLE = torch.float16, torch.float32  # the interpreter multiplies bfloat16 wrongly

@@ -12,7 +12,8 @@ import triton.language as tl
 from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tiles, tuning
-from lra.kernels.testing import INPUTS, Case, check, make_inputs, run, with_inputs
+from lra.kernels.testing import INPUTS, Case, check, make_inputs, run
+from tests.kernels.cases import with_inputs
 from tests.kernels.gluon_on_cpu import Emulated
 
 HALF = torch.float16

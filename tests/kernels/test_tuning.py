@@ -50,7 +50,8 @@ def table(path, tiles, **changes):
     measured = {"gpu": "NVIDIA Test", "date": "2026-01-02T03:04:05Z", "command": "lra tune", "ptxas": "13.4"}
     measured |= {"versions": {"triton": triton.__version__}}
     changes = {"measured": measured, "sources": tuning.sources()} | changes
-    tuning.write(Table(path, changes["measured"], changes["sources"], tiles, dict.fromkeys(tiles, 12.5)))
+    rows = tiles, dict.fromkeys(tiles, 12.5), {key: {} for key in tiles}
+    tuning.write(Table(path, changes["measured"], changes["sources"], *rows))
     tuning.forget()
 
 
@@ -220,6 +221,20 @@ def test_the_fastest_right_tile_is_kept(bench):
     written = tuning.read(bench.user)
     assert written.tiles == {KEY: (128, 64, 8, 2)} and written.measured["gpu"] == "NVIDIA Test"
     assert forward_tile() == (128, 64, 8, 2)  # at once
+
+
+def test_a_row_that_is_measured_later_states_its_own_date_command_and_commit(bench):
+    tuner.tune(FORWARD)
+    begun = tuning.read(bench.user)
+    assert begun.made == {KEY: {}}
+    begun.measured["date"] = "2026-01-01"
+    tuning.write(begun)
+    tuner.tune(["kernels=dq", *FORWARD[1:]])
+    found = tuning.read(bench.user)
+    (later,) = found.tiles.keys() - {KEY}
+    assert found.measured == begun.measured and found.made[KEY] == {}
+    assert found.made[later]["made"].keys() == {"date", "command", "commit"}
+    assert found.made[later]["made"]["date"] > "2026-01-01"
 
 
 def test_the_fastest_of_the_right_tiles_is_chosen(monkeypatch):

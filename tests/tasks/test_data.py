@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,11 @@ from lra.data import listops, order
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData
+from lra.tasks.batches import Rank
 from lra.training.data import info, prepare, verify
-from lra.training.fit import build, configure, quiet
+from lra.training.fit import build, configure
+from lra.training.lightning import quiet
+from lra.training.step import Step
 from tests.fixtures import write_imdb, write_listops
 
 SHORT = ("recipe=demo", "task.train=300", "task.val=20", "task.test=100", "task.fresh=30", "task.max_length=32")
@@ -35,10 +36,9 @@ def run_of(*args: str, attn: str = "flash") -> Any:
     return configure([*args, f"attn={attn}"]).config
 
 
-def data_of(*args: str) -> Any:
-    """The prepared data module of these fields."""
-    run = run_of(*args)
-    data = TASKS.get(run.task.name).Data(run)
+def data_of(*args: str, step: int = 0) -> Any:
+    """The prepared data module of these fields, which goes on with a step."""
+    data, _ = build(run_of(*args), Rank(0, 1, CPU), lambda: step)
     data.prepare_data()
     data.setup()
     return data
@@ -99,7 +99,6 @@ def test_max_length_keeps_the_start_of_a_longer_review(imdb):
     whole = data_of("task=text", f"source={imdb}").parts["test"]
     data = data_of("task=text", f"source={imdb}", "max_length=9")
     assert texts(data.parts["test"]) == texts(whole)  # the store holds all of it: one store serves every length
-    data.trainer = trainer_of(data.run)
     (batch,) = data.test_dataloader()[0]
     for start, length, row in zip(batch.start.tolist(), batch.length.tolist(), batch.index.tolist(), strict=True):
         kept = TEST["text"][row].encode()[:9]
@@ -212,7 +211,7 @@ def test_what_fills_up_a_batch_is_not_scored(monkeypatch):
     """100 and 30 rows in batches of 16, filled up to few shapes as where steps are captured."""
 
     def scores() -> dict[str, float]:
-        data, module = build(run_of("task=listops", *SHORT, "batch.eval=16"))
+        data, module = build(run_of("task=listops", *SHORT, "batch.eval=16"), Rank(0, 1, CPU))
         without = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         trainer = pl.Trainer(accelerator="cpu", **without)
         trainer.test(module, datamodule=data, verbose=False)
@@ -221,7 +220,7 @@ def test_what_fills_up_a_batch_is_not_scored(monkeypatch):
     quiet()
     plain = scores()
     assert set(plain) == {f"{name}/{what}" for name in ("test", "fresh") for what in ("accuracy", "loss")}
-    monkeypatch.setattr(TaskData, "_captures", lambda _: True)
+    monkeypatch.setattr(Step, "captures", lambda *_: True)
     assert scores() == pytest.approx(plain, rel=1e-5)
 
 
@@ -234,14 +233,6 @@ def test_lit_pixels_are_those_of_8_and_more():
     assert [pixel for pixel in shown.ravel().tolist() if pixel] == batch.tokens.tolist()
 
 
-def trainer_of(run: Any, step: int = 0) -> Any:
-    """As much of a Trainer as the data module asks for."""
-    strategy = SimpleNamespace(root_device=CPU)
-    return SimpleNamespace(
-        global_step=step, global_rank=0, world_size=1, strategy=strategy, lightning_module=build(run)[1]
-    )
-
-
 def trained_on(data: Any) -> list[Batch]:
     """The first step's batches."""
     return [batch.to(CPU) for batch in data.train_dataloader().step(0)]
@@ -251,7 +242,6 @@ def trained_on(data: Any) -> list[Batch]:
 def test_cls_pooling_puts_its_token_before_every_sequence(layout):
     fields = ("task=listops", *SHORT, f"batch.layout={layout}", "batch.size=8", "batch.micro=3")
     plain, cls = data_of(*fields), data_of(*fields, "model.pooling=cls")
-    plain.trainer, cls.trainer = trainer_of(plain.run), trainer_of(cls.run)
     token = len(listops.VOCABULARY)  # the id after the last
     pairs = [
         *zip(trained_on(plain), trained_on(cls), strict=True),
@@ -265,13 +255,12 @@ def test_cls_pooling_puts_its_token_before_every_sequence(layout):
         for b, (start, length) in enumerate(zip(without.start.tolist(), without.length.tolist(), strict=True)):
             first = int(batch.start[b]) + 1
             assert torch.equal(batch.tokens[first : first + length], without.tokens[start : start + length])
-    scores = cls.trainer.lightning_module(pairs[0][1])
+    scores = build(cls.run)[1](pairs[0][1])
     assert scores.shape == (3, 10) and scores.isfinite().all()
 
 
 def test_the_test_sets_come_in_the_order_of_their_names():
     data = data_of("task=listops", *SHORT)
-    data.trainer = trainer_of(data.run)
     sets = dict(zip(data.test_sets, data.test_dataloader(), strict=True))
     for name, batches in sets.items():
         labels = {row: label for batch in batches for row, label in zip(*rows_and_labels(batch), strict=True)}
@@ -280,8 +269,7 @@ def test_the_test_sets_come_in_the_order_of_their_names():
 
 
 def test_training_begins_at_the_trainers_step():
-    data = data_of("task=listops", *SHORT)
-    data.trainer = trainer_of(data.run, step=7)
+    data = data_of("task=listops", *SHORT, step=7)
     ((batch,), *_) = next(iter(data.train_dataloader()))
     batch = batch.to(CPU)
     labels = data.parts["train"].labels[order.rows(0, 7, 64, 300)]
@@ -304,7 +292,6 @@ print(*(digest(*arguments.split()) for arguments in sys.argv[1:]))
 def digest(*args: str) -> str:
     """Identity of a training batch, prepared from scratch."""
     data = data_of(*args)
-    data.trainer = trainer_of(data.run)
     parts = hashlib.sha256(data.store.manifest["vocabulary_hash"].encode())
     for batch in trained_on(data):
         for field in (batch.tokens, batch.start, batch.length, batch.label):

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 
 from lra.errors import UsageError
 from lra.training import checkpoints, fit
-from lra.training.checkpoints import _digest, fault, read, verify
+from lra.training.checkpoints import fault, read, verify
+from lra.training.lightning import WholeFiles
+from lra.training.provenance import digest
 
 TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.d_ff=32", "task.max_length=32")
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
-IDENTITY = {"task": "listops@1", "config": {"seed": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_flipped_bit_of_a_weight_is_noticed(files, suffix, which):
 
 def test_a_flipped_bit_is_noticed_before_a_run_goes_on(files):
     path = files[".ckpt"].rename(files[".ckpt"].with_name("best.ckpt"))
-    whole = checkpoints.WholeFiles(path.parent)
+    whole = WholeFiles(path.parent)
     verify(path)
     whole.load_checkpoint(path, weights_only=True)
     flip(path, places(path)[0])
@@ -102,11 +103,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_digest_is_of_names_types_shapes_values_and_identity(what):
-    whole = _digest(WEIGHTS, IDENTITY)
-    assert len(whole) == 64 and whole == _digest(dict(reversed(WEIGHTS.items())), IDENTITY), "in any order"
-    assert _digest(OTHERS[what], IDENTITY) != whole
-    assert _digest(WEIGHTS, IDENTITY | {"task": "listops@2"}) != whole
+def test_a_digest_is_of_names_types_shapes_values_and_what_is_said(what):
+    for said in ("", "listops@1"):
+        whole = digest(WEIGHTS, said)
+        assert len(whole) == 64 and whole == digest(dict(reversed(WEIGHTS.items())), said), "in any order"
+        assert digest(OTHERS[what], said) != whole
+        assert digest(WEIGHTS, "listops@2") != whole
 
 
 def rewritten(path: Path, **options: Any) -> None:
@@ -283,7 +285,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
     state = {"dirpath": "/old/run", "best_model_path": "/old/run/best.ckpt", "best_model_score": score,
              "best_k_models": {"/old/run/best.ckpt": score}, "mode": "max"}  # fmt: skip
     torch.save({"callbacks": {"a": state, "b": {"x": 1}}}, tmp_path / "last.ckpt")
-    loaded = checkpoints.WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    loaded = WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     here = str(tmp_path.resolve())
     assert loaded["a"]["dirpath"] == here and loaded["a"]["best_model_path"] == f"{here}/best.ckpt"
     assert loaded["a"]["best_k_models"] == {f"{here}/best.ckpt": score} and loaded["b"] == {"x": 1}
@@ -291,7 +293,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
 
 def test_a_checkpoint_is_written_whole(tmp_path):
     path = tmp_path / "last.ckpt"
-    checkpoints.WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
+    WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):
-        checkpoints.WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
+        WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
     assert torch.load(path) == {"a": 1} and [*tmp_path.iterdir()] == [path]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lra.tasks.base import TaskModule
-from lra.training import callbacks
-from lra.training.callbacks import RUNS_PER_DEVICE, Clock
-from lra.training.checkpoints import WholeFiles
+from lra.training import clock as clock_module
+from lra.training.clock import RUNS_PER_DEVICE, Clock
+from lra.training.lightning import WholeFiles
 from lra.training.narrator import Narrator
 from lra.training.run import spent
 from tests.training.test_fit import interrupt_at
@@ -41,7 +41,7 @@ def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, caps
 
 def test_what_a_run_takes_is_that_of_all_its_sessions(monkeypatch):
     now = iter((0.0, 10.0, 25.0, 100.0, 104.0, 104.0))  # made, begun, saved; made, begun, asked
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: next(now))
     first = Clock()
     first.begin(ON_CPU, "a CPU")
     saved = first.state_dict() | {"peak": 7}
@@ -99,9 +99,9 @@ def test_a_run_sees_who_came_and_went_between(monkeypatch):
     device = torch.device("cuda", 0)
     there: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=device))
     now, others = [0.0], iter((1, 4, 1))  # beginning, a later validation, end
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
-    monkeypatch.setattr(callbacks.environment, "gpu_processes", lambda uuid: next(others))
+    monkeypatch.setattr(clock_module.environment, "gpu_processes", lambda uuid: next(others))
     clock = Clock()
     clock.on_train_start(there, there)
     for seconds in (Clock.LOOK / 2, Clock.LOOK, 1.5 * Clock.LOOK):

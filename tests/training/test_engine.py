@@ -17,14 +17,17 @@ from lra.data.collated import Collated
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
+from lra.training import assembly
 from lra.training import fit as fit_module
 from lra.training import step as step_module
-from lra.training.callbacks import Clock
 from lra.training.checkpoints import read
+from lra.training.clock import Clock
+from lra.training.compiling import INDUCTOR, compile_batched
 from lra.training.engine import CapturedStep
-from lra.training.faults import Tally
 from lra.training.fit import build, configure
-from lra.training.step import Step, trained
+from lra.training.optim import SGD, trained
+from lra.training.optim import build as build_optimizer
+from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
@@ -104,9 +107,9 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
     marked = []
     for deterministic in ("false", "true"):
         run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
-        step: Step = build(run)[1].step  # type: ignore[assignment]
-        marked += step.compile(len)(filled_batch(0).to("cpu"))  # type: ignore[arg-type]
-    options = step_module.INDUCTOR
+        compiled = compile_batched(len, run.attn.deterministic)  # type: ignore[arg-type]
+        marked += compiled(filled_batch(0).to("cpu"))
+    options = INDUCTOR
     assert asked == [{"options": options}, {"dynamic": False, "options": options | {"deterministic": True}}]
     assert marked == [{0}, None] and {*options, "deterministic"} <= {*torch._inductor.list_options()}
 
@@ -154,9 +157,7 @@ def test_a_graph_is_of_one_length_by_which_kernels_are_launched():
         seen.append((batch.max_length, batch.length.tolist()))
         return weight * batch.tokens.sum()
 
-    engine = CapturedStep(
-        loss, [weight], torch.optim.SGD([weight], 0.1), lambda: None, torch.device("cpu"), Tally(torch.device("cpu"))
-    )
+    engine = CapturedStep(loss, [weight], SGD([weight], 0.1), lambda gradient: None, torch.device("cpu"))
     for batch in batches:
         engine.add(batch)
     assert seen == [(4, [4, 4, 0, 0]), (8, [1, 7, 0, 0]), (4, [4, 4, 0, 0])]
@@ -189,7 +190,8 @@ def test_every_attention_can_be_captured(name):
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             return module.loss(batch)
 
-    engine = CapturedStep(loss, trained(module), step.optimizer(module), lambda: None, CUDA, Tally(CUDA))
+    optimizer = build_optimizer(run.optim, module)
+    engine = CapturedStep(module.loss, trained(module), optimizer, lambda gradient: None, CUDA, bf16=True)
     engine.begin(1, 0.0)
     for seed in range(4):  # as it is, captured, replayed twice
         batch = filled_batch(seed)
@@ -234,7 +236,7 @@ def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
             strict = trainer.global_step == 40  # after the first loss was logged; the second one is after 60
             torch.cuda.set_sync_debug_mode("error" if strict else "default")
 
-    monkeypatch.setattr(fit_module, "Clock", Strict)
+    monkeypatch.setattr(assembly, "Clock", Strict)
     gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60")
     try:
         assert small(f"engine={engine}", *gpu)["engine"] == engine

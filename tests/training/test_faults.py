@@ -16,10 +16,12 @@ import lra
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
-from lra.training.callbacks import Clock
-from lra.training.faults import Counts, Reading, Tally, culprit
+from lra.training.clock import Clock
+from lra.training.faults import culprit
 from lra.training.fit import configure
-from lra.training.step import AdamW, Step
+from lra.training.optim import AdamW
+from lra.training.step import Step
+from lra.training.tally import Counts, Reading, Tally
 from tests.training.conftest import arguments
 from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
 from tests.training.test_fit import interrupt_at
@@ -136,10 +138,10 @@ def test_a_skipped_update_is_as_one_left_out(small, monkeypatch, request, capsys
         request.getfixturevalue("without_graphs")
     genuine, done = AdamW.update, [0]
 
-    def update(self: AdamW) -> None:
+    def update(self: AdamW, left_out: torch.Tensor | None = None) -> None:
         done[0] += 1
         if done[0] not in steps:
-            genuine(self)
+            genuine(self, left_out)
 
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "update", update)

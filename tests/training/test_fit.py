@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 import lra
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
-from lra.training.callbacks import Clock
+from lra.training.clock import Clock
 from lra.training.run import at_rest, claim, claimed
 from lra.training.step import Step
 from tests.training.conftest import arguments

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lra
-from lra.experiments.launch import Local
+from lra.experiments.grid.launch import Local
 from lra.training.preemption import Preemption
 from tests.experiments import runs
 from tests.training.conftest import arguments
@@ -30,7 +30,7 @@ DRIVER = """
 import os, sys
 import lra
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.checkpoints import WholeFiles
+from lra.training.lightning import WholeFiles
 from lra.training.step import Step
 moment, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 of, name = {

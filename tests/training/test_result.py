@@ -9,7 +9,7 @@ import pytest
 
 from lra import environment
 from lra.training import fit
-from lra.training.callbacks import Clock
+from lra.training.clock import Clock
 from lra.training.result import _name, facts, sampling_bound, spent
 
 

@@ -13,10 +13,10 @@ import yaml
 import lra
 from lra.config import compose, recipes
 from lra.errors import UsageError
-from lra.experiments import cells
-from lra.experiments.cells import with_stages
-from lra.experiments.grid import read
-from lra.experiments.launch import Local
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import with_stages
+from lra.experiments.grid.grid import read
+from lra.experiments.grid.launch import Local
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training.run import claim

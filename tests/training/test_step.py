@@ -18,38 +18,13 @@ from lra.training import curves
 from lra.training import step as step_module
 from lra.training.checkpoints import read
 from lra.training.fit import build, configure
+from lra.training.optim import learning_rate
 from lra.training.seeding import derive
-from lra.training.step import PIECE, PIECES, AdamW, Step, learning_rate
+from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
 
 ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
-
-
-def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
-    config = OptimConfig(lr=lr, schedule=schedule, warmup=warmup)
-    return [learning_rate(config, step, steps) for step in range(steps)]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warmup_rises_to_the_peak(schedule):
-    assert rates(schedule, 4, 10)[:4] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_decay_ends_at_zero_with_the_last_update():
-    linear, cosine = rates("linear", 2, 10), rates("cosine", 2, 10)
-    assert linear[-1] == 0 and math.isclose(cosine[-1], 0, abs_tol=1e-12)
-    assert math.isclose(linear[5], 0.5) and math.isclose(cosine[5], 0.5)
-    assert math.isclose(linear[3], 0.75) and math.isclose(cosine[3], 0.5 + 0.5 * math.sqrt(0.5))
-    assert rates("constant", 2, 10)[-1] == 1
-
-
-def test_rsqrt_peaks_at_lr_over_the_root_of_the_warmup():
-    values = rates("rsqrt", 100, 400, lr=0.05)
-    assert math.isclose(max(values), 0.005) and values.index(max(values)) == 99
-    assert math.isclose(values[24], 0.05 / 4 / 10), "a quarter of the warmup"
-    assert math.isclose(values[0], 0.05 / 100 / 10) and math.isclose(values[399], 0.05 / 20)
-    assert math.isclose(rates("rsqrt", 0, 4)[3], 0.5), "without a warmup"
 
 
 def test_seeds_differ_by_purpose_and_step_and_stay_put():
@@ -117,13 +92,15 @@ def test_steps_are_those_of_plain_adamw(one_thread):
         torch.randint(10, (18,), generator=rng).numpy(),
     )  # fmt: skip
     step = Step(run)
-    optimizer, plain = step.optimizer(ours), torch.optim.AdamW(theirs.parameters(), 1.0, (0.7, 0.8), 1e-4, 0.2)
-    step.start(ours, optimizer)
+    plain = torch.optim.AdamW(theirs.parameters(), 1.0, (0.7, 0.8), 1e-4, 0.2)
+    step.start(ours, step.optimizer(ours))
+    assert step.engine is not None
     norms = []
     for number in range(3):
         rows = range(6 * number, 6 * number + 6)
         parts = [split.collate(rows[i : i + 3], max_length=32, index=range(i, i + 3)) for i in (0, 3)]
-        rate = step.take(ours, optimizer, parts, number)
+        rate = step.forward_backward(parts, number)
+        step.engine.update()
         assert rate == learning_rate(run.optim, number, run.trainer.steps)
         torch.manual_seed(derive(7, "dropout", number, 0))
         seed = torch.tensor(derive(7, "attention", number))
@@ -143,12 +120,12 @@ def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
     """To wait for the last one that was launched would leave a GPU idle. What nothing follows is logged at once."""
     done = []
 
-    def noted(self, module, optimizer, batches, step, *rest):
+    def noted(self, batches, step, rank):
         done.append(f"step {step + 1}")
-        return take(self, module, optimizer, batches, step, *rest)
+        return genuine(self, batches, step, rank)
 
-    take = Step.take
-    monkeypatch.setattr(Step, "take", noted)
+    genuine = Step.forward_backward
+    monkeypatch.setattr(Step, "forward_backward", noted)
     monkeypatch.setattr(step_module, "record", lambda trainer, metrics, step: done.append(f"log {step}"))
     small("trainer.steps=8")
     assert done[:8] == ["step 1", "step 2", "step 3", "log 2", "step 4", "log 4", "step 5", "step 6"]
@@ -170,55 +147,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
     with pytest.raises(UsageError, match=r"training loss is (nan|inf) at step"):
         small("optim.lr=1e30", "optim.clip=null", "optim.warmup=0", "name=nan")
     assert '"status": "failed"' in (tmp_path / "checkpoints/runs/listops/flash/nan-s0/result.json").read_text()
-
-
-def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says():
-    weight = torch.nn.Parameter(torch.ones(3))
-    before, after = (AdamW([weight], fused=fused) for fused in (False, True))
-    weight.grad = torch.ones(3)
-    before.step()
-    after.load_state_dict(before.state_dict())
-    assert after.param_groups[0]["fused"] and not before.param_groups[0]["fused"]
-    after.step()
-    assert after.state[weight]["step"] == 2
-
-
-@pytest.mark.parametrize("most", [PIECES, 1])
-def test_the_fused_update_in_pieces_is_that_of_whole_tensors(most, monkeypatch):
-    """As many as they come to, or as few as that many."""
-    cuts, update = [], torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
-    monkeypatch.setattr(
-        torch, "_fused_adamw_", lambda *lists, **options: cuts.append(len(lists[0])) or update(*lists, **options)
-    )
-    monkeypatch.setattr(step_module, "PIECES", most)
-    torch.manual_seed(0)
-    start = [torch.randn(3), torch.randn(2 * PIECE + 5), torch.randn(PIECE // 64, 64), torch.zeros(0, 4)]
-    updated = []
-    for kind in (AdamW, torch.optim.AdamW):
-        weights = [torch.nn.Parameter(each.clone()) for each in start]
-        optimizer = kind(weights, 0.01, (0.8, 0.9), 1e-5, weight_decay=0.3, fused=True)
-        for step in range(3):
-            for weight in weights[step == 1 :]:  # once one has no gradient
-                weight.grad = torch.cos(weight.detach() + step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
-        updated.append([*weights, *moments])
-    for ours, theirs in zip(*updated, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert max(cuts) == (6 if most > 1 else 4)
-
-
-def test_an_optimiser_that_was_captured_on_a_gpu_goes_on_on_a_cpu():
-    weight = torch.nn.Parameter(torch.ones(3))
-    before, after = AdamW([weight], fused=False), AdamW([weight], fused=False)
-    weight.grad = torch.ones(3)
-    before.step()
-    before.param_groups[0].update(lr=torch.tensor(1e-3), capturable=True)
-    after.load_state_dict(before.state_dict())
-    after.param_groups[0]["lr"] = 1e-3  # as the eager step does
-    after.step()
-    assert after.state[weight]["step"] == 2
 
 
 @pytest.mark.parametrize("pretrain", ["none", "masked"])

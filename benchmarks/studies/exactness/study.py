@@ -30,8 +30,9 @@ from benchmarks.command import command
 from lra import environment
 from lra.errors import UsageError
 from lra.kernels.flash import tuning
-from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
+from lra.kernels.testing import NAMES, Case, check
 from lra.training.run import write as replace_file
+from tests.kernels.cases import random_case, random_hopper_case, random_sparse_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHARED = "shared-keys"

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
-from lra.experiments.launch import slots
+from lra.experiments.grid.launch import slots
 from lra.training import curves
 from lra.training.fit import configure
 

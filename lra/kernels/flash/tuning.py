@@ -74,6 +74,7 @@ class Table(NamedTuple):
     sources: str  # `sources()` of the kernels that were measured
     tiles: dict[Key, Tile]
     microseconds: dict[Key, float]  # of the pass with that tile
+    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
 
 
 class Ptxas(NamedTuple):
@@ -294,7 +295,7 @@ def read(path: Path) -> Table:
     """UsageError if the file is not what `write` wrote."""
     try:
         content = read_json(path)
-        table = Table(path, content["measured"], content["sources"], {}, {})
+        table = Table(path, content["measured"], content["sources"], {}, {}, {})
         for row in content["tiles"]:
             key = Key(*(row[name] for name in Key._fields))
             chosen = Tile(*(row[name] for name in Tile._fields))
@@ -302,6 +303,7 @@ def read(path: Path) -> Table:
             if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 and is_number(n) for n in sizes):
                 raise ValueError(f"no kernel has the row {row}")
             table.tiles[key], table.microseconds[key] = chosen, row["microseconds"]
+            table.made[key] = {"made": row["made"]} if "made" in row else {}
         if not (table.measured["versions"]["triton"] and table.measured["gpu"] and table.measured["date"]):
             raise ValueError("it does not say what it was measured with")
         return table
@@ -313,7 +315,7 @@ def write(table: Table) -> None:
     """Replaces the file in one step, a line for each row."""
     head = json.dumps({"measured": table.measured, "sources": table.sources}, indent=2).removesuffix("\n}")
     rows = (
-        {**key._asdict(), **table.tiles[key]._asdict(), "microseconds": table.microseconds[key]}
+        {**key._asdict(), **table.tiles[key]._asdict(), "microseconds": table.microseconds[key]} | table.made[key]
         for key in sorted(table.tiles)
     )
     body = ",\n".join(f"    {json.dumps(row)}" for row in rows)

@@ -1,0 +1,174 @@
+"""What a cell's run directory says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lra.config.compose import differences
+from lra.errors import UsageError
+from lra.experiments.grid.grid import Cell
+from lra.training import curves
+from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
+from lra.training.saved import End, read_config, read_result
+
+Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
+SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a cell."""
+
+    status: Status
+    result: dict[str, Any] | None = None  # result.json, of a run that ended by itself
+    # nothing is left to do: done, out of a GPU's memory alone, failed for the second time, or, in this call, refused
+    final: bool = False
+    resumes: bool = False  # there is a last.ckpt to go on from
+
+    @property
+    def begun(self) -> bool:
+        """Whether no run to start from is needed: it is final, has its own checkpoint, or another process has it."""
+        return self.final or self.resumes or self.status == "running elsewhere"
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the run was out of memory beside others, and is to have a GPU to itself."""
+        return self.status == "OOM" and not self.final
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test set, of a run that is done."""
+        return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
+
+    def __str__(self) -> str:
+        if self.status == "done":
+            return f"done, test accuracy {100 * (self.accuracy or 0.0):.2f}%"
+        if self.status in ("failed", "OOM", "refused"):
+            error = str((self.result or {}).get("error", "")).partition("\n")[0]
+            again = " twice" if self.status == "failed" else ""
+            if not self.final:
+                again = " beside other runs, to be retried alone" if self.crowded else ", to be retried once"
+            return f"{self.status}{again}" + (f": {error}" if error else "")
+        if self.status == "interrupted":
+            return "interrupted, goes on from last.ckpt" if self.resumes else "interrupted, starts over"
+        return self.status
+
+
+def look(cell: Cell) -> State:
+    """The state of a cell that this process does not work on. Writes nothing.
+
+    Raises UsageError if the directory holds a run of another configuration.
+    """
+    state = settled(cell)
+    return state if state.final or not claimed(cell.directory.path) else State("running elsewhere")
+
+
+def settled(cell: Cell) -> State:
+    """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
+    directory = cell.directory
+    if vacant(directory.path):
+        return _stopped(cell) or State("open")
+    result = read_result(directory.path / "result.json")
+    same = _check(cell, result)
+    if result is None or not (same or result["status"] == "finished"):
+        return State("interrupted", resumes=directory.last.exists())
+    status = SHOWN[result["status"]]
+    final = {"done": True, "OOM": unshared(result), "failed": (directory.path / FIRST_FAILURE).exists()}[status]
+    return State(status, result, final, directory.last.exists())
+
+
+def _stopped(cell: Cell) -> State | None:
+    """Out of memory, if the last stage with anything to show was, of which this cell would need the weights."""
+    for stage in reversed(cell.stages):
+        if vacant(path := stage.directory.path):
+            continue
+        state = settled(stage)
+        if state.status != "OOM" or not state.final:
+            return None
+        error = (state.result or {}).get("error", "out of memory")
+        return State("OOM", {"error": f"of its stage {path}: {error}"}, final=True)
+    return None
+
+
+def clear(cell: Cell) -> None:
+    """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
+    file = cell.directory.path / "result.json"
+    if (result := read_result(file)) and result["status"] == "failed":
+        file.replace(file.with_name(FIRST_FAILURE))
+    else:
+        file.unlink(missing_ok=True)
+
+
+def begun(cell: Cell) -> bool:
+    """Whether a cell needs no run to start from."""
+    return look(cell).begun
+
+
+def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) -> list[Cell]:
+    """The cells, each after the stages that it still needs: none before a run that has `begun`.
+
+    What is a cell itself, or several cells' stage, is there once.
+    """
+    cells = list(cells)
+    asked = {cell.directory.path: cell for cell in cells}
+    found: dict[Path, Cell] = {}
+    for cell in cells:
+        chain = [cell]
+        for stage in reversed(cell.stages):
+            if begun(chain[0]):
+                break
+            chain.insert(0, stage)
+        for each in chain:
+            path = each.directory.path
+            found.setdefault(path, asked.get(path, each))
+    return list(found.values())
+
+
+def counted(states: Iterable[State]) -> str:
+    """How many cells are in which state, in words."""
+    counts = Counter(state.status for state in states)
+    return (
+        f"cells: {counts.total()}, {', '.join(f'{counts[name]} {name}' for name in get_args(Status) if counts[name])}"
+    )
+
+
+def reached(cell: Cell) -> tuple[int, int, float | None]:
+    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy.
+
+    Zeros and None where there is none, or what can't be read: the run itself, or its merging, says so.
+    """
+    step, validated, best = 0, 0, None
+    try:
+        rows = curves.read(cell.directory.curves)
+    except (OSError, UsageError):
+        return 0, 0, None
+    for row in rows:
+        step = int(row["step"])
+        if accuracy := row.get("val/accuracy"):
+            validated, best = step, max(best or 0.0, float(accuracy))
+    return step, validated, best
+
+
+def _check(cell: Cell, result: Mapping[str, Any] | None) -> bool:
+    """Whether the run computed on the same and in the same portions: on others it may not fail, nor want for memory."""
+    path = cell.directory.path
+    file = path / "config.yaml"
+    if not file.exists():
+        if result is not None:
+            raise UsageError(f"{path} holds a result without a config.yaml: remove the directory")
+        return True
+    found = read_config(file)
+    if found is None:
+        raise UsageError(f"{file} is damaged: remove the directory")
+    cell.directory.refuse_version("run", cell.directory.task_of(found))
+    if changed := differences(found, cell.directory.config, COMPUTING):
+        raise UsageError(
+            f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
+        )
+    if result is not None:
+        cell.directory.refuse_version("result", result["task"])
+    return not differences(found, cell.directory.config)

@@ -1,0 +1,133 @@
+"""`lra reproduce … --dry-run`: what there is of a grid, what is left, and how long that takes where it was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lra.config.compose import OWN, differences
+from lra.experiments.grid import cells
+from lra.experiments.grid.cells import State
+from lra.experiments.grid.grid import SAME, Cell
+from lra.experiments.grid.launch import States
+from lra.experiments.reproduction import Reproduction
+from lra.training import checkpoints
+from lra.training.output import duration
+from lra.training.run import RUNS, unshared
+from lra.training.saved import read_result
+
+# fields that don't change what a step takes
+NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What `speed=true` measured."""
+
+    paces: Sequence[tuple[dict[str, Any], float | None]] = ()  # configurations and steps per second; None: it failed
+    source: str = ""
+
+    def has(self, cell: Cell) -> bool:
+        return any(_same(config, cell) for config, _ in self.paces)
+
+    def pace(self, cell: Cell) -> float | None:
+        return next((pace for config, pace in self.paces if _same(config, cell)), None)
+
+
+def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
+    """The cells and the time of training that is left, by their steps per second.
+
+    Those of finished runs that had their GPU to themselves; or else what was measured alone; or else those of runs
+    that shared a GPU, times as many as there were.
+
+    Args:
+        states: of the cells and of the stages that they still need.
+        slots: how many run at once.
+        places: how many do if each has its GPUs to itself: runs that share one are slower by as much.
+        alone: what was measured of cells.
+        command: that would measure what is lacking, if one does.
+    """
+    paces: dict[tuple[str, str], tuple[float, str] | None] = {}
+    rows: list[list[str]] = []
+    times: dict[Path, float] = {}  # of what is left, as far as they are known
+    elsewhere: dict[Path, float] = {}  # what others compute, for which this waits
+    sources: dict[str, None] = {}
+    left = [cell for cell, state in states.items() if not state.final and state.status != "running elsewhere"]
+    for cell, state in states.items():
+        text = ""
+        if not state.final:
+            place = cell.column, cell.attn
+            if place not in paces:
+                paces[place] = _pace(cell, alone)
+            text, known = "unknown", paces[place]
+            if known is not None:
+                pace, source = known
+                seconds = _steps(cell, state) / pace
+                text = duration(seconds)
+                (times if cell in left else elsewhere)[cell.directory.path] = seconds
+                if cell in left:
+                    sources[source] = None
+        rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
+    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
+    if times:
+        # one run is in one place, and a chain of stages one after the other
+        waits = times | elsewhere
+        chains = [sum(waits.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
+        spent = duration(max(*chains, sum(times.values()) / places))
+        lines.append(
+            f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
+        )
+    if unknown := [cell for cell in left if cell.directory.path not in times]:
+        lacking = [cell for cell in unknown if not alone.has(cell)]
+        stages = {stage.directory.path for cell in states for stage in cell.stages}
+        also = " stages=true" if any(cell.directory.path in stages for cell in lacking) else ""
+        mend = f"; {command}{also} measures steps per second" if command and lacking else ""
+        lines.append(f"time for {len(unknown)} of them: unknown, as no run of the same configuration is done{mend}")
+    header = ["column", "attention", "seed", "state", "training left", "directory"]
+    return Reproduction([("cells", header, rows)], lines)
+
+
+def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
+    """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
+    run = cell.composed.config
+    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    found = [
+        result
+        for result in results
+        if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
+        and result["steps_per_second"] > 0
+        and _same(result["config"], cell)
+    ]  # fmt: skip
+    if single := [result for result in found if unshared(result)]:
+        return statistics.median(result["steps_per_second"] for result in single), _finished(single)
+    if (pace := alone.pace(cell)) is not None:
+        return pace, alone.source
+    if found:
+        own = (result["steps_per_second"] * (result.get("runs_per_device") or 1) for result in found)
+        return statistics.median(own), f"{_finished(found)} that may have shared it"
+    return None
+
+
+def _finished(results: list[dict[str, Any]]) -> str:
+    gpus = {result.get("environment", {}).get("gpu") or "CPU" for result in results}
+    return f"finished runs on {', '.join(sorted(gpus))}"
+
+
+def _same(config: dict[str, Any], cell: Cell) -> bool:
+    """Whether a step of the cell takes what it takes with this configuration."""
+    return not differences(config, cell.directory.config, NOT_PACE)
+
+
+def _steps(cell: Cell, state: State) -> int:
+    """That are left."""
+    done = 0
+    if state.status == "running elsewhere":
+        done = cells.reached(cell)[0]
+    elif state.resumes:
+        with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
+            done = checkpoints.behind(cell.directory.last)[0]
+    return cell.composed.config.trainer.steps - done

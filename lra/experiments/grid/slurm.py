@@ -1,0 +1,306 @@
+"""Runs cells on a SLURM cluster: one job array, submitted through submitit, with one task for each cell.
+
+A task runs its cell as the local launcher does, and what a cell's state is, its run directory says. The queue is asked
+only for what has not ended there. Which task has which cell is in `checkpoints/slurm/<array>.json`, and not in the run
+directories: one that is there has been started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lra.config.options import parse
+from lra.config.override import Override
+from lra.errors import UsageError, brief
+from lra.experiments.grid import cells
+from lra.experiments.grid.grid import Cell
+from lra.experiments.grid.launch import FIT, Local, States, caught, slots
+from lra.reading import read_json
+from lra.training.run import RUNS, write
+
+FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
+PATIENCE_S = 10.0  # for another command that submits, before a line says so
+LOOK_S = 5.0  # between looks at the queue and at the run directories
+TIME_LIMITS = 1000  # of one run, each followed by a requeue; submitit asks for some number
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What sbatch is asked for, for each cell: `slurm.<field>=`. null leaves it to the cluster."""
+
+    partition: str | None = None
+    account: str | None = None
+    time: int = 1440  # minutes, after which a run is requeued
+    gres: str | None = "gpu:1"
+    cpus: int | None = None
+    mem: str | None = None  # as sbatch takes it: 32G
+
+    def __post_init__(self) -> None:
+        for name in ("time", "cpus"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"slurm.{name}={value}: it is at least 1")
+        if self.gres and re.search(r"\d{5}", self.gres):
+            raise UsageError(f"slurm.gres={brief(self.gres)} asks for more GPUs than there are: write gpu:1, say")
+
+    @property
+    def gpus(self) -> int | None:
+        """That a job has, as gpu:4 or gpu:h200:4 say it; None where `gres` has none, and the cluster decides."""
+        counts = re.findall(r"(?:^|,)gpu\b(?::[^:,(]*[^:,(\d][^:,(]*)?(?::(\d+))?", self.gres or "")
+        return sum(int(count or 1) for count in counts) or None
+
+
+def resources(args: Sequence[Override], launcher: str) -> Resources:
+    """Of the arguments `slurm.<field>=`; UsageError if one is unknown, or the launcher is another."""
+    if args and launcher != "slurm":
+        raise UsageError(f"{args[0]} is of use with launcher=slurm only: add that, or leave it out")
+    own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
+    return parse(Resources, own, "slurm: ")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an array task does; submitit finds `checkpoint` when it has to requeue it."""
+
+    cell: Cell
+    command: Sequence[str] = FIT
+
+    def __call__(self) -> None:
+        gpus = self.cell.composed.config.trainer.devices  # each has a process
+        if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):  # also where tasks aren't bound to theirs
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cpus) // gpus)))
+        places = slots(gpus) if gpus > 1 else [None]  # one is what SLURM gives, or a CPU
+        try:
+            Local(cells.with_stages([self.cell]), places, say=print, command=self.command).work()
+        except SystemExit as end:
+            # SIGTERM: of preemption while the job still runs, of scancel when it does not
+            if end.code == 128 + signal.SIGTERM and _running():
+                signal.raise_signal(signal.Signals[f"SIG{_submitit().JobEnvironment.USR_SIG}"])  # requeues
+            raise
+
+    def checkpoint(self) -> Any:
+        """The task again: `resume=auto` knows where to go on."""
+        return _submitit().helpers.DelayedSubmission(self)
+
+
+class Slurm:
+    """Submits the cells that are left, and watches until no task of theirs is in the queue.
+
+    Args:
+        todo: the cells, in this order.
+        resources: for each of them.
+        most: tasks that run at once; all by default.
+        watch: is given all states every few seconds.
+        say: is given what states don't tell, in lines.
+        command: is run with a cell's arguments and `resume=auto`.
+
+    Raises:
+        UsageError: without submitit, away from a cluster, and for what sbatch refuses.
+    """
+
+    def __init__(
+        self,
+        todo: Sequence[Cell],
+        resources: Resources,
+        most: int | None = None,
+        watch: Callable[[States], None] = lambda states: None,
+        say: Callable[[str], None] = lambda line: None,
+        command: Sequence[str] = FIT,
+    ):
+        if most is not None and most < 1:
+            raise UsageError(f"devices={most}: with launcher=slurm it is how many tasks run at once, at least 1")
+        self.resources, self.most, self.watch, self.say, self.command = resources, most, watch, say, command
+        self.todo = list(todo)
+        self.states: States = {cell: cells.look(cell) for cell in todo}
+
+    def work(self) -> States:
+        """Returns the states when nothing is queued or runs; on SIGINT, SystemExit with 130: the array goes on."""
+        executor = self._executor()
+        tasks: dict[Cell, str] = {}
+        # kept to the end: Python drops a Ctrl-C that comes while its finaliser runs
+        lock = FileLock(FOLDER / "lock")
+        try:
+            with self._turn(lock):  # one command at a time sees what is queued and adds to it
+                tasks = self.queued()
+                if new := self._new(tasks):
+                    with _uninterrupted():  # else it may be submitted and nowhere written down
+                        tasks |= self._submit(executor, new)
+            self._follow(tasks)
+        except KeyboardInterrupt:
+            arrays = " ".join(sorted({task.partition("_")[0] for task in tasks.values()}))
+            goes_on = f"array {arrays} goes on: the same command watches it again, scancel {arrays} ends it"
+            self.say(goes_on if arrays else "left, with nothing in the queue")
+            raise SystemExit(130) from None
+        return self.states
+
+    def _turn(self, lock: FileLock) -> Any:
+        """The lock, held; says so where it has to wait for another command."""
+        try:
+            return lock.acquire(timeout=PATIENCE_S)
+        except Timeout:
+            self.say(f"another command submits tasks and holds {lock.lock_file}: waiting for it")
+            return lock.acquire()
+
+    def plan(self) -> list[str]:
+        """What would be submitted, in lines; submits nothing."""
+        tasks = self.queued()
+        lines = [f"in the queue: {', '.join(sorted(tasks.values()))}"] if tasks else []
+        if not (new := self._new(tasks)):
+            return [*lines, "nothing would be submitted"]
+        asked = dataclasses.asdict(self.resources).items()
+        shown = " ".join(f"slurm.{name}={'null' if value is None else value}" for name, value in asked)
+        many = f"an array of {len(new)} tasks, at most {min(self.most or len(new), len(new))} at once"
+        lines.append(f"would be submitted: {many}, each with {shown}")
+        try:
+            _here()
+        except UsageError as error:
+            lines.append(f"but not from here: {error}")
+        return lines
+
+    def queued(self) -> dict[Cell, str]:
+        """The cells whose task is in the queue, and that task."""
+        owners: dict[str, str] = {}
+        for file in FOLDER.glob("*.json"):
+            try:
+                owners |= {str(task): str(path) for task, path in read_json(file).items()}
+            except (ValueError, AttributeError):
+                raise UsageError(f"{file} is damaged: scancel {file.stem}, then remove it") from None
+        mine = {str(cell.directory.path): cell for cell in self.todo}
+        live = _live(sorted({task.partition("_")[0] for task, path in owners.items() if path in mine}))
+        return {mine[path]: task for task, path in owners.items() if path in mine and task in live}
+
+    def _new(self, tasks: dict[Cell, str]) -> list[Cell]:
+        """Cells that are neither queued, nor worked on, nor final."""
+        self.states = {cell: cells.look(cell) for cell in self.todo}  # after the queue, which they may have left
+        states = self.states.items()
+        return [cell for cell, s in states if not s.final and s.status != "running elsewhere" and cell not in tasks]
+
+    def _executor(self) -> Any:
+        submitit = _here()
+        try:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            executor = submitit.SlurmExecutor(FOLDER, max_num_timeout=TIME_LIMITS)
+        except OSError as error:
+            raise UsageError(f"cannot write to {FOLDER} ({error.strerror}): start in another folder") from None
+        own, cpus = self.resources, self.resources.cpus
+        asked = {"partition": own.partition, "account": own.account, "gres": own.gres, "mem": own.mem}
+        executor.update_parameters(
+            **{name: value for name, value in asked.items() if value is not None},
+            # srun does not take over what sbatch was given
+            **({"cpus_per_task": cpus, "srun_args": [f"--cpus-per-task={cpus}"]} if cpus else {}),
+            job_name="lra", time=own.time, array_parallelism=self.most or len(self.todo), stderr_to_stdout=True,
+            additional_parameters={"requeue": True},  # also where the cluster's default is not to
+        )  # fmt: skip
+        return executor
+
+    def _submit(self, executor: Any, new: Sequence[Cell]) -> dict[Cell, str]:
+        # copies, without what the cells have composed
+        tasks = [Task(dataclasses.replace(cell), self.command) for cell in new]
+        try:
+            with redirect_stderr(io.StringIO()):  # submitit prints what sbatch says, and has it in the error
+                jobs = executor.submit_array(tasks)
+        except _submitit().core.utils.FailedJobError as error:
+            lines = str(error).splitlines()
+            said = [line.removeprefix("sbatch: ") for line in lines if line.startswith("sbatch: ")]
+            raise UsageError(f"sbatch refuses the array: {' '.join(said) or error}") from None
+        ids = [job.job_id for job in jobs]
+        array = ids[0].partition("_")[0]
+        owners = {task: str(cell.directory.path) for task, cell in zip(ids, new, strict=True)}
+        write(FOLDER / f"{array}.json", json.dumps(owners, indent=2) + "\n")
+        self.say(f"submitted: array {array}, {len(new)} tasks, at most {min(self.most or len(new), len(new))} at once")
+        return dict(zip(new, ids, strict=True))
+
+    def _follow(self, tasks: dict[Cell, str]) -> None:
+        """Until no cell is in the queue or worked on; takes from `tasks` what has ended."""
+        silent = False
+        while True:
+            self.states = {cell: state if state.final else cells.look(cell) for cell, state in self.states.items()}
+            self.watch(self.states)
+            for cell in list(tasks):
+                if self.states[cell].final:
+                    del tasks[cell]
+            if not tasks and not any(state.status == "running elsewhere" for state in self.states.values()):
+                return
+            time.sleep(LOOK_S)
+            try:
+                queued = self.queued()
+            except UsageError as error:  # the controller may come back
+                if not silent:
+                    self.say(f"{error}; asked again until it answers")
+                silent = True
+                continue
+            silent = False
+            for cell, task in list(tasks.items()):
+                if cell not in queued:
+                    del tasks[cell]
+                    if not cells.look(cell).final:
+                        log = FOLDER / f"{task}_0_log.out"
+                        self.say(f"{cell}: task {task} ended without a result, given up until the next call; see {log}")
+
+
+def _live(arrays: Sequence[str]) -> set[str]:
+    """The tasks of these arrays that wait or run, `<array>_<index>`."""
+    if not arrays:
+        return set()
+    done = _asked(["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(arrays)}"])
+    if done.returncode and "Invalid job id" not in done.stderr:  # that is a single array, which ended long ago
+        raise UsageError(f"squeue fails ({done.stderr.strip()}): is the controller up?")
+    return set(done.stdout.split())
+
+
+def _running() -> bool:
+    """Whether the array task that this process is goes on."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return False
+    # not that variable's: of one of an array's tasks it is the array's
+    job = _submitit().JobEnvironment().job_id
+    return _asked(["squeue", "--noheader", "--format=%T", f"--jobs={job}"]).stdout.strip() == "RUNNING"
+
+
+def _asked(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(line, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UsageError(f"launcher=slurm, but there is no {line[0]} here: call it on the cluster") from None
+
+
+def _here() -> Any:
+    """submitit; UsageError where nothing can be submitted."""
+    submitit = _submitit()
+    if shutil.which("srun") is None:
+        raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster")
+    return submitit
+
+
+def _submitit() -> Any:
+    try:
+        return importlib.import_module("submitit")
+    except ImportError:
+        raise UsageError("launcher=slurm needs submitit: pip install lra[slurm]") from None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Puts SIGINT off until the end, for this process and those that it starts meanwhile."""
+    with caught(signal.SIGINT) as arrived:  # any thread may be given it
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not a handler
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if arrived:
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,1 @@
+"""What is made of runs: the ledger of their results, reports, and archives that carry them between machines."""

@@ -1,0 +1,374 @@
+"""`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
+
+A folder of released weights is merged, too, as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as
+below `checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in
+place. Each is, under the claim on its directory, which stays: a run that a process works on is never touched.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lra.config.compose import differences
+from lra.config.options import parse
+from lra.errors import UsageError, disk_full
+from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
+from lra.training import checkpoints, curves
+from lra.training.run import (
+    CLAIM,
+    COMPUTING,
+    FIRST_FAILURE,
+    RUNS,
+    at_rest,
+    claim,
+    claimed,
+    replacing,
+    unshared,
+    vacant,
+)
+from lra.training.saved import ENDS, End, read_config, whole_result
+
+ENDING = ".tar.xz"
+# in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
+# merge replaces it
+RANKS = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
+Decision = tuple[str, str]  # `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files
+BUSY: Decision = ("kept", "a process works on it here")
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    out: str = ""
+    runs: str = str(RUNS)
+    # of finished runs: nothing, what others start from, or what goes on
+    checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        if not self.out.endswith(ENDING):
+            raise UsageError(f"lra results pack needs an out=<file>{ENDING}")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    runs: str = str(RUNS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory as it is on the disk."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """`<task>/<attn>/<run>`."""
+        return "/".join(self.path.parts[-3:])
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def config(self) -> dict[str, Any]:
+        config = read_config(self.path / "config.yaml")
+        if config is None:
+            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew, or move it away")
+        return config
+
+    def result(self) -> dict[str, Any] | None:
+        """None of a run that has not ended; UsageError if it can't be read."""
+        return self._ended("result.json", ENDS)
+
+    def failure(self) -> dict[str, Any] | None:
+        """The first result of a run that failed and was tried again; UsageError if it is another one."""
+        return self._ended(FIRST_FAILURE, ("failed",))
+
+    def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
+        try:
+            result = whole_result(self.path / name)
+            if result["status"] not in ends:
+                raise ValueError(f"it lacks a status of {', '.join(ends)}")
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UsageError(
+                f"{self.name}/{name} is no whole result ({error}): make the run anew, or leave it out"
+            ) from None
+        return result
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result of a run that reached its end."""
+        result = self.result()
+        return result if result and result["status"] == "finished" else None
+
+    def ended(self) -> int:
+        """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
+        if (result := self.result()) is None:
+            return 0
+        again = {"finished": False, "failed": self.failure() is None, "oom": not unshared(result)}
+        return 1 if again[result["status"]] else 2
+
+    def steps(self) -> int:
+        """Up to where it can be continued: those behind its last.ckpt."""
+        try:
+            return checkpoints.behind(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
+        except Exception:  # of many kinds, depending on where the damage is
+            raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
+
+    def check_curves(self) -> None:
+        """UsageError if it has a metrics.csv that reports could not read."""
+        try:
+            curves.read(self.path / "metrics.csv")
+        except FileNotFoundError:
+            return
+        except UsageError:
+            raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
+
+    def check_weights(self, config: dict[str, Any]) -> None:
+        """UsageError if its model.safetensors is damaged, or another run's."""
+        try:
+            _, identity = checkpoints.read(self.path / "model.safetensors")
+        except UsageError:
+            raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
+        if changed := differences(config, identity["config"], COMPUTING):
+            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
+
+    def check(self, names: Sequence[str]) -> None:
+        """UsageError if its files, of the checkpoints those named, are damaged or of several runs."""
+        config = self.config()
+        try:
+            task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
+        except (KeyError, TypeError):
+            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew") from None
+        if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
+            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
+        for name, result in (("result.json", self.result()), (FIRST_FAILURE, self.failure())):
+            if result and (changed := differences(config, result["config"], COMPUTING)):
+                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
+        self.check_curves()
+        if "last.ckpt" in names:
+            self.steps()
+        if "model.safetensors" in names and self.has("model.safetensors"):
+            self.check_weights(config)
+
+
+def pack(args: Sequence[str]) -> list[str]:
+    """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
+
+    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
+    run that a process works on they may not belong together: it is left out.
+    """
+    options = parse(PackOptions, args)
+    with ExitStack() as held:
+        return _pack(Path(options.runs), Path(options.out), options.checkpoints, held)
+
+
+def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[str]:
+    if out.exists():  # it may have checkpoints that are nowhere else any more
+        raise UsageError(f"out={out} is there already: name another file, or remove it first")
+    packed, notes = [], []
+    for run in _runs(folder):
+        names, note = _chosen(run, checkpoints, held)
+        packed += [(run, name) for name in names if run.has(name)]
+        notes += [note] if note else []
+    count = len({run.path for run, _ in packed})
+    if not count:
+        why = "; ".join(notes) or "name the folder above <task>/<attn>/<run>"
+        raise UsageError(f"runs={folder} has no run that can be packed: {why}")
+    try:
+        with (
+            replacing(out) as plain,
+            lzma.open(plain, "wb", preset=1) as stream,
+            tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+        ):
+            for run, name in packed:
+                with (run.path / name).open("rb") as file:
+                    member = tarfile.TarInfo(f"{run.name}/{name}")
+                    member.size, member.mtime = os.fstat(file.fileno()).st_size, int(os.fstat(file.fileno()).st_mtime)
+                    tar.addfile(member, file)
+    except OSError as error:
+        raise UsageError(f"out={out} can't be written ({error.strerror or error}): name another file") from error
+    return [*notes, f"{count} runs, {len(packed)} files, {max(1, out.stat().st_size // 1000):,} kB: {out}"]
+
+
+def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
+    """Adds the runs of an archive, or a released run's folder, to those below `runs`; returns what to print.
+
+    A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
+    way to a finished one, to one with more steps, and, if it has not ended, to one that has with as many. Raises
+    UsageError, and changes nothing, for a file with anything wrong in it, for another configuration in a run's
+    directory, and for another finished result of the same one.
+    """
+    file, folder = Path(file), Path(parse(MergeOptions, args).runs)
+    released = (file / "config.yaml").is_file()
+    if not (file.is_file() or released):
+        raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
+    with _staging(folder, file) as staging:
+        (_copy if released else unpack)(file, staging / "new")
+        arrived = [_checked(run, file) for run in _runs(staging / "new")]
+        if not arrived:
+            raise UsageError(f"{file} holds no runs: get it anew")
+        looked = [_look(run, Run(folder / run.name)) for run in arrived]
+        if refused := [why for action, why in looked if action == "refused"]:
+            raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
+        decided = [
+            seen if seen[0] == "kept" else _settle(run, Run(folder / run.name), staging / "old" / run.name)
+            for run, seen in zip(arrived, looked, strict=True)
+        ]
+    lines = [
+        f"{run.name}: {action}{', ' + why if why else ''}" for run, (action, why) in zip(arrived, decided, strict=True)
+    ]
+    actions = [action for action, _ in decided]
+    return [*lines, ", ".join(f"{actions.count(each)} {each}" for each in ("added", "replaced", "completed", "kept"))]
+
+
+@contextmanager
+def _staging(folder: Path, source: Path) -> Iterator[Path]:
+    """A folder on the disk of the runs, to rename from; of the folders made for it, those left empty go with it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".merge-", dir=folder, ignore_cleanup_errors=True) as staging:
+            yield Path(staging)
+    except OSError as error:
+        if source != folder and error.filename and Path(error.filename).is_relative_to(source):
+            raise  # of what is merged, which the error names
+        what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
+        raise UsageError(f"runs={folder}: {what}, name another folder") from error
+    finally:
+        with suppress(OSError):  # not empty
+            for each in made:
+                each.rmdir()
+
+
+def _runs(folder: Path) -> Iterator[Run]:
+    """The directories of runs; hidden ones are none."""
+    for file in sorted(folder.glob("*/*/*/config.yaml")):
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            yield Run(file.parent)
+
+
+def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
+    """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
+    try:
+        if not run.finished() and not held.enter_context(at_rest(run.path)):  # a finished one changes no more
+            return (), f"left out: {run.name}, a process works on it: pack it when that has ended"
+        names, note = _wanted(run, checkpoints)
+        run.check(names)  # or no machine would merge the archive
+    except UsageError as error:
+        return (), f"left out: {run.name}, {error}"
+    return names, note
+
+
+def _wanted(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
+    result = run.result()
+    if result and result["status"] == "finished":
+        asked = CHECKPOINTS[checkpoints]
+        missing = ", ".join(name for name in asked if not run.has(name))
+        return (*SMALL, *asked), f"{run.name}: has no {missing}" if missing else ""
+    if checkpoints != "none" and run.has("last.ckpt"):
+        return (*SMALL, "best.ckpt", "last.ckpt"), ""
+    if result:  # out of memory, or failed: a table shows it
+        return SMALL, ""
+    why = ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
+    return (), f"left out: {run.name}, unfinished{why}"
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """A finished run's files to where below `folder` its result has it; UsageError if it is not finished."""
+    run = Run(source)
+    if not (result := run.finished()):
+        raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
+    place = str(result.get("directory", source)).split("/")[-3:]
+    if len(place) != 3 or not all(map(plain_name, place)):
+        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
+    target = folder.joinpath(*place)
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (*SMALL, *CHECKPOINTS["all"]):
+        if run.has(name):
+            shutil.copyfile(source / name, target / name)
+
+
+def _checked(run: Run, file: Path) -> Run:
+    """A run as unpacked, if its files are of one run, and of the one that its place says."""
+    try:
+        run.check(CHECKPOINTS["all"])
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    if not run.has("result.json") and not run.has("last.ckpt"):
+        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
+    return run
+
+
+def _look(new: Run, old: Run) -> Decision:
+    """What would become of a run; changes nothing."""
+    return BUSY if old.path.is_dir() and claimed(old.path) else _decide(new, old)
+
+
+def _settle(new: Run, old: Run, aside: Path) -> Decision:
+    """Does what becomes of a run; what was there before goes `aside`."""
+    if (held := claim(old.path)) is None:
+        return BUSY
+    try:
+        action, why = _decide(new, old)  # once more: a process may have gone on, or ended, until the claim was held
+        if action == "completed":
+            for name in _lacking(old, new):
+                os.replace(new.path / name, old.path / name)
+        elif action in ("added", "replaced"):
+            _place(new.path, old.path, aside)
+        return "kept" if action == "refused" else action, why
+    finally:
+        os.close(held)
+
+
+def _decide(new: Run, old: Run) -> Decision:
+    """Of a run that no process works on."""
+    if not (old.path / "config.yaml").exists():
+        if vacant(old.path):
+            return "added", ""
+        return "refused", f"{old.path} is no run's directory: move it away"
+    if changed := differences(old.config(), new.config(), COMPUTING):
+        return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
+    ours, theirs = old.finished(), new.finished()
+    if ours and theirs and ours != theirs:
+        return "refused", f"{old.path} has another finished result of the same configuration: remove one of them"
+    if ours:
+        lacking = _lacking(old, new) if theirs else []
+        return ("completed", ", ".join(lacking)) if lacking else ("kept", "it is finished here")
+    if theirs:
+        return "replaced", "it was unfinished here"
+    here, there = old.steps(), new.steps()
+    if here == there and new.ended() > old.ended():
+        return "replaced", "it was to be tried again here" if old.ended() else "it had not ended here"
+    return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
+
+
+def _lacking(old: Run, new: Run) -> list[str]:
+    """The files of `new` that `old` has not."""
+    return [name for name in (*SMALL, *CHECKPOINTS["all"]) if new.has(name) and not old.has(name)]
+
+
+def _place(new: Path, target: Path, aside: Path) -> None:
+    """Moves the files of a run into a claimed directory, and all that was there, but for the claim, `aside`."""
+    aside.mkdir(parents=True)
+    moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM]
+    moves += [(file, target / file.name) for file in _in_order(new)]
+    try:
+        for source, to in moves:
+            os.replace(source, to)
+    except BaseException:
+        for source, to in reversed(moves):
+            if not os.path.lexists(source):
+                os.replace(to, source)
+        raise
+
+
+def _in_order(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda file: RANKS.get(file.name, 0))

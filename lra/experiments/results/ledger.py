@@ -1,0 +1,312 @@
+"""The results of runs below a folder, and which cells of a grid they are of.
+
+A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy under another
+name. Its configuration says which cell it is of, never its path.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lra.config.compose import flatten, to_dict
+from lra.config.override import Override
+from lra.config.schema import LATER, RunConfig
+from lra.errors import UsageError, first_line
+from lra.experiments.grid.grid import Cell, Grid
+from lra.reading import read_json
+from lra.tasks import versioned
+from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
+from lra.training.saved import chain, clean, lacking, mapping
+
+# Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
+NOT_COMPARED = (
+    "name", "resume", "draws",  # where a run writes, and how it was called
+    *COMPUTING,
+    "trainer.log_every",  # what is written down
+)  # fmt: skip
+NAMED = 5  # results of no cell, at most
+RESULT = "result.json"  # of a run's directory
+
+Identity = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A result and the file that it is in."""
+
+    path: Path
+    result: Mapping[str, Any]
+
+    @property
+    def task(self) -> str:
+        return self.result["task"]
+
+    @property
+    def date(self) -> str:
+        return self.result["environment"]["date"]
+
+    @property
+    def curves(self) -> Path | None:
+        """The CSV file of its curves, if it is in a run's directory and they are there."""
+        file = self.path.with_name("metrics.csv")
+        return file if self.path.name == RESULT and file.is_file() else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell and seed: a line of the CSV file. Accuracies are in %; None, and an empty status, is not known."""
+
+    column: str
+    attention: str
+    seed: int
+    status: str = ""  # finished, stuck (finished at chance), oom or failed
+    accuracy: float | None = None  # of test
+    bound: float | None = None  # from sampling, 95%
+    sequences: int | None = None
+    paper: float | None = None
+    difference: float | None = None
+    baseline: str = ""  # the strongest of the test set
+    baseline_accuracy: float | None = None
+    majority: float | None = None
+    fresh: float | None = None  # the fresh test set
+    fresh_bound: float | None = None
+    fresh_baseline: str = ""
+    fresh_baseline_accuracy: float | None = None
+    validation: float | None = None
+    steps: int | None = None
+    train_seconds: float | None = None
+    steps_per_second: float | None = None
+    memory_gb: float | None = None  # peak of one GPU, 10^9 bytes
+    hardware: str = ""
+    engine: str = ""
+    micro: int | None = None  # sequences of a portion, if the batch was not computed as a whole
+    commit: str = ""
+    clean: bool | None = None  # whether the code is known that made it and the runs before it
+    chain: str = ""  # those runs and it
+    date: str = ""
+    result: str = ""  # file
+    command: str = ""  # that makes it
+
+
+@dataclass
+class Ledger:
+    """Cells with their results, and what else there is to say of the folder."""
+
+    entries: dict[Cell, Entry] = field(default_factory=dict)
+    stopped: dict[Cell, Entry] = field(default_factory=dict)  # without one: the stage that was out of memory
+    older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
+    notes: list[str] = field(default_factory=list)
+
+
+def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
+    """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
+
+    Of a cell without one, that of a stage that was out of memory: it cannot begin. Where a field chooses the version of
+    the task, a column shows results of an older one if it has none of the newest: never of both. Notes say so, and name
+    what was left out: files that can't be read, older results of a cell, and results of no cell. Raises UsageError if
+    there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
+    ledger, strangers = Ledger(), []
+    entries, ledger.notes = find(folder)
+    entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
+    wanted, defaults, tasks = _identities(cells)
+    owners = ((_owner(entry, wanted, defaults)[0], entry.task) for entry in entries)
+    newest = {cell.column for cell, task in owners if cell and task == tasks[cell]}
+    for entry in entries:
+        cell, near = _owner(entry, wanted, defaults)
+        if cell is None:
+            strangers.append((not near, str(entry.path.relative_to(folder))))
+            continue
+        if entry.result["status"] == "oom" and not unshared(entry.result):
+            ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
+            continue
+        if entry.task != tasks[cell]:
+            if cell.column in newest:
+                left = f"{entry.path} of {entry.task} is left out, as the column has {tasks[cell]}"
+                ledger.notes.append(f"{cell}: {left}")
+                continue
+            ledger.older[cell] = int(entry.task.partition("@")[2])
+        if older := ledger.entries.get(cell):
+            ledger.notes.append(f"{cell}: {entry.path} of {entry.date} counts, not {older.path} of {older.date}")
+        ledger.entries[cell] = entry
+    shown: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in ledger.older:
+        shown.setdefault((ledger.entries[cell].task, tasks[cell]), {})[cell.column] = None
+    for (older, newer), columns in shown.items():
+        ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is {newer} by now")
+    ledger.stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
+    known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
+    if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
+        if len(named) > NAMED:
+            named[NAMED:] = [f"and {len(named) - NAMED} more"]
+        ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
+    return ledger
+
+
+def find(folder: Path) -> tuple[list[Entry], list[str]]:
+    """Every result below `folder`, and a note for each file that is none and should be one."""
+    entries, notes = [], []
+    for path in sorted(folder.rglob("*.json")):
+        if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue  # of a first try, or being written
+        try:
+            content = read_json(path)
+        except (OSError, ValueError) as error:
+            notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
+            continue
+        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
+            continue  # some other measurement
+        if lacks := lacking(content):
+            notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
+        else:
+            entries.append(Entry(path, content))
+    return entries, notes
+
+
+def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
+    """The fields by which a configuration is compared, with `LATER` and `defaults` for those that it lacks."""
+    known = dict(flatten(defaults))
+    fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
+    if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
+        fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
+    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+
+
+def row(table: Grid, cell: Cell, found: Ledger) -> Row:
+    """Of a cell that could not begin no more than that, and why."""
+    paper = table.figure(cell.attn, cell.column)
+    known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
+    if stage := found.stopped.get(cell):
+        known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
+    if (entry := found.entries.get(cell)) is None:
+        return Row(cell.column, cell.attn, cell.seed, **known)
+    result = entry.result
+    made_with, (_, peak) = result["environment"], spent(result)
+    micro = mapping(result["config"].get("batch")).get("micro")
+    known |= {
+        "status": result["status"],
+        "steps": result.get("steps"),
+        "train_seconds": result.get("train_seconds") if unshared(result) else None,
+        "steps_per_second": result.get("steps_per_second") if unshared(result) else None,
+        "memory_gb": None if peak is None else peak / 1e9,
+        "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
+        "engine": result.get("engine") or "",
+        "micro": micro,
+        "commit": made_with.get("commit") or "",
+        "clean": clean(result),
+        "chain": chain(result),
+        "date": entry.date,
+        "result": str(entry.path),
+    }
+    if cell in found.older:
+        known["command"] += f" task.version={found.older[cell]}"
+    if micro:  # no part of the cell, but what fits may depend on it
+        known["command"] += f" batch.micro={micro}"
+    if result["status"] == "finished":
+        known |= _scores(result["test"], "accuracy", "bound", "baseline")
+        known |= _scores(result["fresh"], "fresh", "fresh_bound", "fresh_baseline") if "fresh" in result else {}
+        known["sequences"], known["majority"] = result["test"].get("n"), 100 * result["test"]["baselines"]["majority"]
+        known["difference"] = None if paper is None else known["accuracy"] - paper
+        known["validation"] = 100 * result["val"]["accuracy"] if "val" in result else None
+        # a run may never leave chance: it counts, and is named
+        if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
+            known["status"] = "stuck"
+    return Row(cell.column, cell.attn, cell.seed, **known)
+
+
+def values(rows: Sequence[Row], field: str, **where: Any) -> list[float]:
+    """What is known of a field in the finished rows for which `where` holds, seed by seed."""
+    chosen = (row for row in rows if row.status in ("finished", "stuck"))
+    chosen = (row for row in chosen if all(getattr(row, name) == value for name, value in where.items()))
+    return [value for row in chosen if (value := getattr(row, field)) is not None]
+
+
+def mean(rows: Sequence[Row], field: str, **where: Any) -> float | None:
+    return statistics.fmean(found) if (found := values(rows, field, **where)) else None
+
+
+def hardware(rows: Sequence[Row]) -> list[str]:
+    """On what the finished rows ran."""
+    return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
+
+
+def _owner(
+    entry: Entry, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
+) -> tuple[Cell | None, bool]:
+    """Which of the cells a result is of, and whether any is of its task and attention."""
+    config = entry.result["config"]
+    default = defaults.get((config["task"]["name"], config["attn"]["name"]))
+    return wanted.get(_key(entry.task, identity(config, default or {}))), default is not None
+
+
+def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
+    """The results for want of memory of stages without which a cell cannot begin; `entries` in the order of `match`."""
+    attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
+    found: dict[Cell, Entry] = {}
+    if not attns:
+        return found  # to compose stages takes long
+    for cell in cells:
+        if not attns & {stage.attn for stage in cell.stages}:
+            continue
+        wanted, defaults, _ = _identities(cell.stages)
+        newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
+        last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
+        if last and last.result["status"] == "oom" and unshared(last.result):
+            found[cell] = last
+    return found
+
+
+def _identities(
+    cells: Iterable[Cell],
+) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]], dict[Cell, str]]:
+    """The cells by what they compute, the defaults of every field by (task, attention), and the cells' tasks.
+
+    What computes the same on the data of an older version of the task is the same cell.
+    """
+    wanted: dict[str, Cell] = {}
+    tasks: dict[Cell, str] = {}
+    defaults: dict[tuple[str, str], dict[str, Any]] = {}
+    composed: dict[tuple[Override, ...], RunConfig] = {}  # to compose takes long, and seeds differ in nothing else
+    for cell in cells:
+        args = tuple(override for override in cell.args if override.field != "seed")
+        run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
+        default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
+        defaults[run.task.name, run.attn.name] = default
+        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned(run.task)
+        if run.init:  # the recipe's start, of the same seed
+            saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
+        own = identity(saved, default)
+        for number in range(1, getattr(run.task, "version", 1)):
+            wanted[_key(f"{run.task.name}@{number}", own | {"task.version": number})] = cell
+        wanted[_key(tasks[cell], own)] = cell
+    return wanted, defaults, tasks
+
+
+def _key(version: str, fields: Identity) -> str:
+    """Of a task's version too: another one has other data or another protocol."""
+    return json.dumps([version, fields], sort_keys=True, default=str)
+
+
+def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, Any]:
+    strongest = max(test["baselines"], key=lambda name: test["baselines"][name])
+    return {
+        accuracy: 100 * test["accuracy"],
+        bound: 100 * test["plus_minus"],
+        baseline: strongest,
+        f"{baseline}_accuracy": 100 * test["baselines"][strongest],
+    }
+
+
+def gpus(gpu: str | None, count: int) -> str:
+    """What a run had, for people."""
+    name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
+    return name if count == 1 else f"{count} × {name}"

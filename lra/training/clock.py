@@ -1,0 +1,136 @@
+"""What a run took: seconds, steps, memory, and who shared its GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from lra import environment
+from lra.errors import out_of_memory
+
+# set for the runs of a grid: how many have a GPU at once
+RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
+
+
+class Clock(pl.Callback):
+    """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
+
+    `seconds` are of `steps` training steps on what computed the last ones; `elsewhere` are those of sessions before, on
+    another device, say, which tell nothing of its speed. Validation, checkpoints and the first steps are apart.
+    `sharing` is how many processes have the GPU that `seconds` are of, at most, at a beginning, at an end, or when one
+    looked between: before a validation, LOOK seconds apart.
+    """
+
+    LOOK = 60.0  # a look takes tenths of a second
+
+    def __init__(self) -> None:
+        self.seconds, self.steps, self.elsewhere = 0.0, 0, 0.0
+        self._here = self._computed = ""  # what computes in this session, and what `seconds` are of
+        self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
+        self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
+        self._on_gpu = False
+        self.sharing, self._looked = _planned(), 0.0
+        self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
+        self.validation = 0.0  # seconds
+        self.example: float | None = None  # seconds that scoring one took when a batch was scored early
+        self._entered = 0.0  # training, or validation
+        self._started: tuple[float, int] | None = None  # when, and after which step
+
+    def begin(self, trainer: pl.Trainer, computes: str) -> None:
+        """Now, as all is there that a run needs; what this process had on the GPU before is not the run's.
+
+        Args:
+            computes: what the speed of steps depends on: device, engine, portions.
+        """
+        self._began, self._here = time.perf_counter(), computes
+        self._on_gpu = trainer.strategy.root_device.type == "cuda"
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+
+    def wall(self) -> float | None:
+        return None if self._wall is None else self._wall + time.perf_counter() - self._began
+
+    def peak(self) -> int | None:
+        """The most memory of a GPU, in bytes; None without one."""
+        used = torch.cuda.max_memory_allocated() if self._on_gpu else 0
+        return max(self._peak, used) or None
+
+    def stop(self, trainer: pl.Trainer) -> None:
+        if self._started is not None:
+            synchronize(trainer)
+            began, step = self._started
+            self.seconds += time.perf_counter() - began
+            self.steps += trainer.global_step - step
+            self._started = None
+
+    def trained(self) -> float:
+        """The seconds until now."""
+        return self.seconds + (0.0 if self._started is None else time.perf_counter() - self._started[0])
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        """Not where nothing but scoring is left."""
+        if self._computed != self._here:
+            self.elsewhere += self.seconds
+            self.seconds, self.steps, self.sharing, self._computed = 0.0, 0, 1, self._here
+        self.sharing = max(self.sharing, _planned())
+        self._look_around(trainer)
+        self._entered = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        # not after validation: then checkpoints are written
+        if self.first is not None and self._started is None:
+            self._started = time.perf_counter(), trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.first is None:
+            synchronize(trainer)
+            self.first = time.perf_counter() - self._entered
+
+    def on_validation_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.stop(trainer)
+        if time.perf_counter() - self._looked >= self.LOOK:
+            self._look_around(trainer)
+        self._entered = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.stop(trainer)
+        self._look_around(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        self.validation += time.perf_counter() - self._entered
+
+    def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
+        if out_of_memory(exception):  # who else has the memory that ran out, now
+            self.sharing = _planned()
+            self._look_around(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        steps = {"seconds": self.seconds, "steps": self.steps, "elsewhere": self.elsewhere, "computes": self._computed}
+        spent = {"validation": self.validation, "wall": self.wall(), "peak": self.peak() or 0}
+        return {"sharing": self.sharing} | steps | spent
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Older checkpoints lack some of these."""
+        self.seconds, self.steps, self.elsewhere = state["seconds"], state["steps"], state.get("elsewhere", 0.0)
+        self.sharing, self._computed = state.get("sharing", 1), state.get("computes", "")
+        self.validation = state.get("validation", 0.0)
+        self._wall, self._peak = state.get("wall"), state.get("peak", 0)
+
+    def _look_around(self, trainer: pl.Trainer) -> None:
+        self._looked = time.perf_counter()
+        if (device := trainer.strategy.root_device).type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self.sharing = max(self.sharing, environment.gpu_processes(uuid))
+
+
+def _planned() -> int:
+    return int(os.environ.get(RUNS_PER_DEVICE, "1"))
+
+
+def synchronize(trainer: pl.Trainer) -> None:
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()

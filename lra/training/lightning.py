@@ -1,0 +1,85 @@
+"""Every workaround for PyTorch Lightning, each with what it is for. All are for 2.6, the only version allowed.
+
+What Lightning offers for the purpose is used where it belongs: a strategy and a cluster (`rendezvous`), a logger
+(`curves`), callbacks, manual optimisation (`step`), and a loader that states where it is (`lra.tasks.batches`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytorch_lightning as pl
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+
+from lra.training.checkpoints import verify, write
+
+
+def silence_signals(trainer: pl.Trainer) -> None:
+    """Keeps a trainer from handling signals: `preemption` does.
+
+    Lightning 2.6 installs handlers that talk to the other ranks and make an exception of SIGTERM, and asks all ranks
+    before each batch whether these were called, which waits for the GPU.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+class Onward(pl.Callback):
+    """Lets a run of more steps go on from a finished one.
+
+    The checkpoint of a finished run says that its last batch was the last one, and Lightning 2.6 believes it.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes whole checkpoints and reads no damaged one.
+
+    Lightning 2.6 writes a checkpoint in /tmp and copies it where that is another file system: a run that is killed
+    leaves half a file. It also forgets which checkpoint is the best one when a run's folder was moved, so the best one
+    is looked for in `home`.
+    """
+
+    def __init__(self, home: Path):
+        super().__init__()
+        self.home = os.path.realpath(home)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        write(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        verify(Path(path))
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        for state in checkpoint.get("callbacks", {}).values():
+            if there := state.get("dirpath"):
+                state |= {key: text.replace(there, self.home) for key, text in state.items() if isinstance(text, str)}
+                best = state["best_k_models"].items()
+                state["best_k_models"] = {file.replace(there, self.home): score for file, score in best}
+        return checkpoint
+
+
+def quiet() -> None:
+    """Switches off the greetings of Lightning 2.6, and warnings about what is done on purpose."""
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
+    warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
+    warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions
+
+
+def leave(trainer: pl.Trainer, code: int) -> NoReturn:
+    """Ends this rank with SystemExit.
+
+    Where lra started the other ranks, only the first one ends with `code`: when another rank ends with a code, the
+    launcher of Lightning 2.6 kills the first one.
+    """
+    launched = trainer.global_rank and trainer.strategy.cluster_environment.launch.by == "lra"  # type: ignore[attr-defined]
+    raise SystemExit(0 if launched else code)

@@ -1,0 +1,229 @@
+"""Optimisers by name, their parameter groups, and the schedule of the learning rate.
+
+`optim.name=` chooses one of `OPTIMIZERS`. They are PyTorch's own, and each works behind the captured step: its learning
+rate may be a tensor on the GPU, and an update may be left out there without asking the host. PyTorch's others do not:
+Adagrad, Adadelta, ASGD, Rprop and Muon read a number on the host in each step, or train matrices alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lra.config.schema import OptimConfig, OptimizerName
+from lra.errors import UsageError
+from lra.models.positions import LearnedPositions
+
+PIECE, PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; into how many pieces a large model is cut
+MARKS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
+INITIAL = {"mu_product": 1.0}  # a state's value before the first update, where it is not 0
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of update number `step` (from 0) of `steps`.
+
+    Linear warmup to the peak, then constant, or linear or cosine decay that reaches 0 with the last update.
+    `rsqrt` is Tay et al.'s: lr * min(1, step / warmup) / sqrt(max(step, warmup)).
+    """
+    done = step + 1
+    if config.schedule == "rsqrt":
+        warmup = max(config.warmup, 1)
+        return config.lr * min(1.0, done / warmup) / math.sqrt(max(done, warmup))
+    if done <= config.warmup:
+        return config.lr * done / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    left = (steps - done) / max(steps - config.warmup, 1)
+    return config.lr * (left if config.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What every optimiser here has beside PyTorch's: it stands before one of PyTorch's classes.
+
+    A group of parameters may have a `scale`: its learning rate is that of the schedule times this.
+    """
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate of the schedule; a rate that is a tensor stays where it is."""
+        for group in self.param_groups:
+            scaled = rate * group.get("scale", 1.0)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(scaled)
+            else:
+                group["lr"] = scaled
+
+    def make_capturable(self, device: torch.device) -> None:
+        """Makes the learning rates tensors, which a captured update reads."""
+        for group in self.param_groups:
+            group["lr"] = torch.zeros((), device=device)
+            if "capturable" in group:
+                group["capturable"] = device.type == "cuda"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the moments of a checkpoint; the options are this run's and this device's.
+
+        UsageError if the checkpoint has other groups of parameters.
+        """
+        there = [group["params"] for group in state_dict["param_groups"]]
+        sizes, own = [len(each) for each in there], [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise UsageError(
+                f"the checkpoint's optimiser has groups of {sizes} parameters, and here they are of {own}: "
+                "the marks `_optim` in the code have changed; begin another run, name=, with its weights, init="
+            )
+        groups = [own | {"params": params} for own, params in zip(self.param_groups, there, strict=True)]
+        super().load_state_dict(state_dict | {"param_groups": groups})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters. A `closure`, as Lightning hands it over, does the update itself."""
+        if closure is None:
+            self.update()
+        else:
+            closure()
+
+    def update(self, left_out: Tensor | None = None) -> None:
+        """Updates the parameters, unless `left_out`, a number on their device, is 1."""
+        if left_out is None:
+            super().step()
+        elif left_out.is_cuda:
+            self._update_unless(left_out)
+        elif not left_out:
+            super().step()
+
+    @torch.no_grad()
+    def _update_unless(self, left_out: Tensor) -> None:
+        """Updates, and takes that back if `left_out` is 1: no host waits for the number."""
+        before = {key: tensor.clone() for key, tensor in self._tensors()}
+        super().step()
+        out = left_out.bool()
+        for key, tensor in self._tensors():
+            old = before[key] if key in before else torch.full_like(tensor, INITIAL.get(key[1], 0.0))
+            tensor.copy_(torch.where(out, old, tensor))
+
+    def _tensors(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
+        """All that an update changes: parameters that have a gradient, and their states."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield (parameter, ""), parameter
+                    for name, value in self.state[parameter].items():
+                        if isinstance(value, Tensor):
+                            yield (parameter, name), value
+
+
+class InPieces(Optimizer):
+    """Adam or AdamW, whose fused kernel is given tensors in pieces.
+
+    The kernel has a block for each 65,536 elements of a tensor. Few models here have that many: one block then updates
+    most of the model, longer than some attentions take. So tensors are cut into pieces, into larger ones where there
+    would be too many: each costs the host views, and a launch takes some dozens.
+    """
+
+    def update(self, left_out: Tensor | None = None) -> None:
+        if not self.defaults["fused"]:
+            super().update(left_out)
+            return
+        if left_out is not None and not left_out.is_cuda:  # nothing waits for a number of the CPU
+            if left_out:
+                return
+            left_out = None
+        for group in self.param_groups:
+            self._update_group(group, left_out)
+
+    @torch.no_grad()
+    def _update_group(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
+        tensors: list[list[Tensor]] = [[] for _ in range(6)]
+        self._init_group(group, *tensors)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+        *updated, _, steps = tensors  # parameters, gradients and both moments
+        if not steps:
+            return
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        size = max(PIECE, sum(weight.numel() for weight in updated[0]) // PIECES)
+        cut = [[tensor.view(-1).split(size) for tensor in each] for each in updated]
+        pieces = [list(itertools.chain.from_iterable(each)) for each in cut]
+        of_pieces = [step for parts, step in zip(cut[0], steps, strict=True) for _ in parts]
+        beta1, beta2 = group["betas"]
+        decoupled = isinstance(self, torch.optim.AdamW)
+        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore
+        kernel(
+            *pieces, [], of_pieces, lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, found_inf=found_inf,
+        )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class AdamW(InPieces, torch.optim.AdamW): ...
+
+
+class Adam(InPieces, torch.optim.Adam): ...
+
+
+class Adamax(Optimizer, torch.optim.Adamax): ...
+
+
+class NAdam(Optimizer, torch.optim.NAdam): ...
+
+
+class RAdam(Optimizer, torch.optim.RAdam): ...
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop): ...
+
+
+class SGD(Optimizer, torch.optim.SGD): ...
+
+
+OPTIMIZERS: dict[str, Any] = {cls.__name__.lower(): cls for cls in (AdamW, Adam, Adamax, NAdam, RAdam, RMSprop, SGD)}
+assert (*OPTIMIZERS,) == get_args(OptimizerName)
+
+
+def build(config: OptimConfig, module: nn.Module) -> Optimizer:
+    """The optimiser of a module's trained parameters, for the device where they are."""
+    cls, on_gpu = OPTIMIZERS[config.name], trained(module)[0].is_cuda
+    how = ("fused",) if issubclass(cls, InPieces | SGD) else ("foreach", "capturable")
+    return cls(groups(config, module), **config.options(), **dict.fromkeys(how, on_gpu))
+
+
+def groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
+    """Trained parameters that have learning rate and weight decay in common, in their order: usually one group.
+
+    A parameter may be marked with its own, as code of state-space models does: `parameter._optim = {"lr": 1e-3,
+    "weight_decay": 0.0}`. The mark goes before `optim.lr` and `optim.weight_decay`, and the schedule scales its `lr` in
+    proportion. UsageError for a mark that says something else.
+    """
+    tables = (part for part in module.modules() if isinstance(part, nn.Embedding | LearnedPositions))
+    embeddings = {parameter for table in tables for parameter in table.parameters()}
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            matrix = parameter.ndim > 1 and parameter not in embeddings
+            own = {"lr": config.lr, "weight_decay": config.weight_decay if config.decay == "all" or matrix else 0.0}
+            own |= _mark(name, parameter)
+            found.setdefault((own["lr"], own["weight_decay"]), []).append(parameter)
+    return [
+        {"params": parameters}
+        | ({} if decay == config.weight_decay else {"weight_decay": decay})
+        | ({} if lr == config.lr else {"scale": lr / config.lr})
+        for (lr, decay), parameters in found.items()
+    ]
+
+
+def _mark(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    """What a parameter is marked with; UsageError if that is not understood."""
+    mark = getattr(parameter, "_optim", None) or {}
+    for key, value in mark.items():
+        if key not in MARKS:
+            raise UsageError(f"{name} is marked with _optim['{key}']: a mark has {' and '.join(MARKS)}, leave it out")
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UsageError(f"{name} is marked with _optim['{key}']={value}: write a finite number, at least 0")
+    return mark
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,0 +1,32 @@
+"""What a run says to its user, on the standard output of rank 0."""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+import torch
+
+from lra.errors import naming
+from lra.terminal import Terminal
+
+console = Terminal(soft_wrap=True)
+
+
+def say(trainer: pl.Trainer, text: str) -> None:
+    """Prints a line of rank 0, above the bar if there is one."""
+    if trainer.is_global_zero:
+        with naming("the standard output"):
+            console.print(text)  # which the bar draws on, too
+
+
+def duration(seconds: float) -> str:
+    if seconds < 180:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def memory(trainer: pl.Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return ""
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return f", {peak / 1e9:.1f} of {total / 1e9:.0f} GB of GPU memory"
