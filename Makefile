@@ -24,7 +24,8 @@ PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 # What `make versions` tries, and how uv chooses each: the lowest versions that pyproject.toml names and this Python has,
 # or the highest there are. Its tests are those that use most of other packages: a minute or two.
 VERSIONS ?= oldest newest
-oldest := --resolution lowest-direct --only-binary :all:
+# OmegaConf 2.3, beside which hydra-core can be installed, needs a package that has no wheel.
+oldest := --resolution lowest-direct --only-binary :all: --no-binary antlr4-python3-runtime
 newest := --resolution highest
 SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget \
   $(patsubst %,tests/models/test_%.py,transformer peers fused_blocks) \

@@ -13,30 +13,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lra import caches, ranks
+from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.errors import UsageError, unusable
 from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
-app = typer.Typer(
-    help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
-    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
-)  # fmt: skip
-data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
-ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)
-config_app = typer.Typer(help="Inspect configurations.", no_args_is_help=True)
-app.add_typer(ls_app, name="ls")
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-bench_app = typer.Typer(help="Measure attentions and training steps: speed, memory, HBM traffic.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
-app.add_typer(results_app, name="results")
-
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
-# click's UsageError, which each version of Typer has elsewhere
-Misused: type[Exception] = typer.BadParameter.__mro__[1]
+Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
 Fields = Annotated[
     list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
@@ -46,7 +31,7 @@ TaskFields = Annotated[
 ]
 
 
-@app.command()
+@verb(app, parser="lra.training.fit:configure")
 def fit(fields: Fields = None) -> None:
     """Train, then score the test set once with the best checkpoint of validation.
 
@@ -62,7 +47,7 @@ def fit(fields: Fields = None) -> None:
             console.print(f"{what:10} {folder}/{file}")
 
 
-@app.command()
+@verb(app, parser="lra.training.fit:parse_test")
 def test(
     fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
 ) -> None:
@@ -73,7 +58,7 @@ def test(
         _print_scores(result)
 
 
-@app.command()
+@verb(app)
 def doctor() -> None:
     """What this machine has: GPU, versions, usable kernels, prepared data."""
     from lra.doctor import report
@@ -84,7 +69,7 @@ def doctor() -> None:
     console.print(table)
 
 
-@app.command()
+@verb(app, parser="lra.bench.tune:Options")
 def tune(
     fields: Annotated[
         list[str] | None,
@@ -98,7 +83,7 @@ def tune(
     console.print(f"written: {written}")
 
 
-@app.command()
+@verb(app, parser="lra.experiments:parse_fields")
 def reproduce(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
     dry_run: Annotated[
@@ -123,7 +108,7 @@ def reproduce(
     _print_measured(report.tables, report.lines, report.wrong)
 
 
-@app.command()
+@verb(app, parser="lra.experiments:parse_report")
 def report(
     fields: Annotated[
         list[str] | None,
@@ -149,7 +134,7 @@ def report(
     _print_measured(made.tables, made.notes)
 
 
-@ls_app.command("tasks")
+@verb(ls_app, "tasks")
 def ls_tasks() -> None:
     """The benchmark's tasks."""
     from lra.tasks import TASKS
@@ -157,7 +142,7 @@ def ls_tasks() -> None:
     _print_catalogue(TASKS, ("version", "classes", "length"))
 
 
-@ls_app.command("attns")
+@verb(ls_app, "attns")
 def ls_attns() -> None:
     """The attentions."""
     from lra.models.attention import ATTENTIONS
@@ -165,7 +150,7 @@ def ls_attns() -> None:
     _print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
 
 
-@ls_app.command("recipes")
+@verb(ls_app, "recipes")
 def ls_recipes() -> None:
     """The training recipes."""
     from lra.config.recipes import read_recipe, recipes
@@ -180,7 +165,7 @@ def ls_recipes() -> None:
     console.print(table)
 
 
-@ls_app.command("optimizers")
+@verb(ls_app, "optimizers")
 def ls_optimizers() -> None:
     """The optimisers, and their options beside lr and weight_decay."""
     from lra.config.schema import OPTIM_OPTIONS, OptimizerName
@@ -191,7 +176,7 @@ def ls_optimizers() -> None:
     console.print(table)
 
 
-@config_app.command("show")
+@verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
     """Every field's value and where it came from."""
     from lra.config.compose import flatten, to_dict
@@ -209,7 +194,7 @@ def config_show(fields: Fields = None) -> None:
     console.print(table)
 
 
-@data_app.command("prepare")
+@verb(data_app, "prepare", "lra.training.data:parse_prepare")
 def data_prepare(fields: TaskFields = None) -> None:
     """Generate or import a task's data; force=true replaces what is there."""
     from lra.training.data import prepare
@@ -217,7 +202,7 @@ def data_prepare(fields: TaskFields = None) -> None:
     console.print(prepare(fields or ()))
 
 
-@data_app.command("verify")
+@verb(data_app, "verify", "lra.training.data:task_data")
 def data_verify(fields: TaskFields = None) -> None:
     """Read every byte of a prepared store and compare it with the manifest."""
     from lra.training.data import verify
@@ -225,7 +210,7 @@ def data_verify(fields: TaskFields = None) -> None:
     console.print(verify(fields or ()))
 
 
-@data_app.command("info")
+@verb(data_app, "info", "lra.training.data:task_data")
 def data_info(fields: TaskFields = None) -> None:
     """Counts, lengths, label balance and hashes of a prepared store."""
     from lra.training.data import info
@@ -236,7 +221,7 @@ def data_info(fields: TaskFields = None) -> None:
     console.print(table)
 
 
-@data_app.command("show")
+@verb(data_app, "show", "lra.training.data:parse_show")
 def data_show(fields: TaskFields = None) -> None:
     """Draw examples of each label into a PNG: split=train, count=8 of each, out=<file>.png."""
     from lra.training.data import show
@@ -244,7 +229,7 @@ def data_show(fields: TaskFields = None) -> None:
     console.print(show(fields or ()))
 
 
-@bench_app.command("attention")
+@verb(bench_app, "attention", "lra.bench.attention:configure")
 def bench_attention(
     fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
@@ -257,7 +242,7 @@ def bench_attention(
     _print_measured(tables(records, result.options["table"]), notes(records), wrong)
 
 
-@bench_app.command("io")
+@verb(bench_app, "io", "lra.bench.io:IoOptions")
 def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=value …]")] = None) -> None:
     """Bytes that attention moves to and from HBM, against block size: by formula, and measured where ncu is."""
     from lra.bench.io import bench, table
@@ -268,7 +253,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
         console.print(note)
 
 
-@bench_app.command("step")
+@verb(bench_app, "step", "lra.bench.step:split")
 def bench_step(
     fields: Annotated[
         list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [loops=… steps=… field=value …]")
@@ -281,7 +266,7 @@ def bench_step(
     _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
 
 
-@results_app.command("pack")
+@verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
 def results_pack(
     fields: Annotated[
         list[str] | None,
@@ -295,7 +280,7 @@ def results_pack(
         console.print(line)
 
 
-@results_app.command("merge")
+@verb(results_app, "merge", "lra.experiments.results.archive:MergeOptions")
 def results_merge(
     file: Annotated[str, typer.Argument(metavar="<file>.tar.xz|checkpoints/<name>")],
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,

@@ -13,7 +13,14 @@ class UsageError(Exception):
     """Bad input: one line that says what is wrong and how to mend it.
 
     The command line prints it without a traceback and exits with code 2.
+
+    Args:
+        of_earlier_run: whether it is of a run from which the one that was asked for starts, and the line says so.
     """
+
+    def __init__(self, line: object, of_earlier_run: bool = False):
+        super().__init__(line)
+        self.of_earlier_run = of_earlier_run
 
 
 _ACCESS = "change who may use it, or work in another folder (that of data is LRA_DATA)"

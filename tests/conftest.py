@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before PyTorch starts its threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +28,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder that a test runs in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs for a grid's runs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Measurements of milliseconds, on the CPU but for the tests that need a GPU."""
+    from lra.bench import timing
+
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
 
 
 @pytest.fixture

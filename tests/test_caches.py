@@ -14,7 +14,7 @@ import pytest
 
 from lra import caches, cli
 from lra.errors import UsageError, named
-from tests.test_cli import lra, refused
+from tests.command_line import lra, refused
 
 KERNEL = {"target": {"backend": "cuda", "arch": 90, "warp_size": 32}, "name": "kernel", "shared": 0}
 

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
-from lra import cli, streams
 from lra.data.writer import Writer
-from lra.models.attention import ATTENTIONS
 from lra.training.step import Step
-
-ROOT = Path(__file__).parent.parent
-DATA = ("task=listops", "recipe=demo", "task.train=50", "task.val=10", "task.test=10", "task.fresh=10")
-SHORT = ("trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1", "trainer.accelerator=cpu", "batch.size=4")
-RUN = (*DATA, *SHORT, "attn=flash")
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """The cells of the printed tables, headers left out."""
-        lines = (line for line in self.out.splitlines() if line.startswith("│"))
-        return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-
-
-def lra(*arguments: str) -> Done:
-    """`lra …` in this process, with a wide terminal."""
-    out, err = io.StringIO(), io.StringIO()
-    cli.console.width = 1000
-    with (
-        mock.patch.object(sys, "argv", [str(Path(sys.executable).with_name("lra")), *arguments]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-        sys.exit(0)
-    return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def process(*arguments: str, **changes: str) -> Done:
-    """`python -m lra …` in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
-    command = [sys.executable, "-m", "lra", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
-def refused(done: Done, message: str = "") -> str:
-    """The one line of a refusal."""
-    assert done.code == 2, done
-    assert done.err.startswith("lra: ") and done.err.count("\n") == 1 and done.err.endswith("\n"), done.err
-    assert re.search(message, done.err), done.err
-    return done.err
+from tests.command_line import DATA, RUN, lra, process, refused
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +213,7 @@ REFUSED = {
     # test
     "test": "lra test needs one init=",
     "test task=listops": "lra test needs one init=",
-    "test init=a init=b": "lra test needs one init=",
+    "test init=a init=b": "init= is given twice",
     "test init=nowhere": "no checkpoint at nowhere",
     "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: of training alone, it changes no score",
     f"test init={'x' * 300}": "no checkpoint at xxx",
@@ -276,7 +222,7 @@ REFUSED = {
     "data prepare task=listops model.d_model=3": "model.d_model=3 has no meaning for data",
     "data prepare task=listops seed=3": "seed=3 has no meaning for data",
     "data prepare task=listops attn=flash": "attn=flash has no meaning for data",
-    "data prepare task=listops force=yes": "force=yes: choose from true, false",
+    "data prepare task=listops force=maybe": "force=maybe: write true or false",
     "data prepare task=listops force": "'force' is not of the form field=value",
     "data prepare task=listops source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
     "data prepare task=pathx source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
@@ -394,56 +340,3 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(here):
         refused(lra(*FIT, "name=full"), "checkpoints/runs/listops/flash/full-s0 can't be used .*resume=auto goes on")
     assert (run / "last.ckpt").exists() and not (run / "result.json").exists(), "nothing of the run failed"
     assert lra(*FIT, "name=full", "resume=auto").code == 0
-
-
-def test_a_pipe_cuts_nothing():
-    done = process("ls", "attns")
-    rows = {row[0]: row[-1] for row in done.rows}
-    assert done.code == 0 and not done.err and max(map(len, rows.values())) > 80
-    assert rows == {name: entry.summary for name, entry in ATTENTIONS.catalogue().items()}
-
-
-def test_what_an_output_can_not_encode_is_replaced(monkeypatch):
-    there = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", there)
-    with streams.guarded():
-        print("1 … 2")
-    assert there.buffer.getvalue() == b"1 ? 2\n"  # type: ignore[attr-defined]
-    assert sys.stdout is there
-
-
-def test_an_output_that_was_closed_shows_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    with streams.guarded() as output:
-        print("nothing")
-    assert output.error is None
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize(("verb", "code"), [("ls", 2), ("fit", 0)])
-def test_a_full_output_is_told_and_is_no_failure_of_a_run(monkeypatch, capsys, verb, code):
-    def verbs(**_: Any) -> None:
-        print("something")
-        sys.stdout.flush()
-        print("more")
-
-    monkeypatch.setattr(cli, "app", verbs)
-    monkeypatch.setattr(sys, "argv", ["lra", verb])
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    assert (ended.value.code or 0) == code
-    assert ("can't be written to (No space left on device)" in capsys.readouterr().err) == (code == 2)
-
-
-def test_an_output_without_a_reader_ends_a_listing_quietly(monkeypatch, capsys):
-    read, write = os.pipe()
-    os.close(read)
-    monkeypatch.setattr(cli, "app", lambda **_: print("something"))
-    monkeypatch.setattr(sys, "argv", ["lra", "ls"])
-    with os.fdopen(write, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    assert ended.value.code == cli.BROKEN_PIPE and not capsys.readouterr().err

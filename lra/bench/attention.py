@@ -23,6 +23,7 @@ from lra.bench.records import AttentionMeasurement, Measured
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse, refuse_repeats, shown
+from lra.config.override import parse_overrides
 from lra.config.schema import at_most, droppable
 from lra.errors import UsageError, named, out_of_memory
 from lra.models.attention import ATTENTIONS
@@ -96,12 +97,13 @@ class AttentionOptions:
 
 def configure(args: Sequence[str]) -> AttentionOptions:
     """The options of `field=value` arguments, with the defaults of the chosen table."""
-    given = {arg.partition("=")[0] for arg in args}
-    table = next((arg.partition("=")[2] for arg in args if arg.startswith("table=")), None)
+    overrides = parse_overrides(args)
+    given = {override.field: override.text for override in overrides}
+    table = given.get("table")
     compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED else {}
-    options = parse(AttentionOptions, args, **compared_by_default, **TABLES.get(table, {}))
-    clash = given & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
-    if {"attn", "attns"} <= given:
+    options = parse(AttentionOptions, overrides, **compared_by_default, **TABLES.get(table, {}))
+    clash = given.keys() & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
+    if {"attn", "attns"} <= given.keys():
         raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
     if clash:
         raise UsageError(f"{min(clash)}= does not go with ragged=imdb")
@@ -110,7 +112,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     if options.attn is not None:
         configurable(options.attn)
         options = replace(options, attns=compared(options.attn))
-    for attention in options.attns if given & {"attn", "attns"} else ():
+    for attention in options.attns if given.keys() & {"attn", "attns"} else ():
         name, cls = configurable(attention)
         parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
     return options

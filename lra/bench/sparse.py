@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lra.batch import Batch
+from lra.config.override import parse_overrides
 from lra.config.registry import Registry
 from lra.errors import UsageError
 from lra.kernels.flash.layout import FULL, PARTIAL, Layout
@@ -34,7 +35,7 @@ FA4_BLOCK = (128, 128)  # what FlashAttention-4 has a backward for on Hopper
 def compared(attention: str) -> tuple[str, ...]:
     """What a user would measure beside `name[:field=value…]`: flash and its peers, if it has any; else it alone."""
     name, *options = attention.split(":")
-    pattern = [option for option in options if option.partition("=")[0] not in OWN]
+    pattern = [str(option) for option in parse_overrides(options, f"attns={name}: ") if option.field not in OWN]
     peers = [peer for peer in PEERS.catalogue() if peer.partition("@")[0] == name]
     return (attention, "flash", *(":".join((peer, *pattern)) for peer in reversed(peers))) if peers else (attention,)
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lra.bench.files import output
 from lra.bench.records import StepMeasurement
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, shown, take
+from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
@@ -78,15 +79,16 @@ class StepResult:
         return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
 
 
-def split(args: Sequence[str]) -> tuple[StepOptions, Composed]:
+def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
-    options, fields = take(StepOptions, args)
+    given = parse_overrides(args)
+    options, fields = take(StepOptions, given)
     composed = configure(fields)
     if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
         fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
         composed = replace(composed, config=fresh)
     run: RunConfig = composed.config
-    if "profile=true" in args and not set(options.loops) & set(PROFILED):
+    if Override("profile", "true") in given and not set(options.loops) & set(PROFILED):
         raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
     if run.init or run.name or run.resume != "false" or run.draws != "same":
         raise UsageError("init=, name=, resume= and draws= mean nothing to a measurement: leave them out")

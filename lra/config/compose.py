@@ -12,23 +12,18 @@ import copy
 import dataclasses
 import difflib
 import functools
-import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from omegaconf import ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from lra.config.override import Override, convert, parse_overrides, refuse_large
 from lra.config.recipes import check_names, read_recipe, read_task, recipes
 from lra.config.registry import Registry
 from lra.errors import UsageError, brief
 
-MOST_CHARACTERS = 200  # of a value that is no text: more are no number that anybody means
 STARTED = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
 
@@ -38,15 +33,15 @@ class Composed:
 
     config: Any  # a frozen instance of the schema
     origin: dict[str, str]  # dotted field -> layer that set it last
-    overrides: tuple[str, ...]  # `field=value` of the command line, complete names, sorted
-    start: tuple[str, ...] | None = None  # arguments of the run that this one starts from, if its recipe says so
+    overrides: tuple[Override, ...]  # of the command line, with complete names, sorted
+    start: tuple[Override, ...] | None = None  # arguments of the run that this one starts from, if its recipe says so
 
 
 def compose(
     schema: type,
     registries: Mapping[str, Registry],
-    args: Sequence[str],
-    locate: Callable[[tuple[str, ...]], str] | None = None,
+    args: Iterable[str | Override],
+    locate: Callable[[tuple[Override, ...]], str] | None = None,
     default: str | None = None,
 ) -> Composed:
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
@@ -58,29 +53,13 @@ def compose(
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
-    try:
-        return _compose(schema, registries, args, locate, default)
-    except UsageError as error:
-        if locate is None or STARTED in str(error):
-            raise
-        _compose(schema, registries, args, None, default)  # which raises the same, if it is not of the start
-        raise UsageError(f"{error} ({STARTED})") from None
-
-
-def _compose(
-    schema: type,
-    registries: Mapping[str, Registry],
-    args: Sequence[str],
-    locate: Callable[[tuple[str, ...]], str] | None,
-    default: str | None,
-) -> Composed:
     selected, overrides = _split(args, (*registries, "recipe"))
-    missing = [f"{name}=" for name in registries if name not in selected]
+    missing = [name for name in registries if name not in selected]
     if missing:
-        first = next(name for name in registries if name not in selected)
-        near = difflib.get_close_matches(first, [field for field, _ in overrides], n=1)
+        first = missing[0]
+        near = difflib.get_close_matches(first, [override.field for override in overrides], n=1)
         raise UsageError(
-            f"{' and '.join(missing)} missing{f', {near[0]}= is given' if near else ''}: "
+            f"{' and '.join(f'{name}=' for name in missing)} missing{f', {near[0]}= is given' if near else ''}: "
             f"{first}= is one of {', '.join(registries[first].catalogue())}"
         )
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
@@ -112,19 +91,29 @@ def _compose(
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
     )
     given = tree.override(overrides)
-    start = None
     selected |= {"recipe": recipe}
     rules = _rules(label, recipe_yaml.get("start") or (), tree, selected)
-    if rules and locate and tree.origin["init"] == DEFAULT:
-        start = _start(rules[0], selected, given)
-        own = {field: value for field, value in flatten(rules[0].get("with") or {}) if tree.origin.get(field) != GIVEN}
+    if not (rules and locate and tree.origin["init"] == DEFAULT):
+        return Composed(tree.build(), tree.origin, given)
+    start = _start(label, rules[0], selected, given)
+    started = tree.copy()
+    try:
+        changes = dict(flatten(rules[0].get("with") or {}))
         with _in_chain(label, start):
-            own |= {"init": locate(start)}
-        tree.merge((f"{label} start", own))
-    return Composed(tree.build(), tree.origin, given, start)
+            changes["init"] = locate(start)
+        asked = {field: value for field, value in changes.items() if tree.origin.get(field) != GIVEN}
+        started.merge((f"{label} start", asked))
+        return Composed(started.build(), started.origin, given, start)
+    except UsageError as error:
+        if error.of_earlier_run:
+            raise
+        tree.build()  # what is wrong without the start, too, is said of what was given
+        raise UsageError(f"{error} ({STARTED})", of_earlier_run=True) from None
 
 
-def restore(schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Sequence[str] = ()) -> Any:
+def restore(
+    schema: type, registries: Mapping[str, Registry], saved: dict[str, Any], args: Iterable[str | Override] = ()
+) -> Any:
     """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top.
 
     What an older one lacks has the value that the schema states as `later`, by its complete name.
@@ -176,10 +165,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collect
 
 
 DEFAULT, GIVEN = "default", "command line"
-# fields of it that are a run's own: where it starts from is given other ones
 MOST_STAGES = 30  # runs of which each starts from the next; recipes have up to four
 # the arguments of the runs that start, one from the other, from what is composed
-_chain: ContextVar[tuple[tuple[str, ...], ...]] = ContextVar("_chain", default=())
+_chain: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
+# fields that say where a run starts and lies: the run that it starts from is given others
 OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
@@ -195,29 +184,35 @@ def _rules(
         if other := [field for field in when if field not in tree.origin]:
             here = " ".join(f"{name}={value}" for name, value in selected.items() if name != "recipe")
             raise UsageError(f"{label}: a rule of start for {here}: {tree.unknown(other[0])}")
-        if all(tree.values.get(field) == value for field, value in when.items()):
+        wanted = {
+            field: convert(value, tree.hints[field], f"{label}: when of a rule of start: {field}={brief(value)}")
+            for field, value in when.items()
+        }
+        if all(tree.typed(field) == value for field, value in wanted.items()):
             holding.append(rule)
     return holding
 
 
-def _start(rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[str]) -> tuple[str, ...]:
+def _start(
+    label: str, rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[Override]
+) -> tuple[Override, ...]:
     """Arguments of the run before this one: this one's, with the rule's `from` on top, of which `field=` drops one."""
-    changed = {text.partition("=")[0]: text for text in rule["from"]}
-    kept = {text.partition("=")[0]: text for text in given if text.partition("=")[0] not in OWN}
+    changes = parse_overrides(rule["from"], f"{label}: from of a rule of start: ", may_be_empty=True)
+    changed = {override.field: override.text for override in changes}
+    kept = {override.field: override.text for override in given if override.field not in OWN}
     if "attn" in changed:  # another attention has other options
         kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
-    chosen = {name: f"{name}={value}" for name, value in selected.items()}
-    return tuple(text for text in (chosen | kept | changed).values() if not text.endswith("="))
+    return tuple(Override(field, text) for field, text in {**selected, **kept, **changed}.items() if text)
 
 
 @contextmanager
-def _in_chain(label: str, start: tuple[str, ...]) -> Iterator[None]:
+def _in_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
     """While a run is composed that others start from; UsageError if its chain of them does not end."""
     after = _chain.get()
     if start in after or len(after) == MOST_STAGES:
         what = "starts from itself" if start in after else f"has more than {MOST_STAGES} runs after it"
         raise UsageError(
-            f"{label}: by the rules of start, the run of {' '.join(start)} {what}: mend their when or from"
+            f"{label}: by the rules of start, the run of {' '.join(map(str, start))} {what}: mend their when or from"
         )
     token = _chain.set((*after, start))
     try:
@@ -226,57 +221,44 @@ def _in_chain(label: str, start: tuple[str, ...]) -> Iterator[None]:
         _chain.reset(token)
 
 
-def _split(args: Sequence[str], selectors: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    selected: dict[str, str] = {}
-    overrides: dict[str, str] = {}
-    for arg in args:
-        key, equals, value = arg.partition("=")
-        if not equals or not key or not value:
-            raise UsageError(f"'{arg}' is not of the form field=value")
-        seen = selected if key in selectors else overrides
-        if key in seen:
-            raise UsageError(f"{key}= is given twice")
-        seen[key] = value
-    return selected, list(overrides.items())
+def _split(args: Iterable[str | Override], selectors: Collection[str]) -> tuple[dict[str, str], list[Override]]:
+    """What the selectors among the arguments choose, and the other arguments."""
+    overrides = parse_overrides(args)
+    selected = {override.field: override.text for override in overrides if override.field in selectors}
+    return selected, [override for override in overrides if override.field not in selectors]
 
 
-def _form(hint: Any) -> str:
-    """How a field's value is written."""
-    *most, last = _forms(hint)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _forms(hint: Any) -> list[str]:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (tuple, list):
-        return [f"[{','.join('|'.join(form.split()[-1] for form in _forms(part)) for part in parts)}]"]
-    if origin is typing.Literal:
-        return [str(value) for value in parts]
-    if origin in (typing.Union, types.UnionType):
-        return [form for part in parts for form in _forms(part)]
-    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], types.NoneType: ["null"]}
-    return named.get(hint) or [getattr(hint, "__name__", str(hint))]
-
-
-@functools.cache  # it would take two thirds of the time of composing
-def _defaults(schema: type, *nodes: tuple[str, type]) -> tuple[Any, Any]:
-    """A `schema` of defaults, with these dataclasses as nodes, and OmegaConf's form of it."""
-    example = schema(**{name: node() for name, node in nodes})
-    tree = OmegaConf.structured(example)
-    for section in (tree, *filter(OmegaConf.is_dict, tree.values())):
-        OmegaConf.set_readonly(section, False)  # frozen as the dataclasses are
-    return example, tree
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 class _Tree:
-    """The fields of a configuration under construction: names, values and where from. OmegaConf checks types."""
+    """The fields of a configuration under construction: names, types, values and where from."""
 
-    def __init__(self, schema: type, nodes: dict[str, type]):
-        self.example, self.defaults = _defaults(schema, *nodes.items())
-        names = {f"{node}.name" for node in nodes}
-        self.values = {field: value for field, value in flatten(to_dict(self.example)) if field not in names}
+    def __init__(self, schema: type, nodes: Mapping[str, type]):
+        self.example = schema(**{name: node() for name, node in nodes.items()})
+        self.hints: dict[str, Any] = {}  # dotted field -> type
+        self.values: dict[str, Any] = {}
+        self._add(self.example)
         self.origin = dict.fromkeys(self.values, DEFAULT)
         self.given: dict[str, str] = {}  # the command line's fields, as they were written
+
+    def _add(self, node: Any, section: str = "") -> None:
+        for name, hint in _hints(type(node)).items():
+            value, field = getattr(node, name), f"{section}{name}"
+            if dataclasses.is_dataclass(value):
+                self._add(value, f"{field}.")
+            else:
+                self.values[field], self.hints[field] = value, hint
+
+    def copy(self) -> _Tree:
+        """The same fields, which may then be set otherwise."""
+        other = copy.copy(self)
+        other.values, other.origin = dict(self.values), dict(self.origin)
+        return other
 
     def merge(self, *layers: tuple[str, Mapping[str, Any]]) -> None:
         """Sets the fields of layers, one layer after the other."""
@@ -284,81 +266,51 @@ class _Tree:
             for field, value in flatten(values):
                 if field not in self.origin:
                     raise UsageError(f"{label}: {self.unknown(field)}")
-                parts = value if isinstance(value, list) else [value]
-                if any("${" in str(part) or part == "???" for part in parts):  # to OmegaConf another field, and a gap
+                parts = value if isinstance(value, list | tuple) else [value]
+                if any("${" in str(part) or part == "???" for part in parts):  # OmegaConf's words for what is elsewhere
                     raise UsageError(f"{label}: {field}={brief(value)}: write the value itself")
                 self.values[field], self.origin[field] = value, label
 
     def build(self) -> Any:
         """The configuration; UsageError for a value that is none of its field's."""
-        tree = copy.deepcopy(self.defaults)
-        for field, label in self.origin.items():
-            if label == DEFAULT:
-                continue
-            try:
-                OmegaConf.update(tree, field, self.values[field])
-            except (OmegaConfBaseException, OverflowError):  # its messages are of its own types, and some are templates
-                given = brief(self.given.get(field, self.values[field]))
-                raise UsageError(f"{label}: {field}={given}: write {_form(self._hint(field))}") from None
-        built = OmegaConf.to_object(tree)
-        for field, value in self.values.items():
-            if isinstance(value, int) and value >= 1 << 64:  # where nothing has a limit of its own
-                raise UsageError(f"{self.origin[field]}: {field}={value} is too large: use at most {(1 << 63) - 1}")
+        values = {field: self.typed(field) for field in self.values}
+        built = self._built(self.example, values)
+        for field, value in values.items():
+            refuse_large(f"{self.origin[field]}: {field}={value}", value, (1 << 64) - 1)  # as a seed
         return built
 
-    def override(self, overrides: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-        """Sets the command line's fields and returns them as `field=value` with complete names, sorted."""
-        full: dict[str, str] = {}
-        for short, text in overrides:
-            field = self.resolve(short)
-            if field in full:
+    def _built(self, node: Any, values: Mapping[str, Any], section: str = "") -> Any:
+        """A dataclass like `node` with these values."""
+        return type(node)(**{
+            name: values[f"{section}{name}"]
+            if f"{section}{name}" in values
+            else self._built(getattr(node, name), values, f"{section}{name}.")
+            for name in _hints(type(node))
+        })  # fmt: skip
+
+    def typed(self, field: str) -> Any:
+        """A field's value, of the field's type; UsageError if it can't be."""
+        value = self.values[field]
+        if self.origin[field] == DEFAULT:
+            return value
+        given = f"{self.origin[field]}: {field}={brief(self.given.get(field, value))}"
+        return convert(value, self.hints[field], given)
+
+    def override(self, overrides: Iterable[Override]) -> tuple[Override, ...]:
+        """Sets the command line's fields and returns them with complete names, sorted."""
+        for override in overrides:
+            field = self.resolve(override.field)
+            if field in self.given:
                 raise UsageError(f"{field}= is given twice")
-            if field not in self.origin:
-                raise UsageError(f"command line: {self.unknown(field)}")
-            full[field] = self.given[field] = text
-        self.merge((GIVEN, {field: self.parse(field, text) for field, text in full.items()}))
-        return tuple(sorted(f"{field}={text}" for field, text in full.items()))
+            self.merge((GIVEN, {field: override.text}))
+            self.given[field] = override.text
+            self.values[field] = self.typed(field)
+        return tuple(sorted((Override(*item) for item in self.given.items()), key=str))
 
     def resolve(self, field: str) -> str:
         """The complete name of a field; a task's fields may be written without `task.`."""
         short = f"task.{field}"
         return short if field not in self.origin and short in self.origin else field
-
-    def parse(self, field: str, text: str) -> Any:
-        """The value of `field=text`: text stays text where the field is one (YAML would read `on` as true)."""
-        hint = self._hint(field)
-        if text == "???" or "${" in text:  # to OmegaConf a missing value, and another field's or a variable's
-            raise UsageError(f"command line: {field}={text} can't be read as a value: write the value itself")
-        options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-        if text == "null" and type(None) in options:
-            return None
-        literals = [value for option in options for value in typing.get_args(option)]
-        if str in options or any(isinstance(value, str) for value in literals):
-            return text
-        if len(text) > MOST_CHARACTERS or not text.isascii():
-            raise UsageError(f"command line: {field}={brief(text)} can't be read as a value: write {_form(hint)}")
-        if int in options and text.removeprefix("-").isdecimal():
-            return int(text)  # YAML takes 010 for 8
-        if ":" in text and {int, float} & {*options}:
-            raise UsageError(f"command line: {field}={text} can't be read as a value: write one number")  # not 1:30
-        if mark := next((mark for mark in "#!" if mark in text), None):  # YAML's comments and tags
-            raise UsageError(f"command line: {field}={text} can't be read as a value: leave out what {mark} begins")
-        try:
-            value = typing.cast(Any, OmegaConf.create(f"value: {text}")).value
-            if not any(map(OmegaConf.is_config, value if isinstance(value, ListConfig) else [value])):
-                return value  # no field is nested
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError):
-            pass
-        raise UsageError(f"command line: {field}={text} can't be read as a value: write {_form(hint)}")
-
-    def _hint(self, field: str) -> Any:
-        owner, hint = self.example, None
-        for part in field.split("."):
-            if not dataclasses.is_dataclass(owner) or part not in (f.name for f in dataclasses.fields(owner)):
-                return None  # unknown: set() reports it
-            hint = typing.get_type_hints(type(owner))[part]
-            owner = getattr(owner, part)
-        return hint
 
     def unknown(self, field: str) -> str:
         leaf = field.lower().rpartition(".")[2]

@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from lra.config.override import Override, convert, parse_overrides, refuse_large
 from lra.config.registry import unknown
 from lra.errors import UsageError, brief
 
 Options = TypeVar("Options")
-MOST_DIGITS = 40  # of a number
 
 
-def parse(schema: type[Options], args: Sequence[str], label: str = "", **preset: Any) -> Options:
+def parse(schema: type[Options], args: Iterable[str | Override], label: str = "", **preset: Any) -> Options:
     """A `schema` of the arguments, then of `preset`, then of the defaults.
 
-    Fields may be bool, int, float, str, Literal, `X | None` and `tuple[X, ...]`, in brackets or not. Raises
-    UsageError, which starts with `label`, for what is unknown, given twice or no value of its field.
+    Fields may be of the types that `convert` takes. Raises UsageError, which starts with `label`, for what is unknown,
+    given twice or no value of its field.
     """
     hints = typing.get_type_hints(schema)
-    names = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
+    names = _names(schema)
     values: dict[str, Any] = {}
-    for arg in args:
-        name, equals, text = arg.partition("=")
-        if not (name and equals and text):
-            raise UsageError(f"{label}'{arg}' is not of the form field=value")
-        if name not in names:
+    for override in parse_overrides(args, label):
+        field, given = override.field, f"{label}{override.field}={brief(override.text)}"
+        if field not in names:
             raise UsageError(
-                label + (unknown("field", name, names) if names else f"unknown field '{name}': it has none")
+                label + (unknown("field", field, names) if names else f"unknown field '{field}': it has none")
             )
-        if name in values:
-            raise UsageError(f"{label}{name}= is given twice")
-        values[name] = _convert(f"{label}{name}={text}", hints[name], text)
+        values[field] = convert(override.text, hints[field], given)
+        refuse_large(given, values[field])
     return schema(**(preset | values))
 
 
-def take(schema: type[Options], args: Sequence[str]) -> tuple[Options, list[str]]:
+def take(schema: type[Options], args: Iterable[str | Override]) -> tuple[Options, list[Override]]:
     """A `schema` of those arguments that are its fields, as `parse` has it, and the other arguments."""
-    names = {field.name for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    own = [arg for arg in args if arg.partition("=")[0] in names]
-    return parse(schema, own), [arg for arg in args if arg not in own]
+    own, others, names = [], [], _names(schema)
+    for override in parse_overrides(args):
+        (own if override.field in names else others).append(override)
+    return parse(schema, own), others
 
 
 def refuse_repeats(**lists: Sequence[Any] | None) -> None:
@@ -58,30 +54,5 @@ def shown(options: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "plots")}
 
 
-def _convert(given: str, hint: Any, text: str) -> Any:
-    arguments = typing.get_args(hint)
-    if hint in (int, float) and (len(text) > MOST_DIGITS or not text.isascii()):
-        raise UsageError(f"{brief(given)}: write a number, in at most {MOST_DIGITS} of the digits 0 to 9")
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        if text == "null":
-            return None
-        return _convert(given, next(option for option in arguments if option is not type(None)), text)
-    if typing.get_origin(hint) is tuple:
-        if text.startswith("[") and text.endswith("]"):  # as lra fit has lists
-            text = text[1:-1]
-        return tuple(_convert(given, arguments[0], part) for part in text.split(","))
-    choices = arguments if typing.get_origin(hint) is typing.Literal else (True, False) if hint is bool else ()
-    if choices:
-        by_text = {str(choice).lower(): choice for choice in choices}
-        if text not in by_text:
-            raise UsageError(f"{given}: choose from {', '.join(by_text)}")
-        return by_text[text]
-    try:
-        value = hint(text)
-    except ValueError:
-        raise UsageError(f"{given}: '{text}' is not of the type {hint.__name__}") from None
-    if hint is float and not math.isfinite(value):
-        raise UsageError(f"{given}: write a finite number")
-    if hint is int and abs(value) >= 1 << 63:
-        raise UsageError(f"{given} is too large: use at most {(1 << 63) - 1}")
-    return value
+def _names(schema: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(schema)]

@@ -76,11 +76,11 @@ class Registry:
         """Every component by name, without importing any; what is declared badly `lacks` something."""
         entries = self.builtins()
         for name, points in self._entry_points.items():
-            owners = ["lra"] * (name in entries) + [_owner(point) for point in points]
+            owners = [_owner(point) for point in points]
+            if name in entries:
+                owners.append("lra")
             entry = entries.get(name) or self._installed(points[0])
-            if len(owners) > 1:
-                entry = _shared(entry, owners)
-            entries[name] = entry
+            entries[name] = _shared(entry, owners) if len(owners) > 1 else entry
         return dict(sorted(entries.items()))
 
     def builtins(self) -> dict[str, Entry]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lra.config.recipes import names, read_yaml
@@ -32,10 +32,20 @@ def described(table: str) -> str:
     return ": ".join(stated) or "accuracies, each of a run by lra fit"
 
 
-def find(name: str) -> Callable[..., Any]:
-    """The `run` of an experiment; UsageError with a suggestion if there is none."""
+def find(name: str, function: str = "run") -> Callable[..., Any]:
+    """A function of an experiment's module, `run` or `parse_fields`; UsageError with a suggestion if there is none."""
     if name in MODULES:
-        return importlib.import_module(f"lra.experiments.{name}").run
+        return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
     if name not in (tables := names("table")):
         raise UsageError(unknown("experiment", name, [*MODULES, *tables]))
-    return functools.partial(importlib.import_module("lra.experiments.accuracy").run, name)
+    return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
+
+
+def parse_fields(args: Sequence[str]) -> Any:
+    """The arguments of `lra reproduce` as its experiment parses them; nothing for the list of all."""
+    return find(args[0], "parse_fields")(args[1:]) if args else None
+
+
+def parse_report(args: Sequence[str]) -> Any:
+    """The arguments of `lra report` as the report parses them; nothing for the list of all."""
+    return importlib.import_module("lra.experiments.results.report").parse_fields(args[0], args[1:]) if args else None

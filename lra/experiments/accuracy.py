@@ -12,17 +12,18 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lra import environment
 from lra.config.compose import OWN
 from lra.config.options import take
+from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.grid.launch import Local, States, slots
-from lra.experiments.grid.slurm import Slurm, resources
+from lra.experiments.grid.slurm import Resources, Slurm, resources
 from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, number
 from lra.training.run import FIRST_FAILURE, LOG
@@ -55,6 +56,29 @@ class Options:
             raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 
 
+class Request(NamedTuple):
+    """What a command asks for."""
+
+    table: Grid
+    options: Options
+    resources: Resources
+    fields: list[Override]  # of `lra fit`, for every cell; with speed=true all but that
+    cells: list[Cell]
+
+
+def parse_fields(name: str, args: Sequence[str]) -> Request:
+    """What the arguments of `run` ask for, every cell composed."""
+    table, overrides = grid.read(name), parse_overrides(args)
+    options, others = take(Options, overrides)
+    own = [override for override in others if override.field.startswith("slurm.")]
+    fields = [override for override in others if override not in own]
+    asked = resources(own, options.launcher)
+    if options.speed == "true":
+        fields = [override for override in overrides if override.field != "speed"]
+        return Request(table, options, asked, fields, speed.parse_fields(table, fields)[2])
+    return Request(table, options, asked, fields, choose(table, options, fields))
+
+
 def run(
     name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
 ) -> Reproduction:
@@ -71,18 +95,13 @@ def run(
             another configuration.
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
-    table = grid.read(name)
-    options, rest = take(Options, args)
-    for_slurm = [arg for arg in rest if arg.startswith("slurm.")]
-    fields = [arg for arg in rest if arg not in for_slurm]
-    asked = resources(for_slurm, options.launcher)
+    table, options, asked, fields, chosen = parse_fields(name, args)
     if options.speed == "true":
-        return speed.run(table, [arg for arg in args if not arg.startswith("speed=")], progress, dry_run)
+        return speed.run(table, fields, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
     available = [] if slurm else [*slots(options.devices)] * options.per_device
-    chosen = choose(table, options, fields)
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
@@ -106,7 +125,7 @@ def run(
     return report(table, states)
 
 
-def choose(table: Grid, options: Options, fields: Sequence[str]) -> list[Cell]:
+def choose(table: Grid, options: Options, fields: Sequence[str | Override]) -> list[Cell]:
     """The cells, all composed; UsageError if one is not possible, or two would be one run."""
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
@@ -139,13 +158,13 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
     return alone
 
 
-def _measuring(table: Grid, options: Options, fields: Sequence[str]) -> str:
+def _measuring(table: Grid, options: Options, fields: Sequence[Override]) -> str:
     """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
-    if {field.partition("=")[0] for field in fields} & {*speed.REFUSED, *OWN}:
+    if {override.field for override in fields} & {*speed.REFUSED, *OWN}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
-    kept = [field for field in fields if field.partition("=")[0] not in plan.NOT_PACE]  # few steps would be refused
+    kept = [str(override) for override in fields if override.field not in plan.NOT_PACE]  # few steps would be refused
     return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
 
 

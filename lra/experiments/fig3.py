@@ -105,6 +105,11 @@ class Part:
         return {(record.attention, record.length) for record in self.records} - failed
 
 
+def parse_fields(args: Sequence[str]) -> Options:
+    """Which settings are measured, of which attentions."""
+    return parse(Options, args)
+
+
 def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
     """Measures what is lacking of the chosen settings, then reports on what there is of all.
 
@@ -112,7 +117,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         args: `field=value` of Options.
         progress: is given a line for each case when it is done.
     """
-    options = parse(Options, args)
+    options = parse_fields(args)
     folder, session = Path(options.out), environment.describe()
 
     def read() -> dict[str, Part]:

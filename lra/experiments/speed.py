@@ -24,6 +24,7 @@ from lra.bench.records import Made, Measured, StepMeasurement, part, read_measur
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, take
+from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
@@ -151,8 +152,20 @@ class Speeds:
         return text and text + max((record.mark for record in used if record), default="")
 
 
+def parse_fields(table: Grid, args: Sequence[str | Override]) -> tuple[Options, list[Override], list[Cell]]:
+    """The options and fields of `lra fit` among the arguments of `run`, and the cells that they are of."""
+    for override in parse_overrides(args):
+        if mend := REFUSED.get(override.field):
+            raise UsageError(f"{override} can't be beside speed=true: {mend}")
+    options, fields = take(Options, args)
+    return options, fields, table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+
+
 def run(
-    table: Grid, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
+    table: Grid,
+    args: Sequence[str | Override],
+    progress: Callable[[str], None] = lambda line: None,
+    dry_run: bool = False,
 ) -> Reproduction:
     """Measures what is lacking, then reports on all of it.
 
@@ -166,11 +179,7 @@ def run(
         UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
             and for a file of other options or, if something is lacking, of another environment.
     """
-    for arg in args:
-        if mend := REFUSED.get(arg.partition("=")[0]):
-            raise UsageError(f"{arg} can't be beside speed=true: {mend}")
-    options, fields = take(Options, args)
-    asked = table.cells(options.tasks, options.attns, 1, options.recipe, fields)
+    options, fields, asked = parse_fields(table, args)
     wanted = [_pending(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
@@ -179,7 +188,7 @@ def run(
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
     stated = {
-        "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(fields),
+        "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(map(str, fields)),
         "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
     path, made = Path(options.out or file_of(table)), environment.describe()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lra.config.options import take
+from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import RunConfig
 from lra.data import picture
@@ -36,26 +37,37 @@ class ShowOptions:
             raise UsageError(f"count={self.count} is not a number from 1 to 100")
 
 
-def task_data(args: Sequence[str]) -> TaskData:
+def task_data(args: Iterable[str | Override]) -> TaskData:
     """The data module of `task=… [recipe=…] [task fields]`; fields of anything but the task are refused."""
     foreign = {field.name for field in dataclasses.fields(RunConfig)} - {"task", "recipe"}
-    for arg in args:
-        if arg.partition("=")[0].partition(".")[0] in foreign:
-            raise UsageError(f"{arg} has no meaning for data: give task=, recipe= and fields of the task")
-    given = {name: value for name, _, value in (arg.partition("=") for arg in args) if name and value}
-    if "task" in given:  # composing would suggest fields that have no meaning here
-        own = {field.name for field in dataclasses.fields(TASKS.get(given["task"]).Config)}
-        for name in (name for name in given if name not in ("task", "recipe")):
-            if name.removeprefix("task.") not in own:
-                raise UsageError(unknown(f"field of task={given['task']}", name, own))
-    run = configure([*args, "attn=standard"]).config
+    given = {override.field: override for override in parse_overrides(args)}
+    for field, override in given.items():
+        if field.partition(".")[0] in foreign:
+            raise UsageError(f"{override} has no meaning for data: give task=, recipe= and fields of the task")
+    if task := given.get("task"):  # composing would suggest fields that have no meaning here
+        own = {field.name for field in dataclasses.fields(TASKS.get(task.text).Config)}
+        for name in given:
+            if name not in ("task", "recipe") and name.removeprefix("task.") not in own:
+                raise UsageError(unknown(f"field of {task}", name, own))
+    run = configure([*given.values(), "attn=standard"]).config
     return TASKS.get(run.task.name).Data(run)
+
+
+def parse_prepare(args: Iterable[str]) -> tuple[PrepareOptions, TaskData]:
+    """What `lra data prepare` is to do, and the data of which task."""
+    options, fields = take(PrepareOptions, args)
+    return options, task_data(fields)
+
+
+def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
+    """What `lra data show` is to draw, and the data of which task."""
+    options, fields = take(ShowOptions, args)
+    return options, task_data(fields)
 
 
 def prepare(args: Sequence[str]) -> str:
     """Prepares the store."""
-    options, fields = take(PrepareOptions, args)
-    data = task_data(fields)
+    options, data = parse_prepare(args)
     data.prepare_data(force=options.force)
     notes = "".join(f"\nnote: {text}" for text in data.open().manifest["notes"])
     return f"{data.config.name} is ready in {data.content().path}{notes}"
@@ -102,8 +114,7 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
 
 def show(args: Sequence[str]) -> str:
     """Draws the first examples of a split into a PNG file."""
-    options, fields = take(ShowOptions, args)
-    data = task_data(fields)
+    options, data = parse_show(args)
     data.setup()
     if options.split not in data.parts:
         raise UsageError(f"split={options.split} does not exist: choose from {', '.join(data.parts)}")

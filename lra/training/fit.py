@@ -7,7 +7,7 @@ import gc
 import math
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches, environment
 from lra.config.compose import GIVEN, Composed, compose, differences, restore
+from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, naming, out_of_memory, unusable
@@ -48,22 +49,23 @@ OF_TRAINING = (
 OF_STAGE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
-def _locate(args: Sequence[str]) -> str:
+def _locate(args: Iterable[Override]) -> str:
     return str(RunDirectory(configure(args)).path)
 
 
-def configure(args: Sequence[str], locate: Callable[[tuple[str, ...]], str] = _locate) -> Composed:
+def configure(args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate) -> Composed:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
     Where the recipe starts a run from another one, `init` is that one's directory, as `locate` gives it. Without
     `recipe=` it is that of the run that `init=` names, if it has the task, and else the task's.
     """
-    return compose(RunConfig, REGISTRIES, args, locate, _recipe_of_init(args))
+    overrides = parse_overrides(args)
+    return compose(RunConfig, REGISTRIES, overrides, locate, _recipe_of_init(overrides))
 
 
-def _recipe_of_init(args: Sequence[str]) -> str | None:
-    given = {name: value for name, _, value in (arg.partition("=") for arg in args)}
-    if given.get("init") in (None, "", "null") or "recipe" in given:
+def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
+    given = {override.field: override.text for override in overrides}
+    if given.get("init") in (None, "null") or "recipe" in given:
         return None
     try:
         recipe = checkpoints.read(given["init"])[1]["config"]["recipe"]
@@ -227,14 +229,14 @@ def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path)
         )
 
 
-def _before(args: Sequence[str]) -> None:
+def _before(args: Iterable[Override]) -> None:
     """Makes sure that the run is finished from which another one starts."""
     try:
-        fit(*args, "resume=auto")
+        fit(*map(str, args), "resume=auto")
     except UsageError as error:
-        if str(error).endswith(OF_STAGE):  # of the one before that one
+        if error.of_earlier_run:  # of the one before that one
             raise
-        raise UsageError(f"{error} {OF_STAGE}") from None
+        raise UsageError(f"{error} {OF_STAGE}", of_earlier_run=True) from None
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # rank 0 has just written its result
     gc.collect()
@@ -269,6 +271,16 @@ def _recorded(
         raise
 
 
+def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
+    """The arguments of `test` by their fields; UsageError if one is of no use there, or `init=` is missing."""
+    given = {override.field: override for override in parse_overrides(args)}
+    if "init" not in given:
+        raise UsageError("lra test needs one init=<run directory or checkpoint>")
+    if ignored := [str(given[field]) for field in given if field in OF_TRAINING or field.startswith("optim.")]:
+        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
+    return given
+
+
 def test(*args: str) -> dict[str, Any]:
     """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
 
@@ -276,18 +288,14 @@ def test(*args: str) -> dict[str, Any]:
     any training, and on one device unless `trainer.devices` is given. Returns accuracy and loss per test set, beside
     what the baselines reach; on ranks but the first, nothing. Writes nothing.
     """
-    inits = [arg for arg in args if arg.startswith("init=")]
-    if len(inits) != 1 or inits == ["init="]:
-        raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [arg for arg in args if arg.partition("=")[0] in OF_TRAINING or arg.startswith("optim.")]:
-        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
-    path = inits[0].removeprefix("init=")
+    given = parse_test(args)
+    path = given["init"].text
     weights, identity = checkpoints.read(path)
     saved = transfer.without_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
-    run = restore(RunConfig, REGISTRIES, saved, args)
-    join(run, any(arg.startswith("trainer.devices=") for arg in args))
+    run = restore(RunConfig, REGISTRIES, saved, given.values())
+    join(run, "trainer.devices" in given)
     checkpoints.check_vocabulary(run.task, identity, path)  # whose model may not even be possible
     quiet()
     atexit.register(_leave_process_group)
@@ -297,8 +305,8 @@ def test(*args: str) -> dict[str, Any]:
     step = Step(run)
     data, module = build(run, rank_of(trainer), step=step)
     moved = transfer.apply(module, weights, identity, path, score=True)
-    if not moved.fresh and (seed := [arg for arg in args if arg.startswith("seed=")]):
-        raise UsageError(f"{seed[0]}: nothing is drawn to score these weights, it changes no score; leave it out")
+    if not moved.fresh and "seed" in given:
+        raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
         _say(moved.describe(path))
     resolve_attention(module, trainer.strategy.root_device)

@@ -22,7 +22,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "attn": run.attn.name,
         "recipe": run.recipe,
         # how a run was called last is nothing that it computes
-        "overrides": [text for text in composed.overrides if not text.startswith(("resume=", "draws="))],
+        "overrides": [str(override) for override in composed.overrides if override.field not in ("resume", "draws")],
         "seed": run.seed,
         "parameters": count(module),
         "steps": trainer.global_step,

@@ -44,7 +44,7 @@ class RunDirectory:
 
     def __init__(self, composed: Composed):
         run = composed.config
-        overrides = [text for text in composed.overrides if text.partition("=")[0] not in NOT_NAMED]
+        overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"

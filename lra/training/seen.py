@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lra.config.override import parse_overrides
 from lra.config.schema import LATER
 from lra.errors import UsageError
 from lra.tasks import TASKS, versioned
@@ -110,10 +111,10 @@ def _renamed(name: str) -> str:
     task, *of = name.split(", ")
     if "@" in task or not of:
         return name
-    saved: dict[str, Any] = {field: value for field, _, value in (text.partition("=") for text in of)}
-    if saved.get("data_seed", "").isdecimal():
-        saved["data_seed"] = int(saved["data_seed"])
     try:
+        saved: dict[str, Any] = {override.field: override.text for override in parse_overrides(of)}
+        if saved.get("data_seed", "").isdecimal():
+            saved["data_seed"] = int(saved["data_seed"])
         return trained_on(saved_task(saved | {"name": task}))[0]
     except (UsageError, TypeError):  # of a task that is not here
         return name

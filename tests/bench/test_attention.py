@@ -30,12 +30,7 @@ CPU = torch.device("cpu")
 TINY = {"lengths": "16,32", "head_dims": "16", "dtypes": "fp32", "tokens": "64", "heads": "2"}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch, request, one_thread):
-    """Short, and on the CPU but for the tests that need a GPU."""
-    if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_a_time_counts_once_launching_fits_in_the_pause(monkeypatch):

@@ -131,8 +131,8 @@ def test_rows_table_and_json(tmp_path):
         ("lenght=1", "unknown field 'lenght': did you mean 'length'"),
         ("blocks=0", "blocks= must be at least 1"),
         ("blocks=16,64,16", "blocks=16,64,16 names one twice"),
-        ("dtype=int8", "dtype=int8: choose from bf16, fp16, fp32"),
-        ("counters=maybe", "counters=maybe: choose from auto, true, false"),
+        ("dtype=int8", "dtype=int8: write bf16, fp16 or fp32"),
+        ("counters=maybe", "counters=maybe: write auto, true or false"),
     ],
 )
 def test_bad_options_name_the_mend(arg, message):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lra.bench import timing
 from lra.bench.attention import bench, configure, notes, tables
 from lra.bench.case import BenchmarkCase, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
@@ -29,10 +28,7 @@ BUTTERFLY = "butterfly:block=16:impl=gather"
 TINY = {"lengths": "128", "head_dims": "16", "dtypes": "fp32", "tokens": "256", "heads": "2"}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
     [
         (["steps=0"], "steps= and warmup= must be at least 1"),
         (["warmup=0"], "steps= and warmup= must be at least 1"),
-        (["steps=few"], "steps=few: 'few' is not of the type int"),
+        (["steps=few"], "steps=few: write an integer"),
         (["loops=fit,capture"], "loops=: unknown loop 'capture': did you mean 'captured'"),
         (["loops=fit,eager,fit"], "loops=fit,eager,fit names one twice"),
         (["loops=fit", "profile=true"], "profile=true is of loops=captured and bare"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lra.bench import timing
 from lra.bench.attention import bench, configure, notes, tables
 from lra.bench.case import BenchmarkCase, attend, make_batch
 from lra.bench.presets import RUNTIME, masked, sized
@@ -23,14 +22,7 @@ BUILT = [name for name in HERE if not ATTENTIONS.declared(CATALOGUE[name]).needs
 PATTERNS = ("bigbird", "butterfly", "local", "longformer", "openai_sparse")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("number", range(9, 21))

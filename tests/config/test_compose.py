@@ -9,6 +9,7 @@ import yaml
 from lra.config import compose as module
 from lra.config import recipes
 from lra.config.compose import compose, differences, restore, to_dict
+from lra.config.override import Override
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
@@ -65,7 +66,7 @@ def test_a_selector_may_stand_beside_a_field_of_its_component():
 
 def test_a_field_of_the_task_needs_no_prefix():
     composed = make("task=text", "attn=flash", "protocol=lra")
-    assert composed.config.task.protocol == "lra" and composed.overrides == ("task.protocol=lra",)
+    assert composed.config.task.protocol == "lra" and composed.overrides == (Override("task.protocol", "lra"),)
 
 
 def test_text_fields_are_not_read_as_yaml():
@@ -104,13 +105,13 @@ def test_the_result_is_frozen():
         ((*BASE, "optim.lr=${seed}"), "write the value itself"),
         ((*BASE, "name=${oc.env:HOME}"), "write the value itself"),
         ((*BASE, "name=???"), "write the value itself"),
-        ((*BASE, "trainer.steps=1:30"), "trainer.steps=1:30 can't be read as a value: write one number"),
+        ((*BASE, "trainer.steps=1:30"), "trainer.steps=1:30: write an integer"),
         (
             ("task=text", "attn=flash", "task.protocol=lra", "task.data_seed=1"),
             "nothing is held out with",
         ),
-        ((*BASE, "seed=1 # one"), "leave out what # begins"),
-        ((*BASE, "optim.lr=nan"), "optim.lr=nan must be a finite number"),
+        ((*BASE, "seed=1 # one"), "seed=1 # one: write an integer"),
+        ((*BASE, "optim.lr=nan"), "optim.lr=nan: write a finite number"),
         ((*BASE, "batch.micro=0"), "must be at least 1"),
         ((*BASE, "model.d_model=100000"), "model.d_model=100000 is too large: use at most 16384"),
         ((*BASE, "task.train=100000000"), "task.train=100000000 is too large: use at most 10000000"),
@@ -268,11 +269,7 @@ def test_a_number_may_begin_with_zeros():
 )
 def test_a_value_of_another_form_is_answered_by_the_fields_form(field, wrong, form):
     for text in wrong.split():
-        unread = "(?: can't be read as a value)?"
-        mend = "leave out what ! begins" if "!" in text else f"write {form}"
-        with pytest.raises(
-            UsageError, match=f"^command line: {re.escape(f'{field}={text}')}{unread}: {re.escape(mend)}$"
-        ):
+        with pytest.raises(UsageError, match=f"^command line: {re.escape(f'{field}={text}: write {form}')}$"):
             make(*BASE, f"{field}={text}")
 
 

@@ -86,9 +86,7 @@ DATA: dict[str, Any] = {"train": 6, "val": 6, "test": 6, "fresh": 6, "min_length
 CHANCE = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, one_thread):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here", "one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from lra.config import compose as composing
 from lra.config import recipes
 from lra.errors import UsageError
 from lra.training.fit import configure
-from tests.test_cli import lra, refused
+from tests.command_line import lra, refused
 
 BASE = ("task=listops", "attn=flash", "recipe=mine")
 BROKEN = {

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra.data.image import PIXELS
 from lra.data.pathfinder import generate as pathfinder
 from lra.data.pathfinder.generate import draw, generate, marker_distance, threshold_accuracy
 from lra.data.pathfinder.law import LEVELS, RESOLUTIONS, law
 from lra.data.pathfinder.stamps import DEGREES, marker_windows, tables
-from lra.data.store import Content, prepare
 from lra.errors import UsageError
 
 QUICK = {32: 2000, 64: 100, 128: 100, 256: 500}  # images in the default run: the others take milliseconds each
@@ -351,55 +349,3 @@ def test_images_without_markers():
     pixels = collect(law(32, "easy"), seed=0, first=0, count=3)[0]
     pixels[1] = 0
     assert np.isnan(marker_distance(pixels, law(32, "easy"))).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("values", "labels", "accuracy"),
-    [
-        ([1, 2, 3, 4], [0, 0, 1, 1], 1),
-        ([1, 2, 3, 4], [1, 1, 0, 0], 1),
-        ([1, 2, 3, 4], [1, 0, 0, 0], 1),
-        ([1, 1, 1, 2], [0, 1, 0, 1], 0.75),  # equal values cannot be told apart
-        ([5, 5, 5, 5], [1, 1, 1, 0], 0.75),
-    ],
-)
-def test_threshold(values, labels, accuracy):
-    some = np.array(values, float), np.array(labels)
-    assert threshold_accuracy(some, some) == accuracy
-
-
-def test_threshold_is_chosen_on_train():
-    train = np.array([1.0, 2, 3, 4]), np.array([0, 0, 1, 1])
-    assert threshold_accuracy(train, (np.array([0.0, 2.9, 3, 9]), np.array([0, 1, 1, 1]))) == 0.75
-
-
-def content(**params):
-    return Content("pathfinder", 1, params, "generated", PIXELS, pathfinder.GENERATOR, 0)
-
-
-def test_build():
-    options = {"resolution": 32, "level": "hard", "seed": 4, "train": 150, "val": 60, "test": 70}
-    store = prepare(content(), lambda writer: pathfinder.build(writer, **options))
-    pixels, labels, distance = collect(law(32, "hard"), seed=4, first=0, count=280)
-    parts = {"train": slice(0, 150), "val": slice(150, 210), "test": slice(210, 280)}
-    for name, part in parts.items():
-        split = store.split(name)
-        assert split.tokens.dtype == np.uint8
-        assert np.array_equal(np.stack([*split]), pixels[part])
-        assert np.array_equal(split.labels, labels[part])
-    train, val, test = ((distance[part], labels[part]) for part in parts.values())
-    expected = {"val": threshold_accuracy(train, val), "test": threshold_accuracy(train, test)}
-    assert store.manifest["baselines"] == {"marker distance": expected}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train": 0}, "train=0, val=1 and test=1 must be 1 or more"),
-        ({"level": "none"}, "no Pathfinder level 'none'"),
-    ],
-)
-def test_bad_input_of_build(options, message):
-    options = {"resolution": 32, "level": "easy", "seed": 0, "train": 1, "val": 1, "test": 1} | options
-    with pytest.raises(UsageError, match=message):
-        prepare(content(**options), lambda writer: pathfinder.build(writer, **options))

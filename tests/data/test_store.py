@@ -3,13 +3,11 @@
 import errno
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -17,25 +15,9 @@ import numpy as np
 import pytest
 
 from lra.data import store
-from lra.data.store import Content, Store, prepare
-from lra.data.writer import _save
-from lra.errors import UsageError, disk_full, failing
-
-
-def content(**changes):
-    fields = {"task": "toy", "version": 1, "params": {"n": 3}, "source": "made up", "vocabulary": ["a", "b", "c"]}
-    return Content(**{**fields, "generator": "test@1", "seed": 0, **changes})
-
-
-def sequences(count=5, high=3):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, high, length) for length in rng.integers(0, 9, count)]
-
-
-def build(writer):
-    writer.add("train", sequences(), [0, 1, 2, 1, 0])
-    writer.add("test", np.array([[0, 1], [2, 0]]), [1, 1])
-    writer.add("train", [np.array([2, 2, 2, 2])], [7])
+from lra.data.store import Store, prepare
+from lra.errors import UsageError
+from tests.data.toy import build, content, sequences
 
 
 def test_root_follows_the_environment(monkeypatch, tmp_path):
@@ -221,25 +203,6 @@ def test_nothing_is_visible_before_everything_is_on_disk(monkeypatch):
     assert synced[-2:] == ["manifest.json", f".{path.name}.partial"] and len(synced) == 8
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_full_disk(wrapped):
-    def fills_up(writer):
-        build(writer)
-        (writer.scratch() / "file").write_text("x")
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            if wrapped:
-                raise RuntimeError("a library's own error") from error
-            raise
-
-    with pytest.raises(UsageError, match="no space left.*LRA_DATA") as caught:
-        prepare(content(), fills_up)
-    assert "\n" not in str(caught.value)
-    assert not [path for path in content().path.parent.iterdir() if path.suffix != ".lock"]
-    prepare(content(), build).verify()
-
-
 def test_failed_force_keeps_the_old_store():
     prepare(content(), build)
     with pytest.raises(UsageError, match="bad input"):
@@ -269,13 +232,6 @@ def test_a_store_that_could_not_be_replaced_is_there_again(killed):
     assert content().path.exists() != killed
     prepare(content(), lambda writer: pytest.fail("it is there")).verify()
     assert not [each.name for each in content().path.parent.iterdir() if each.name.endswith((".old", ".partial"))]
-
-
-def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "file" / "below"))
-    with pytest.raises(UsageError, match="cannot write to .*set LRA_DATA"):
-        prepare(content(), build)
 
 
 SLOW_BUILD = """
@@ -397,64 +353,6 @@ def test_unknown_split():
         prepare(content(), build).split("val")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
-def test_an_array_on_a_full_disk_says_so():
-    with pytest.raises(OSError) as caught:
-        _save(Path("/dev/full"), np.zeros(100_000))
-    assert disk_full(caught.value)
-
-
-@pytest.mark.parametrize("number", [errno.ENODEV, errno.EINVAL])
-@pytest.mark.parametrize("private", [True, False])
-def test_a_file_system_that_can_not_map_files(monkeypatch, number, private):
-    mapped = mmap.mmap
-
-    def fails(*args, access, **options):
-        if access == mmap.ACCESS_READ or not private:
-            raise OSError(number, os.strerror(number))
-        return mapped(*args, access=access, **options)
-
-    monkeypatch.setattr(mmap, "mmap", fails)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        made = prepare(content(), build)
-        made.verify()
-    assert len(told) == (not private)
-    assert all("can't map files: they are read into memory" in str(each.message) for each in told)
-    train = made.split("train")
-    assert train.labels.tolist() == [0, 1, 2, 1, 0, 7] and train[5].tolist() == [2, 2, 2, 2]
-    assert not train.tokens.flags.writeable
-
-
-TROUBLE = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES]
-
-
-@pytest.mark.parametrize("number", TROUBLE)
-@pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.open", "pathlib.Path.stat"])
-def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
-    path = prepare(content(), build).path
-
-    def fails(*_, **__):
-        raise OSError(number, os.strerror(number), *([str(path)] if "Path" in what else []))
-
-    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
-        patch.setattr(what, fails)
-        Store.open(path, "lra data prepare task=toy")
-    assert caught.value.errno == number and caught.value.filename
-    assert number == errno.EACCES or failing(caught.value)
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(monkeypatch, number):
-    def fails(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fails)
-    with pytest.raises(UsageError, match=r"has no locks \(.*\): set LRA_DATA to a folder of another one"):
-        prepare(content(), build)
-    monkeypatch.undo()
-
-
 def test_who_waits_for_another_process_says_so(monkeypatch):
     path = content().path
     path.parent.mkdir(parents=True)
@@ -469,21 +367,6 @@ def test_who_waits_for_another_process_says_so(monkeypatch):
     assert len(told) == 1
 
 
-def test_a_file_system_that_can_not_sync_folders_and_has_files_of_its_own(monkeypatch):
-    def fails(_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    def visited(writer):
-        build(writer)
-        (writer._folder / "._train.tokens.npy").write_bytes(b"\0\5\x16\7")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    made = prepare(content(), visited)
-    assert not [name for name in made.manifest["files"] if name.startswith(".")]
-    (made.path / "._train.tokens.npy").unlink()
-    made.verify()
-
-
 def test_a_store_of_other_files_that_takes_the_place_while_one_is_opened(monkeypatch):
     path, load = prepare(content(), build).path, np.load
 
@@ -494,17 +377,3 @@ def test_a_store_of_other_files_that_takes_the_place_while_one_is_opened(monkeyp
 
     monkeypatch.setattr(np, "load", replacing)
     assert len(Store.open(path).pairs("train")) == 3
-
-
-def test_a_store_larger_than_memory_where_files_can_not_be_mapped(monkeypatch):
-    path = prepare(content(), build).path
-
-    def fails(*_, mmap_mode=None):
-        raise OSError(errno.ENODEV, "No such device") if mmap_mode else MemoryError
-
-    monkeypatch.setattr(np, "load", fails)
-    with (
-        pytest.warns(UserWarning, match="can't map files"),
-        pytest.raises(UsageError, match="larger than the memory.*set LRA_DATA"),
-    ):
-        Store.open(path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from lra.config.override import parse_overrides
 from lra.experiments.grid.grid import Cell, Column, Grid
 from lra.experiments.grid.launch import Local
 
@@ -20,8 +21,8 @@ TINY = (
     "trainer.log_every=1", "trainer.accelerator=cpu", "batch.size=4",
 )  # fmt: skip
 GRID = Grid("small", "a small grid", "no paper", "demo", 2, ("flash", "standard"), {
-    "listops": Column(("task=listops",)), "text": Column(("task=text",)),
-    "cut": Column(("task=text", "task.max_length=9"), True),
+    "listops": Column(parse_overrides(["task=listops"])), "text": Column(parse_overrides(["task=text"])),
+    "cut": Column(parse_overrides(["task=text", "task.max_length=9"]), True),
 }, {"flash": {"listops": 37.6, "average": 59.8}})  # fmt: skip
 
 MADE_WITH = {"date": "2026-01-02T03:04:05Z"}
@@ -88,7 +89,7 @@ def facts(cell: Cell) -> dict[str, Any]:
 def stub(todo: Sequence[Cell], *does: str, seconds: float = 0.0) -> list[str]:
     """The command whose first start of a cell does the first of these, later ones the next: see STUB, or finish."""
     entries = {
-        " ".join([*cell.args, "resume=auto"]): {
+        " ".join([*map(str, cell.args), "resume=auto"]): {
             "path": str(cell.directory.path), "config": yaml.safe_dump(cell.directory.config), "does": does,
             "seconds": seconds, "facts": facts(cell), "beside": BESIDE,
         }

@@ -35,11 +35,8 @@ ONE = ("tasks=listops", "attns=flash", "seeds=1", "recipe=demo", *TINY)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def short_ticks(here, no_gpus, monkeypatch):
     monkeypatch.setattr(launch, "TICK_S", 0.02)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return tmp_path
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def stubbed(monkeypatch):
         (["tasks=listop"], "unknown task 'listop': did you mean 'listops'?"),
         (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'?"),
         (["recipe=xiong"], "unknown recipe 'xiong': did you mean 'xiong2021'?"),
-        (["launcher=slrm"], "launcher=slrm: choose from local, slurm"),
+        (["launcher=slrm"], "launcher=slrm: write local or slurm"),
         (["seeds=0"], "seeds=0: it is how many there are, at least 1"),
         (["devices=2"], "devices=2, but this machine has 0 GPUs"),
         (["attns=flash", "tasks=listops", "optim.lrr=1"], "unknown field 'optim.lrr': did you mean 'optim.lr'?"),

@@ -33,9 +33,7 @@ def committed():
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, one_thread):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
+def no_figures(quick, monkeypatch):
     monkeypatch.setattr(plots, "figures", lambda records: {})  # a second each time: the whole run has drawn them
 
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from lra.config.options import parse
+from lra.config.override import Override
 from lra.experiments import accuracy
 from lra.experiments.grid import grid
 from lra.experiments.grid.cells import State
@@ -22,12 +22,7 @@ from tests.experiments.test_speed import FILE, shown
 from tests.experiments.test_speed import made as measurement
 from tests.experiments.test_speed import result as measured
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,7 @@ def test_what_a_recipe_makes_of_a_task_is_found_column_by_column():
 
 def test_one_attention_of_another_task_is_enough():
     one, other = GRID.cells(["text"], None, 1, "xiong2021")
-    short = Cell("text", "standard", 0, (*other.args, "max_length=9"))
+    short = Cell("text", "standard", 0, (*other.args, Override("max_length", "9")))
     assert GRID.under([one, short]).others == {"text": "task.max_length: 4096 -> 9"}
     assert GRID.under([one, other]) == GRID
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from lra import environment
 from lra.bench.records import Measured, StepMeasurement
 from lra.cli import app
+from lra.config.override import parse_overrides
 from lra.errors import UsageError
 from lra.experiments import accuracy, speed
 from lra.experiments.grid import grid
@@ -27,7 +28,9 @@ from lra.training import step as step_module
 from lra.training.step import Step
 
 TABLE = grid.read("table3")
-SMALL = replace(TABLE, columns={**TABLE.columns, "short": Column(("task=listops", "task.max_length=32"))})
+SMALL = replace(
+    TABLE, columns={**TABLE.columns, "short": Column(parse_overrides(["task=listops", "task.max_length=32"]))}
+)
 TINY = (
     "speed=true", "attns=standard,flash", "recipe=demo", "steps=2", "warmup=1", "task.train=50", "task.val=10",
     "task.test=10", "trainer.accelerator=cpu", "batch.size=2", "model.d_model=32", "model.layers=1", "out=speed.json",
@@ -38,17 +41,15 @@ FILE = Path("speed.json")
 MS = {"standard": 8.0, "flash": 2.0}
 
 
+pytestmark = pytest.mark.usefixtures("here", "one_thread")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def committed():
     """Whatever the tree of these tests is, what they measure is of a clean commit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "commit", lambda: "0123456789ab")
         yield
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, one_thread):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def small_disk(here) -> Iterator[Path]:
     """A disk of 4 MB for the runs; only root may mount one."""
     disk = here / "checkpoints"

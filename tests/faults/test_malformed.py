@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from lra.training.step import Step
+from tests.command_line import DATA, ROOT, RUN, SHORT, lra, process
 from tests.experiments.runs import until
 from tests.faults import corpus, corpus_commands, corpus_runs, corpus_sources
+from tests.faults.refusals import PLACE, check, refuses, snapshot
 from tests.sampling import sampled
-from tests.test_cli import DATA, ROOT, RUN, SHORT, Done, lra, process
 
-PLACE = f"checkpoints/runs/{corpus_runs.RUN}"
-
-
-def snapshot(folder: Path) -> dict[str, bytes | str]:
-    """Every entry below a folder; locks of a store are no content."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else "no file"
-        for path in sorted(folder.rglob("*"))
-        if path.suffix != ".lock" and not (path.is_dir() and path.name == "data")
-    }
-
-
-def refuses(around: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """One line with these words, exit code 2, and nothing around is new or gone."""
-    before = snapshot(around)
-    check(lra(*arguments), words)
-    assert snapshot(around) == before
-
-
-def check(done: Done, words: tuple[str, ...]) -> None:
-    assert done.code == 2, done
-    assert done.err.startswith("lra: ") and done.err.count("\n") == 1, done.err
-    for word in words:
-        assert word in done.err, done.err
-
-
-@pytest.fixture(autouse=True)
-def around(tmp_path, monkeypatch):
-    """A folder around the one that a command runs in, with the data beside it."""
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "file").write_text("x")
-    monkeypatch.chdir(here)
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "data"))
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a finished run and its data, not to be changed."""
-    folder = tmp_path_factory.mktemp("made")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("LRA_DATA", str(folder / "data"))
-        assert lra("fit", *RUN, "name=done").code == 0
-    return folder
+pytestmark = pytest.mark.usefixtures("around")
 
 
 @pytest.mark.parametrize("argument", sampled(corpus_commands.FIELDS, 6))
@@ -179,116 +130,6 @@ def test_a_cut_or_changed_archive_gives_no_store(seed, around):
     data[draw.randrange(30, len(data))] ^= 1 << draw.randrange(8)
     file.write_bytes(data if seed % 2 else data[: draw.randrange(1, len(data))])
     refuses(around, ("data", "prepare", "task=listops", "fresh=10", f"source={file}"), ("get it anew",))
-
-
-def test_the_data_folder_is_a_file(around, monkeypatch):
-    monkeypatch.setenv("LRA_DATA", str(around / "here/file"))
-    refuses(around, ("data", "prepare", *DATA), ("LRA_DATA",))
-
-
-@pytest.mark.parametrize(
-    "file",
-    sampled(
-        ["last.ckpt", "best.ckpt", "env.json", "config.yaml", "metrics.csv", "model.safetensors", "result.json"], 6
-    ),
-)
-def test_a_disk_that_is_full_for_a_file_of_a_run(file, around, made, monkeypatch):
-    shutil.copytree(made / "data", around / "data")
-    with full_for(file, monkeypatch):
-        done = lra("fit", *RUN, "name=full")
-    run = Path(PLACE).with_name("full-s0")
-    check(done, (f"{run / file} can't be used (No space left on device): free some space",))
-    assert not [*run.glob(".*")]  # what is half written takes no room
-    assert lra("fit", *RUN, "name=full", "resume=auto").code == 0
-    assert (run / "metrics.csv").read_bytes() == (made / PLACE / "metrics.csv").read_bytes()
-
-
-@pytest.mark.parametrize("file", ["train.tokens.npy", "manifest.json"])
-def test_a_disk_that_is_full_for_a_file_of_data(file, around, monkeypatch):
-    with full_for(file, monkeypatch):
-        refuses(around, ("data", "prepare", *DATA), ("no space left", "LRA_DATA"))
-    assert lra("data", "prepare", *DATA).code == 0
-
-
-@contextmanager
-def full_for(file: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A disk that is full whenever a file of such a name is to be put on it."""
-    synced = os.fsync
-
-    def sync(descriptor: int) -> None:
-        if file in Path(f"/proc/self/fd/{descriptor}").readlink().name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        synced(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", sync)
-        yield
-
-
-UNDER = (  # commands that write below a regular file
-    ("data", "show", *DATA, "out=file/x.png"),
-    ("results", "pack", "out=file/x.tar.xz"),
-    ("results", "merge", "packed.tar.xz", "runs=file/x"),
-    ("fit", *RUN),
-)
-
-
-@pytest.mark.parametrize("command", UNDER, ids=lambda command: " ".join(command[:2]))
-def test_a_folder_that_is_a_file(command, around, made, monkeypatch):
-    monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained"))
-    shutil.copytree(made / "data", around / "data")
-    if command[0] == "fit":
-        Path("checkpoints").write_text("x")
-    else:
-        shutil.copytree(made / PLACE, around / "here" / PLACE)
-        assert lra("results", "pack", "out=packed.tar.xz").code == 0
-    refuses(around, command, ("checkpoints/runs" if command[0] == "fit" else "file/x",))
-
-
-DENIED = {  # what may not be opened -> a command that opens it
-    "manifest.json": ("data", "info", *DATA),
-    "train.tokens.npy": ("fit", *RUN, "name=other"),
-    "result.json": ("fit", *RUN, "name=done"),
-    "model.safetensors": ("test", f"init={PLACE}"),
-    "best.ckpt": ("test", f"init={PLACE}/best.ckpt"),
-}
-
-
-@pytest.mark.parametrize("file", DENIED)
-def test_a_file_that_may_not_be_read(file, around, made, monkeypatch):
-    """Also by root, who may read all."""
-    for part, there in (("data", around / "data"), (PLACE, around / "here" / PLACE)):
-        shutil.copytree(made / part, there)
-    genuine = io.open
-
-    def opened(path: Any, *rest: Any, **named: Any) -> Any:
-        if isinstance(path, str | Path) and Path(path).name == file:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return genuine(path, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(io, "open", opened)
-        patch.setattr("builtins.open", opened)
-        done = lra(*DENIED[file])
-    check(done, (f"{file} can't be used (Permission denied): change who may use it",))
-
-
-def test_a_folder_that_has_the_name_of_a_file(around):
-    Path("fig3/plain.json").mkdir(parents=True)
-    check(
-        lra("reproduce", "fig3"),
-        ("fig3/plain.json is no measurement of lra reproduce fig3: remove it, or choose another out=",),
-    )
-
-
-def test_a_run_that_may_not_write_any_more(around, made, monkeypatch):
-    shutil.copytree(made / "data", around / "data")
-    refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there/last.ckpt")
-    with monkeypatch.context() as patch:
-        patch.setattr("lra.training.checkpoints.replacing", mock.Mock(side_effect=refusal))
-        done = lra("fit", *RUN, "name=denied")
-    check(done, ("there/last.ckpt can't be used (Permission denied)", "resume=auto goes on"))
-    assert lra("fit", *RUN, "name=denied", "resume=auto").code == 0
 
 
 def test_what_a_kill_left_half_written_goes(around, made):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lra.models.attention import ATTENTIONS
-from tests.test_cli import lra as command
-from tests.test_cli import refused
+from tests.command_line import lra as command
+from tests.command_line import refused
 
 ROOT = Path(__file__).parent.parent.parent
 MODULE = '''
@@ -96,7 +96,7 @@ def test_it_is_measured(lra):
 
 
 @pytest.fixture
-def here(folder, monkeypatch):
+def installed(folder, monkeypatch):
     """The package is installed for this process, too."""
     ATTENTIONS.catalogue()
     monkeypatch.delitem(vars(ATTENTIONS), "_entry_points")  # which it keeps, to be put back
@@ -110,7 +110,7 @@ def here(folder, monkeypatch):
         ("min", "lra: unknown attention 'min': did you mean 'mine'?"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(here, attn, message):
+def test_what_cannot_be_had_is_one_line(installed, attn, message):
     assert refused(command("config", "show", "task=listops", f"attn={attn}")).startswith(message)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lra.config.compose import Composed, differences, to_dict
+from lra.config.override import Override, parse_overrides
 from lra.config.recipes import names, read_yaml, recipes
 from lra.config.registry import unknown
 from lra.errors import UsageError, brief
@@ -36,16 +37,16 @@ MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits t
 class Column:
     """A task under a protocol."""
 
-    fields: tuple[str, ...]  # arguments of `lra fit` that choose it, under their complete names
+    fields: tuple[Override, ...]  # arguments of `lra fit` that choose it, under their complete names
     apart: bool = False  # enters no average, and is run only where it is asked for
 
     @property
     def task(self) -> str:
-        return next(text.removeprefix("task=") for text in self.fields if text.startswith("task="))
+        return next(override.text for override in self.fields if override.field == "task")
 
 
 @functools.cache
-def _composed(args: tuple[str, ...]) -> Composed:
+def _composed(args: tuple[Override, ...]) -> Composed:
     """Composed once, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
@@ -57,7 +58,7 @@ class Cell:
     column: str
     attn: str
     seed: int
-    args: tuple[str, ...]  # of `lra fit`
+    args: tuple[Override, ...]  # of `lra fit`
 
     @property
     def composed(self) -> Composed:
@@ -106,7 +107,7 @@ class Grid:
                 continue  # its task is that of seed 0, and composing takes long
             task, made = cell.composed.config.task, self.columns[cell.column].fields
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
-            changed = differences(paper, here, (*SAME, *(text.partition("=")[0] for text in made)))
+            changed = differences(paper, here, (*SAME, *(override.field for override in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
         others = {column: "; ".join(changed) for column, changed in found.items() if changed}
         changed = replace(self, others=others)
@@ -154,7 +155,7 @@ class Grid:
         attns: Sequence[str] | None = None,
         seeds: int | None = None,
         recipe: str | None = None,
-        fields: Sequence[str] = (),
+        fields: Iterable[str | Override] = (),
     ) -> list[Cell]:
         """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
 
@@ -162,34 +163,30 @@ class Grid:
         for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
         for an unknown name, a field that the grid sets or a column is made by, and too many seeds.
         """
-        for text in fields:
-            if mend := SET.get(text.partition("=")[0]):
-                raise UsageError(f"{text} can't be one for every cell: give {mend}")
+        given = {override.field: override for override in parse_overrides(fields)}
+        for override in given.values():
+            if mend := SET.get(override.field):
+                raise UsageError(f"{override} can't be one for every cell: give {mend}")
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or self.together()
-        for kind, given, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
-            for name in given:
+        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
+            for name in asked:
                 if name not in known:
                     raise UsageError(unknown(kind, name, known))
-        replaced = {text.partition("=")[0]: text for text in fields}
         for name in columns:
             for made in self.columns[name].fields:
-                field = made.partition("=")[0]
-                text = replaced.get(field) or replaced.get(field.removeprefix("task."))
-                if text and field.startswith("task"):
+                override = given.get(made.field) or given.get(made.field.removeprefix("task."))
+                if override and made.field.startswith("task"):
                     raise UsageError(
-                        f"{text}: column {name} is made by {made}: leave it out, or name another in tasks="
+                        f"{override}: column {name} is made by {made}: leave it out, or name another in tasks="
                     )
-        own = {
-            column: [text for text in self.columns[column].fields if text.partition("=")[0] not in replaced]
-            for column in columns
-        }
+        own = {name: [made for made in self.columns[name].fields if made.field not in given] for name in columns}
         return [
-            Cell(column, attn, seed, (
-                *own[column], f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *fields
-            ))
+            Cell(column, attn, seed, parse_overrides((
+                *own[column], f"attn={attn}", f"recipe={recipe or self.recipe}", f"seed={seed}", *given.values()
+            )))
             for seed in range(self.seeds if seeds is None else seeds)
             for column in columns
             for attn in attns or self.attns
@@ -203,7 +200,10 @@ def read(name: str) -> Grid:
     tree = read_yaml("table", name)
     if wrong := next(_wrong(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
-    columns = {key: Column(**(value | {"fields": tuple(value["fields"])})) for key, value in tree["columns"].items()}
+    columns = {
+        key: Column(parse_overrides(value["fields"], f"table/{name}.yaml: column {key}: "), value.get("apart", False))
+        for key, value in tree["columns"].items()
+    }
     default = {"about": f"accuracy on {', '.join(columns)}", "source": "no paper", "seeds": 1, "paper": {}}
     return Grid(name=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 

@@ -172,7 +172,7 @@ class Local:
             if self.states[cell].final:
                 return
             cells.clear(cell)
-            arguments = [*self.command, *cell.args, "resume=auto"]
+            arguments = [*self.command, *map(str, cell.args), "resume=auto"]
             with (path / LOG).open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()

@@ -25,6 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lra.config.options import parse
+from lra.config.override import Override
 from lra.errors import UsageError, brief
 from lra.experiments.grid import cells
 from lra.experiments.grid.grid import Cell
@@ -63,11 +64,12 @@ class Resources:
         return sum(int(count or 1) for count in counts) or None
 
 
-def resources(args: Sequence[str], launcher: str) -> Resources:
+def resources(args: Sequence[Override], launcher: str) -> Resources:
     """Of the arguments `slurm.<field>=`; UsageError if one is unknown, or the launcher is another."""
     if args and launcher != "slurm":
         raise UsageError(f"{args[0]} is of use with launcher=slurm only: add that, or leave it out")
-    return parse(Resources, [arg.removeprefix("slurm.") for arg in args], "slurm: ")
+    own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
+    return parse(Resources, own, "slurm: ")
 
 
 @dataclass(frozen=True)

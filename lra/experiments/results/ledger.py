@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config.compose import flatten, to_dict
+from lra.config.override import Override
 from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
@@ -183,7 +184,7 @@ def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity
 def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     """Of a cell that could not begin no more than that, and why."""
     paper = table.figure(cell.attn, cell.column)
-    known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *cell.args])}
+    known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
         known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
     if (entry := found.entries.get(cell)) is None:
@@ -274,9 +275,9 @@ def _identities(
     wanted: dict[str, Cell] = {}
     tasks: dict[Cell, str] = {}
     defaults: dict[tuple[str, str], dict[str, Any]] = {}
-    composed: dict[tuple[str, ...], RunConfig] = {}  # to compose takes long, and seeds differ in nothing else
+    composed: dict[tuple[Override, ...], RunConfig] = {}  # to compose takes long, and seeds differ in nothing else
     for cell in cells:
-        args = tuple(arg for arg in cell.args if not arg.startswith("seed="))
+        args = tuple(override for override in cell.args if override.field != "seed")
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default

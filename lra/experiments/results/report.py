@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lra.config.options import refuse_repeats, take
+from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.environment import MARK
 from lra.errors import UsageError
@@ -58,12 +59,17 @@ class Report(NamedTuple):
     alone: dict[tuple[str, str, str], float]  # steps per second that were measured alone, by hardware
 
 
+def parse_fields(name: str, args: Sequence[str]) -> tuple[Grid, Options, list[Override]]:
+    """The table, what is shown of it, and the fields of `lra fit` that all cells were run with."""
+    return grid.read(name), *take(Options, args)
+
+
 def run(name: str, args: Sequence[str]) -> Report:
     """The report on a grid: `name`, `field=value` of Options, and of `lra fit` those that all cells were run with.
 
     Writes four files if `out` is given. Raises UsageError for what is unknown or cannot be read or written.
     """
-    table, (options, fields) = grid.read(name), take(Options, args)
+    table, options, fields = parse_fields(name, args)
     recipe = options.recipe or table.recipe
     measured = None if options.speed is None else speed.named(table, Path(options.speed), recipe)
     columns = options.tasks or table.together()
@@ -73,7 +79,7 @@ def run(name: str, args: Sequence[str]) -> Report:
     rows = [ledger.row(shown, cell, found) for cell in cells]
     attns = options.attns or table.attns
     tables = [footnoted(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
-    under = " ".join((f"recipe: {recipe}", *fields))
+    under = " ".join((f"recipe: {recipe}", *map(str, fields)))
     notes = [under, *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
     if shown.others:
         notes.insert(1, shown.cited)
@@ -96,7 +102,7 @@ def run(name: str, args: Sequence[str]) -> Report:
 
 
 def _cells(
-    table: Grid, columns: Sequence[str], options: Options, fields: Sequence[str]
+    table: Grid, columns: Sequence[str], options: Options, fields: Sequence[Override]
 ) -> tuple[list[Cell], list[str]]:
     """The cells; columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe

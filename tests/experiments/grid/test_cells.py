@@ -12,11 +12,7 @@ from lra.experiments.grid.cells import State, clear, counted, look, reached, set
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, stub, until
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture

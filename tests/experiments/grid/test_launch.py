@@ -21,12 +21,10 @@ from tests.experiments.runs import GRID, cells, command, made, started, stub, un
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def short_ticks(here, monkeypatch):
     monkeypatch.setattr(launch, "TICK_S", 0.02)
     monkeypatch.setattr(launch, "LOOK_S", 0.05)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return tmp_path
 
 
 def work(todo, line, slots=1):
@@ -56,7 +54,7 @@ def test_each_cell_is_run_once_and_never_again():
     assert [state.status for state in states] == ["done"] * 4 and not said
     assert sorted(started()) == sorted(str(cell.directory.path) for cell in todo)
     log = (todo[0].directory.path / "log.txt").read_text().splitlines()
-    assert log[0].endswith(f"{' '.join(todo[0].args)} resume=auto")
+    assert log[0].endswith(f"{' '.join(map(str, todo[0].args))} resume=auto")
     assert log[1] == f"start 1 {max(1, torch.get_num_threads() // 2)}"
     work(todo, stub(todo, "fail"))
     assert len(started()) == 4

@@ -28,9 +28,7 @@ SPEEDS = {("path64", "flash"): 100.0, ("pathx", "flash"): 50.0, ("path64", "stan
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+def checkpoints(here, no_gpus):
     Path("checkpoints").mkdir()
 
 

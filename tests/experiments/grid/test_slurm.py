@@ -34,14 +34,12 @@ REFUSED = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(here, no_gpus, monkeypatch):
     """A folder, and there what stands for SLURM: sbatch puts its tasks into the file queue, which squeue prints."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "LOOK_S", 0.02)
     monkeypatch.setattr(launch, "TICK_S", 0.02)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    folder = tmp_path / "bin"
+    folder = here / "bin"
     folder.mkdir()
     for name, text in {
         "srun": "",
@@ -55,7 +53,7 @@ def here(tmp_path, monkeypatch):
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return tmp_path
+    return here
 
 
 def array(todo, said=None, most=None, **options):
@@ -178,7 +176,7 @@ def test_the_command_plans_and_submits(here):
     [
         (["slurm.time=3"], "slurm.time=3 is of use with launcher=slurm only: add that, or leave it out"),
         (["launcher=slurm", "slurm.tiem=3"], "slurm: unknown field 'tiem': did you mean 'time'?"),
-        (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: '1h' is not of the type int"),
+        (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: write an integer"),
         (["launcher=slurm", "slurm.time=0"], "slurm.time=0: it is at least 1"),
         (["launcher=slurm", "devices=0"], "devices=0: with launcher=slurm it is how many tasks run at once"),
         (

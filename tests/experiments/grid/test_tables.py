@@ -10,7 +10,7 @@ import yaml
 from lra.config import recipes
 from lra.experiments import experiments
 from lra.experiments.grid import grid
-from tests.test_cli import lra, refused
+from tests.command_line import lra, refused
 
 MINE = {
     "recipe": "demo", "attns": ["flash", "standard"],

@@ -17,5 +17,5 @@ def runs(tmp_path):
 
 
 @pytest.fixture
-def here(tmp_path):
-    return tmp_path / "here"
+def target(tmp_path):
+    return tmp_path / "target"

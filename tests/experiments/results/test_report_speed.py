@@ -12,10 +12,7 @@ from lra.errors import UsageError
 from lra.experiments.results import report
 from tests.experiments.test_speed import FILE, made, result, shown
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_the_report_refuses_measurements_whose_cells_are_no_more(here):

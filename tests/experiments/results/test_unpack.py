@@ -54,46 +54,48 @@ def special(name: str, kind: bytes, target: str = "/etc/passwd") -> tarfile.TarI
      "listops/flash/x\n-s0/env.json",
      "./listops/flash/x-s0/env.json", "listops\\flash/x/y-s0/env.json"],
 )  # fmt: skip
-def test_a_name_that_is_no_runs_file_is_refused(runs, here, name):
-    refuse(crafted(here.with_suffix(".xz"), whole(runs) | {name: b"{}"}), here, "which is no file of a run")
+def test_a_name_that_is_no_runs_file_is_refused(runs, target, name):
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: b"{}"}), target, "which is no file of a run")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_a_link_or_device_is_refused(runs, here, kind):
+def test_a_link_or_device_is_refused(runs, target, kind):
     name = f"{DONE}/best.ckpt"
-    refuse(crafted(here.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), here, "no regular file")
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), target, "no regular file")
 
 
-def refuse(file: Path, here: Path, message: str) -> None:
+def refuse(file: Path, target: Path, message: str) -> None:
     """One error, and nothing written."""
-    before = sorted(here.parent.rglob("*"))
+    before = sorted(target.parent.rglob("*"))
     with pytest.raises(UsageError, match=message):
-        merge(file, [f"runs={here}"])
-    assert sorted(here.parent.rglob("*")) == before
+        merge(file, [f"runs={target}"])
+    assert sorted(target.parent.rglob("*")) == before
 
 
-def test_too_many_bytes_are_refused(runs, here, monkeypatch):
-    file = here.with_suffix(".xz")
+def test_too_many_bytes_are_refused(runs, target, monkeypatch):
+    file = target.with_suffix(".xz")
     monkeypatch.setattr(unpack, "LEAST_LIMIT", 1 << 20)
-    refuse(crafted(file, whole(runs) | {f"{DONE}/best.ckpt": bytes(8 << 20)}), here, "states more bytes than runs have")
+    refuse(
+        crafted(file, whole(runs) | {f"{DONE}/best.ckpt": bytes(8 << 20)}), target, "states more bytes than runs have"
+    )
     head = special("x", tarfile.XHDTYPE)  # a header of the format itself
     head.size = 8 << 20
     file.write_bytes(lzma.compress(head.tobuf(tarfile.USTAR_FORMAT) + bytes(8 << 20)))
-    refuse(file, here, "unpacks to more than")
+    refuse(file, target, "unpacks to more than")
     monkeypatch.setattr(unpack, "MOST_SMALL", 10)
-    refuse(crafted(file, whole(runs)), here, "states more bytes than runs have")
+    refuse(crafted(file, whole(runs)), target, "states more bytes than runs have")
 
 
-def test_a_damaged_archive_is_refused(runs, here):
+def test_a_damaged_archive_is_refused(runs, target):
     good = packed(runs).read_bytes()
     flipped = good[:200] + bytes([good[200] ^ 1]) + good[201:]
-    file = here.with_suffix(".xz")
+    file = target.with_suffix(".xz")
     for content in (b"", b"no archive", good[:-40], good[: len(good) // 2], flipped):
         file.write_bytes(content)
-        refuse(file, here, "damaged one|holds no runs")
+        refuse(file, target, "damaged one|holds no runs")
     tar = lzma.decompress(good)
     file.write_bytes(lzma.compress(tar[: len(tar) // 2]))
-    refuse(file, here, "damaged one|neither|has no")
+    refuse(file, target, "damaged one|neither|has no")
 
 
 @pytest.mark.parametrize(
@@ -117,15 +119,15 @@ def test_a_damaged_archive_is_refused(runs, here):
         ({"last.ckpt": b""}, "last.ckpt can't be read"),
     ],
 )
-def test_a_run_that_is_not_whole_is_refused(runs, here, change, message):
+def test_a_run_that_is_not_whole_is_refused(runs, target, change, message):
     members = whole(runs) | {f"{DONE}/{name}": content for name, content in change.items()}
     kept = {name: content for name, content in members.items() if content is not None}
-    refuse(crafted(here.with_suffix(".xz"), kept), here, message)
+    refuse(crafted(target.with_suffix(".xz"), kept), target, message)
 
 
-def test_a_file_twice_is_refused(runs, here):
-    file = here.with_suffix(".xz")
+def test_a_file_twice_is_refused(runs, target):
+    file = target.with_suffix(".xz")
     with tarfile.open(file, "w:xz") as tar:
         for _ in range(2):
             tar.add(runs / DONE / "config.yaml", f"{DONE}/config.yaml")
-    refuse(file, here, "has listops/flash/xiong2021-s0/config.yaml twice")
+    refuse(file, target, "has listops/flash/xiong2021-s0/config.yaml twice")

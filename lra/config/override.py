@@ -1,0 +1,116 @@
+"""`field=value`: split once, where it comes in, and its text made a value of the field's type."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode, ValueNode
+
+from lra.errors import UsageError
+
+LARGEST = (1 << 63) - 1  # of an integer, unless its field says so itself
+
+
+@dataclass(frozen=True)
+class Override:
+    """One argument `field=text`."""
+
+    field: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.text}"
+
+
+def parse_overrides(
+    args: Iterable[str | Override], label: str = "", may_be_empty: bool = False
+) -> tuple[Override, ...]:
+    """The arguments as overrides. One that is an override already stays as it is.
+
+    Raises UsageError, whose text starts with `label`, for an argument of another form, and for a field that is given
+    twice. `field=` without a text is of another form unless texts `may_be_empty`.
+    """
+    found: dict[str, Override] = {}
+    for arg in args:
+        field, equals, text = str(arg).partition("=")
+        if not (field and equals and (text or may_be_empty)):
+            raise UsageError(f"{label}'{arg}' is not of the form field=value")
+        if field in found:
+            raise UsageError(f"{label}{field}= is given twice")
+        found[field] = Override(field, text)
+    return tuple(found.values())
+
+
+def convert(value: Any, hint: Any, given: str) -> Any:
+    """The value of a field, from a text or from what YAML has.
+
+    Args:
+        hint: the field's type: bool, int, float, str, Literal, `X | None`, or a tuple of these, whose text has commas
+            and may have brackets.
+        given: the field and the value, as the message of the UsageError names them if the value does not fit.
+    """
+    try:
+        return _converted(value, hint)
+    except OverflowError:
+        raise UsageError(f"{given}: write a finite number") from None
+    except (ValueError, TypeError):
+        raise UsageError(f"{given}: write {_form(hint)}") from None
+
+
+def refuse_large(given: str, value: Any, most: int = LARGEST) -> None:
+    """UsageError if a value is an integer, or a tuple with one, that is further from 0 than `most`."""
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, int) and abs(part) > most:
+            raise UsageError(f"{given} is too large: use at most {LARGEST}")
+
+
+# OmegaConf knows how a text says a number or a truth, and that True is no number
+_SCALARS: Mapping[type, ValueNode] = {bool: BooleanNode(), int: IntegerNode(), float: FloatNode(), str: StringNode()}
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value in (None, "null"):
+            return None
+        return _converted(value, next(part for part in parts if part is not types.NoneType))
+    if value is None:
+        raise ValueError
+    if origin is tuple:
+        if isinstance(value, str):
+            bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+            value = [part.strip() for part in bare.split(",")]
+        hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return tuple(_converted(part, each) for part, each in zip(value, hints, strict=True))
+    if origin is typing.Literal:
+        return parts[[str(choice) for choice in parts].index(str(value))]
+    if isinstance(value, str) and hint is not str and not value.isascii():  # Python reads every script's digits
+        raise ValueError
+    converted = _SCALARS[hint].validate_and_convert(value)
+    if hint is float and not math.isfinite(converted):
+        raise OverflowError
+    return converted
+
+
+def _form(hint: Any) -> str:
+    """How a field's value is written."""
+    *most, last = _forms(hint)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _forms(hint: Any) -> list[str]:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        items = ("…" if part is Ellipsis else "|".join(form.split()[-1] for form in _forms(part)) for part in parts)
+        return [f"[{','.join(items)}]"]
+    if origin is typing.Literal:
+        return [str(value) for value in parts]
+    if origin in (typing.Union, types.UnionType):
+        return [form for part in parts for form in _forms(part)]
+    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], types.NoneType: ["null"]}
+    return named.get(hint) or [getattr(hint, "__name__", str(hint))]
