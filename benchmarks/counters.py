@@ -22,7 +22,7 @@ from lra import environment
 from lra.bench.files import write
 from lra.bench.io import no_counters, read_kernels, run_ncu
 from lra.kernels import flash_attention
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import feed_forward
 from lra.models.dropout import keep_scale
 

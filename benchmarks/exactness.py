@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from lra import environment
+from lra.kernels import device
 from lra.kernels.flash import tuning
 from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
 from lra.training.run import write as replace_file
@@ -159,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("exactness: PyTorch finds no GPU, and the compiled kernels need one", file=sys.stderr)
         return 2
     made_with = environment.describe()
-    ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
+    ptxas = device.dotted(device.ptxas(device.capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
     cases = [draw(number, given.kind) for number in range(given.cases)]
     result |= summarise(survey(cases, given.workers, given.kind))

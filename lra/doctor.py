@@ -105,12 +105,12 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def _ptxas() -> Iterator[Row]:
-    from lra.kernels.flash import tuning
+    from lra.kernels import device
 
-    capability = tuning.capability()
-    refusal = tuning.hopper_refusal(capability)
-    used = tuning.ptxas(capability)
-    yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
+    capability = device.capability()
+    refusal = device.hopper_refusal(capability)
+    used = device.ptxas(capability)
+    yield "ptxas", f"{device.dotted(used.version)}, {used.path}"
     yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
     layers = "PyTorch's"
     yield "layers", f"{layers}, as above" if refusal else f"Gluon for Hopper in 16 bits, else {layers}"

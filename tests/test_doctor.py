@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from lra import doctor
 from lra.cli import app
 from lra.data.store import Content, prepare
+from lra.kernels import device
+from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
+from lra.kernels.flash.tuning import Key, Table, Tile
 from lra.tasks.base import TaskData
 from lra.training.data import task_data
 
@@ -60,8 +62,8 @@ def hopper(monkeypatch):
     """As on a Hopper GPU without a table of its own; (capability, ptxas) may be changed."""
     pytest.importorskip("triton")
     gpu = {"capability": (9, 0), "ptxas": Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH")}
-    monkeypatch.setattr(tuning, "capability", lambda device=None: gpu["capability"])
-    monkeypatch.setattr(tuning, "ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr(device, "capability", lambda device=None: gpu["capability"])
+    monkeypatch.setattr(device, "ptxas", lambda capability: gpu["ptxas"])
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     return gpu
 

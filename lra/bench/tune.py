@@ -13,6 +13,7 @@ import torch
 from lra import environment
 from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
+from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
 from lra.kernels.testing import Case, check
@@ -92,7 +93,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
-    refusal = tuning.hopper_refusal(tuning.capability())
+    refusal = device.hopper_refusal(device.capability())
     if refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {refusal}")
     kernels = options.kernels or [kernel for kernel in KERNELS if not (refusal and kernel.startswith("hopper_"))]
@@ -124,7 +125,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
 
 def _begin(path: Path) -> Table:
     """The table in `path` with what it may keep."""
-    new = environment.describe() | {"ptxas": tuning.dotted(tuning.ptxas(tuning.capability()).version)}
+    new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
     try:
         old = tuning.read(path)
     except UsageError:  # there is none, or nothing worth keeping

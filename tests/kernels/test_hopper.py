@@ -21,7 +21,7 @@ HALF = torch.float16
 @pytest.fixture
 def hopper(monkeypatch):
     """The kernels take what they can; the names of those that did."""
-    from lra.kernels.flash import hopper, hopper_backward, hopper_forward, hopper_shared
+    from lra.kernels.flash.hopper import backward, forward, forward_shared, tiles
 
     launched: list[str] = []
 
@@ -30,13 +30,13 @@ def hopper(monkeypatch):
             launched.append(self.kernel.fn.__name__)
             return super().__getitem__(grid)
 
-    monkeypatch.setattr(hopper, "use_hopper", lambda q: True)
+    monkeypatch.setattr(tiles, "use_hopper", lambda q: True)
     for module, name in (
-        (hopper_forward, "hopper_forward_kernel"),
-        (hopper_shared, "hopper_shared_kernel"),
-        (hopper_shared, "hopper_again_kernel"),
-        (hopper_backward, "hopper_backward_kernel"),
-        (hopper_backward, "hopper_specialized_kernel"),
+        (forward, "hopper_forward_kernel"),
+        (forward_shared, "hopper_shared_kernel"),
+        (forward_shared, "hopper_again_kernel"),
+        (backward, "hopper_backward_kernel"),
+        (backward, "hopper_specialized_kernel"),
     ):
         monkeypatch.setattr(module, name, Noted(getattr(module, name)))
     return launched

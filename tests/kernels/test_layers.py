@@ -13,8 +13,8 @@ import torch
 from torch import library, nn
 from torch.nn import functional as F
 
+from lra.kernels.dropout import MOST_DROPPED, dropout_threshold
 from lra.kernels.flash import tuning
-from lra.kernels.flash.problem import MOST_DROPPED, dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import (
     WIDTHS,

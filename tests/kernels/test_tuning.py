@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from lra.bench import tune as tuner
 from lra.cli import app
 from lra.errors import UsageError
+from lra.kernels import device
+from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
+from lra.kernels.flash.tuning import Key, Table, Tile
 from lra.kernels.testing import Case, Error, check
 
 KEY = Key("forward", "bfloat16", 64, False)
@@ -31,8 +33,8 @@ def gpu(monkeypatch, tmp_path):
     fake.user = tmp_path / "lra" / "tiles" / "NVIDIA-Test.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "HERE", tmp_path)
-    monkeypatch.setattr(tuning, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(tuning, "ptxas", lambda capability: fake.ptxas)
+    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "ptxas", lambda capability: fake.ptxas)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     for name, value in dict(is_available=True, is_initialized=True, current_device=0).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -169,11 +171,11 @@ def test_the_command_prints_every_trial(bench):
 def test_the_ptxas_is_the_one_that_triton_calls(monkeypatch):
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     for capability, arch in (((8, 0), 80), ((9, 0), 90), ((10, 0), 100)):
-        used = tuning.ptxas(capability)
+        used = device.ptxas(capability)
         assert used.path == compiler.get_ptxas(arch).path and used.version >= (12, 0)
-    ours = tuning.ptxas((8, 0))
-    monkeypatch.setenv(ours.variable, tuning.ptxas((10, 0)).path)
-    assert tuning.ptxas((8, 0)).version == tuning.ptxas((10, 0)).version
+    ours = device.ptxas((8, 0))
+    monkeypatch.setenv(ours.variable, device.ptxas((10, 0)).path)
+    assert device.ptxas((8, 0)).version == device.ptxas((10, 0)).version
 
 
 def test_a_forced_tile_is_launched(device):

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.ops import flash_forward
-from lra.kernels.flash.problem import Problem, dropout_threshold
+from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.sdpa import sdpa_attention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

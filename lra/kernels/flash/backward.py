@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.flash import hopper, tuning
+from lra.kernels.flash import tuning
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
-from lra.kernels.flash.hopper_backward import launch_hopper_backward
+from lra.kernels.flash.hopper.backward import launch_hopper_backward
+from lra.kernels.flash.hopper.tiles import takes
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -144,7 +145,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
     fast = not problem.deterministic and q.dtype != torch.float32  # fp32 is summed in fp64, which memory does not add
-    if fast and hopper.takes(problem, q, k, v):
+    if fast and takes(problem, q, k, v):
         return launch_hopper_backward(q, k, v, out, softmax, do, problem)
     total, heads, head_dim = q.shape
     block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.flash import hopper, tuning
-from lra.kernels.flash.hopper_forward import launch_hopper_forward
-from lra.kernels.flash.hopper_shared import launch_hopper_shared
+from lra.kernels.flash import tuning
+from lra.kernels.flash.hopper.forward import launch_hopper_forward
+from lra.kernels.flash.hopper.forward_shared import launch_hopper_shared
+from lra.kernels.flash.hopper.tiles import takes
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -157,7 +158,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     The latter are those of `tiles.store_softmax`: the maximum of the raw scores, and what normalises the weights
     relative to it. One log-sum-exp would lose the sum behind a large maximum. Rows past a length are never read.
     """
-    if hopper.takes(problem, q, k, v):
+    if takes(problem, q, k, v):
         with torch.cuda.device_of(q):
             shared = tuning.shared_forward(
                 q.dtype, q.shape[2], problem.threshold > 0, problem.pattern, problem.max_length,

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ import torch
 
 from lra import environment
 from lra.errors import UsageError
+from lra.kernels import device
+from lra.kernels.device import multiprocessors
 from lra.kernels.flash.layout import Layout
 from lra.reading import is_number, read_json
 
@@ -33,10 +34,6 @@ KERNELS = (
 SHORT = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
 DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
 HERE = Path(__file__).parent
-
-# Before 13.3, ptxas may reuse registers that an asynchronous wgmma still reads (12.8, 12.9), or write shared memory out
-# of bounds (12.8, 13.0), for Hopper.
-TRUSTED_PTXAS = (13, 3)
 
 
 class Tile(NamedTuple):
@@ -76,14 +73,6 @@ class Table(NamedTuple):
     microseconds: dict[Key, float]  # of the pass with that tile
 
 
-class Ptxas(NamedTuple):
-    """The assembler that Triton calls for a GPU."""
-
-    path: str
-    version: tuple[int, ...]  # (12, 8)
-    variable: str  # the environment variable that names another one
-
-
 def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
     """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
 
@@ -99,7 +88,7 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
     rows, columns = layout.block
     if layout.ruled:
         narrow = dtype != torch.float32 and block_d * (1 + dropout) <= 64
-        most = 32 if dtype == torch.float32 or capability()[0] in (8, 12) else 64
+        most = 32 if dtype == torch.float32 or device.capability()[0] in (8, 12) else 64
         rows, columns, found = math.gcd(rows, most), math.gcd(columns, most), found._replace(warps=4 if narrow else 8)
     return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
 
@@ -110,7 +99,7 @@ def use_hopper(q: torch.Tensor) -> bool:
         return next(iter(_forced)).startswith("hopper_")
     if q.dtype == torch.float32:
         return False
-    return _hopper_allowed(capability(q.device))
+    return _hopper_allowed(device.capability(q.device))
 
 
 def use_specialized(head_dim: int, dropout: bool, layout: Layout | None) -> bool:
@@ -178,7 +167,7 @@ def block_dim(head_dim: int) -> int:
 
 def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
-    narrow, generation = block_d <= 64, capability()[0]
+    narrow, generation = block_d <= 64, device.capability()[0]
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
         if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
             return Tile(32, 32, 8, 2)
@@ -201,47 +190,6 @@ def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Til
     }[kernel]
 
 
-def capability(device: torch.device | None = None) -> tuple[int, int]:
-    """Compute capability of a device, by default the current one; (0, 0) of the CPU, where kernels are interpreted."""
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if a program takes all of a multiprocessor; 2 on the CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def hopper_refusal(capability: tuple[int, int]) -> str | None:
-    """Why the Gluon kernels do not run on GPUs of this capability; None where they do."""
-    from triton import knobs
-
-    if capability != (9, 0):
-        return f"the faster kernels are for compute capability 9.0, not {dotted(capability)}"
-    if knobs.runtime.interpret:
-        return "Triton interprets (TRITON_INTERPRET=1)"
-    used = ptxas(capability)
-    if used.version < TRUSTED_PTXAS:
-        installed = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "ptxas")
-        return (
-            f"ptxas {dotted(used.version)} is known to miscompile for Hopper: pip install 'nvidia-cuda-nvcc>=13.4', "
-            f"then set {used.variable}={installed}"
-        )
-    return None
-
-
-def ptxas(capability: tuple[int, int]) -> Ptxas:
-    """The ptxas that Triton calls for GPUs of this capability, which differs between its versions."""
-    from triton import knobs
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    used = get_ptxas(10 * capability[0] + capability[1])
-    blackwell = used.path == knobs.nvidia.ptxas_blackwell.path
-    variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
-    return Ptxas(used.path, tuple(int(part) for part in used.version.split(".")), variable)
-
-
 def tables() -> list[Table]:
     """The tables for the current device, the one to look into first in front."""
     found = []
@@ -253,7 +201,7 @@ def tables() -> list[Table]:
                 warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
             else:
                 found.append(table)
-    major, minor = capability()
+    major, minor = device.capability()
     path = HERE / "tuned" / f"sm_{major}{minor}.json"
     return [*found, read(path)] if path.exists() else found
 
@@ -275,7 +223,7 @@ def outdated(table: Table) -> str | None:
 
 def sources() -> str:
     """Identity of the kernels: a hash of the files that hold any."""
-    files = [file.read_bytes() for file in sorted(HERE.glob("*.py"))]
+    files = [file.read_bytes() for file in sorted([*HERE.rglob("*.py"), *HERE.parent.glob("hopper.py")])]
     kernels = [text for text in files if re.search(rb"^@(triton|gluon)\.jit", text, re.MULTILINE)]
     return hashlib.sha256(b"".join(kernels)).hexdigest()[:16]
 
@@ -343,12 +291,7 @@ def _tables(device: int | None) -> list[Table]:
 def _hopper_allowed(capability: tuple[int, int]) -> bool:
     if capability[0] != 9:
         return False
-    refusal = hopper_refusal(capability)
+    refusal = device.hopper_refusal(capability)
     if refusal:
         warnings.warn(f"attention runs on the slower plain Triton kernels: {refusal}", stacklevel=4)
     return refusal is None
-
-
-def dotted(version: tuple[int, ...]) -> str:
-    """As people write it: (12, 8) is 12.8."""
-    return ".".join(map(str, version))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.problem import MOST_DROPPED
+from lra.kernels import device
+from lra.kernels.dropout import MOST_DROPPED
 from lra.kernels.layers import ops
 from lra.kernels.layers.ops import FeedForward, PooledFeedForward, Project
 
@@ -48,14 +48,14 @@ def _has_rows(x: Tensor, d: int) -> bool:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """What the products of x are in: autocast's dtype, or without it its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
     """Whether this is a Hopper GPU, on which they were measured, and a ptxas that compiles its products rightly."""
-    return tuning.hopper_refusal(tuning.capability()) is None
+    return device.hopper_refusal(device.capability()) is None
 
 
 def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.flash.ops import define, once
 from lra.kernels.layers import reference
+from lra.kernels.library import define, once
 
 
 class Project(torch.autograd.Function):

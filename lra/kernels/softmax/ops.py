@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.flash.ops import LIBRARY, define, once
+from lra.kernels.library import LIBRARY, define, once
 
 PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 

@@ -120,7 +120,7 @@ def finish(
 ) -> Tensor:  # fmt: skip
     """dQ, `[T, H, D]`, of its sum; adds to dk and dv what extreme rows contribute.
 
-    `stats` is of `hopper_backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
+    `stats` is of `backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
     """
     total, heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

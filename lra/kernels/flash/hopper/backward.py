@@ -1,8 +1,9 @@
 """Backward for Hopper GPUs in Gluon: dK, dV and dQ in one pass over the scores, with products kept in flight.
 
-As in backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to memory by
-TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products with dO
-and Q, which give dV and dK, want them. Where `tuning.use_specialized` says so, hopper_specialized.py has the pass.
+As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to
+memory by TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products
+with dO and Q, which give dV and dK, want them. Where `tuning.use_specialized` says so, backward_specialized.py has the
+pass.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -24,39 +25,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lra.kernels.device import multiprocessors
 from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
-    add_tile,
-    barrier,
+from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
+from lra.kernels.flash.hopper.finish import finish
+from lra.kernels.flash.hopper.tiles import (
     contiguous_heads,
-    describe,
     draw_backward,
-    drop_backward,
     dropout_key,
     dropped_score_gradient,
-    following,
-    keep_barriers,
     load_statistics,
-    load_tile,
-    new_barriers,
     place_of,
-    product_layout,
     score_gradient,
     scored_keys,
     sequence_tile,
     shift_of,
     spread_backward,
-    store_accumulator,
     store_tile,
     visit_list,
     visited,
+)
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E, is_extreme
+from lra.kernels.hopper import (
+    add_tile,
+    barrier,
+    describe,
+    drop_backward,
+    following,
+    keep_barriers,
+    load_tile,
+    new_barriers,
+    product_layout,
+    store_accumulator,
     without_others,
     zero_past,
 )
-from lra.kernels.flash.hopper_finish import finish
-from lra.kernels.flash.hopper_specialized import hopper_specialized_kernel
-from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E, is_extreme
 
 FLAT_ROWS = 64
 
@@ -70,7 +74,7 @@ def prepare_kernel(
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
     needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
-    weights come out as 0: `hopper_finish` adds what they contribute.
+    weights come out as 0: `finish` adds what they contribute.
     """
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
@@ -291,7 +295,7 @@ def launch_hopper_backward(
         tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
         scales = problem.scale, problem.scale * LOG2_E
         if specialized:
-            hopper_specialized_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
+            hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
                 describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
                 stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
                 tiles, heads, total, problem.max_length, problem.padded_length, *scales,

@@ -1,4 +1,4 @@
-"""Forward for Hopper GPUs in Gluon: the loop of forward.py with its tensor-core products kept in flight.
+"""Forward for Hopper GPUs in Gluon: the loop of flash/forward.py with its tensor-core products kept in flight.
 
 Tiles of K and V arrive by TMA. While the softmax of one tile is computed, the scores of the next tile and the product
 of the previous weights with V run on the tensor cores (the overlap within a warp group of FlashAttention-3, arXiv
@@ -23,25 +23,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
-    describe,
+from lra.kernels.flash.hopper.tiles import (
     draw_forward,
-    drop_forward,
     dropout_key,
-    following,
     is_extreme,
-    keep_barriers,
-    load_tile,
-    new_barriers,
-    product_layout,
     sequence_tile,
     store_tile,
     visit_list,
     visited,
-    zero_past,
 )
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
+from lra.kernels.hopper import (
+    describe,
+    drop_forward,
+    following,
+    keep_barriers,
+    load_tile,
+    new_barriers,
+    product_layout,
+    zero_past,
+)
 
 
 @gluon.jit
