@@ -29,6 +29,7 @@ import torch
 from lra import environment
 from lra.kernels import device
 from lra.kernels.flash import tuning
+from lra.kernels.flash.dispatch import shared_kernel
 from lra.kernels.testing import NAMES, Case, check, random_case, random_hopper_case, random_sparse_case
 from lra.training.run import write as replace_file
 
@@ -64,7 +65,7 @@ def draw(number: int, kind: str) -> Case:
 @contextmanager
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
-    kernel = tuning.shared_name(case.max_length)
+    kernel = shared_kernel(case.max_length)
     with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:

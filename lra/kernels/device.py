@@ -22,11 +22,26 @@ class Ptxas(NamedTuple):
     variable: str  # the environment variable that names another one
 
 
+class Gpu(NamedTuple):
+    """What the choice of a kernel depends on."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    refusal: str | None  # why the Gluon kernels for Hopper do not run there
+
+
 def capability(device: torch.device | None = None) -> tuple[int, int]:
     """Compute capability of a device, by default the current one; (0, 0) of the CPU, where kernels are interpreted."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.cache
+def gpu(device: torch.device) -> Gpu:
+    """The facts of a device, also where it is the CPU."""
+    its = capability(device)
+    return Gpu(its, multiprocessors(device), hopper_refusal(its))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""How kernels become PyTorch operators, `lra::<name>`.
+"""How kernels become PyTorch operators, `lra::<name>`, and which ones have run.
 
 Defined by the lower level of PyTorch's `library`, because `custom_op` with `register_autograd` costs about 35 us more
 per call.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+# the kernels that ran since `forget_kernels`: of attention's two passes, and of the layers around it
+ran: dict[str, set[str]] = {"forward": set(), "backward": set(), "layers": set()}
 LIBRARY = library.Library("lra", "FRAGMENT")
 
 
@@ -40,3 +42,14 @@ class Once(torch.autograd.Function):
 def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients, which depend on `inputs`; where a graph of them is made, without a derivative."""
     return Once.apply(len(gradients), *gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
+
+
+def note_kernel(part: str, kernel: str) -> None:
+    """Add to `ran`."""
+    ran[part].add(kernel)
+
+
+def forget_kernels() -> None:
+    """Empty `ran`: what another run in this process launched is not the next one's."""
+    for kernels in ran.values():
+        kernels.clear()

@@ -9,8 +9,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from lra.kernels import flash_attention
+from lra.kernels import device, flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
+from lra.kernels.device import Gpu
 from lra.kernels.flash import tiles, tuning
 from lra.kernels.testing import INPUTS, Case, check, make_inputs, run, with_inputs
 from tests.kernels.gluon_on_cpu import Emulated
@@ -21,7 +22,7 @@ HALF = torch.float16
 @pytest.fixture
 def hopper(monkeypatch):
     """The kernels take what they can; the names of those that did."""
-    from lra.kernels.flash.hopper import backward, forward, forward_shared, tiles
+    from lra.kernels.flash.hopper import backward, forward, forward_shared
 
     launched: list[str] = []
 
@@ -30,7 +31,7 @@ def hopper(monkeypatch):
             launched.append(self.kernel.fn.__name__)
             return super().__getitem__(grid)
 
-    monkeypatch.setattr(tiles, "use_hopper", lambda q: True)
+    monkeypatch.setattr(device, "gpu", lambda device: Gpu((9, 0), 2, None))
     for module, name in (
         (forward, "hopper_forward_kernel"),
         (forward_shared, "hopper_shared_kernel"),

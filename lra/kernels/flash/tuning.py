@@ -1,4 +1,4 @@
-"""Which kernels run, and which tile of scores each works on.
+"""Which tile of scores a kernel works on. Which kernel runs is decided in dispatch.py.
 
 A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
 `default`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
@@ -23,7 +23,6 @@ import torch
 from lra import environment
 from lra.errors import UsageError
 from lra.kernels import device
-from lra.kernels.device import multiprocessors
 from lra.kernels.flash.layout import Layout
 from lra.reading import is_number, read_json
 
@@ -78,9 +77,9 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
 
     With a layout it is cut so that it lies within a block, and so that its rules find registers.
     """
-    if kernel in _forced:
+    if kernel in forced_tiles:
         _asked.add(kernel)
-        found = _forced[kernel]
+        found = forced_tiles[kernel]
     else:
         found = _tile(_current_device(), kernel, dtype, block_d, dropout)
     if layout is None:
@@ -93,70 +92,21 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
     return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
 
 
-def use_hopper(q: torch.Tensor) -> bool:
-    """Whether the Gluon kernels for Hopper take `q`. The plain Triton kernels run everywhere else."""
-    if _forced:
-        return next(iter(_forced)).startswith("hopper_")
-    if q.dtype == torch.float32:
-        return False
-    return _hopper_allowed(device.capability(q.device))
-
-
-def use_specialized(head_dim: int, dropout: bool, layout: Layout | None) -> bool:
-    """Whether the backward on Hopper is `hopper_specialized`."""
-    allowed = not _forced or "hopper_specialized" in _forced
-    return allowed and head_dim == 64 and not dropout and layout is None
-
-
-def may_share(head_dim: int, dropout: bool, length: int) -> bool:
-    """Whether sequences of this length may gain by `hopper_shared`."""
-    return head_dim != 64 or (dropout and length > SHORT)
-
-
-def shared_name(length: int) -> str:
-    """Under which name the tiles of `hopper_shared` are for sequences of this length, one of KERNELS."""
-    return "hopper_shared_short" if length <= SHORT else "hopper_shared"
-
-
-def shared_forward(
-    dtype: torch.dtype,
-    head_dim: int,
-    dropout: bool,
-    layout: Layout | None,
-    length: int,
-    rows: int,
-    device: torch.device,
-) -> str | None:
-    """Whose tiles the forward on Hopper has, if it is `hopper_shared`; else None.
-
-    It has fewer and larger tiles: of `rows`, those of all heads, there must be enough that no multiprocessor is without
-    one for long, and sequences of this length must fill theirs.
-    """
-    if forced := {name for name in _forced if name.startswith("hopper_shared")}:
-        return forced.pop()
-    if "hopper_forward" in _forced or layout is not None or not may_share(head_dim, dropout, length):
-        return None
-    name = shared_name(length)
-    own = tile(name, dtype, head_dim, dropout).rows
-    filled = 8 * own * math.ceil(length / own) <= 9 * length
-    return name if filled and rows >= 8 * own * multiprocessors(device) else None
-
-
 @contextmanager
 def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
     """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
 
     The set has the kernel once it has been launched.
     """
-    _forced[kernel] = tile
+    forced_tiles[kernel] = tile
     _asked.clear()
     try:
         yield _asked
     finally:
-        del _forced[kernel]
+        del forced_tiles[kernel]
 
 
-_forced: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
+forced_tiles: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
 _asked: set[str] = set()
 
 
@@ -266,7 +216,7 @@ def write(table: Table) -> None:
 
 def forget() -> None:
     """Read the tables, and ask for the GPU, anew: after a table was written."""
-    for cached in (_tile, _tables, _hopper_allowed):
+    for cached in (_tile, _tables, device.gpu):
         cached.cache_clear()
 
 
@@ -285,13 +235,3 @@ def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dro
 @functools.cache
 def _tables(device: int | None) -> list[Table]:
     return tables()
-
-
-@functools.cache
-def _hopper_allowed(capability: tuple[int, int]) -> bool:
-    if capability[0] != 9:
-        return False
-    refusal = device.hopper_refusal(capability)
-    if refusal:
-        warnings.warn(f"attention runs on the slower plain Triton kernels: {refusal}", stacklevel=4)
-    return refusal is None

@@ -34,16 +34,23 @@ def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
 
 def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MOST_DROPPED and _has_rows(table, table.shape[1])
+    return threshold <= MOST_DROPPED and _takes(table, None, table.shape[1])
 
 
-def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    return half in (torch.float16, torch.bfloat16) and _has_rows(x, d)
+def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) -> str | None:
+    """Why rows of this width and dtype, and products in that one, are PyTorch's also on Hopper; None if they are not.
+
+    Without products there is only a look-up.
+    """
+    if width not in WIDTHS:
+        return f"the kernels have rows of {' or '.join(map(str, WIDTHS))} features"
+    if rows != torch.float32:
+        return "the kernels take a residual in float32"
+    return None if products in (torch.float16, torch.bfloat16, None) else "the kernels multiply in 16 bits"
 
 
-def _has_rows(x: Tensor, d: int) -> bool:
-    """Whether the kernels have rows of this width, on a GPU that they are faster on."""
-    return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
+def _takes(x: Tensor, products: torch.dtype | None, width: int) -> bool:
+    return x.is_cuda and layer_obstacle(width, x.dtype, products) is None and on_hopper()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

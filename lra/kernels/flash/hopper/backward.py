@@ -2,8 +2,8 @@
 
 As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to
 memory by TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products
-with dO and Q, which give dV and dK, want them. Where `tuning.use_specialized` says so, backward_specialized.py has the
-pass.
+with dO and Q, which give dV and dK, want them. A pass by `hopper_specialized` has its main part in
+backward_specialized.py.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -26,11 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lra.kernels.device import multiprocessors
-from lra.kernels.flash import tuning
+from lra.kernels.flash.dispatch import Choice, contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
 from lra.kernels.flash.hopper.finish import finish
 from lra.kernels.flash.hopper.tiles import (
-    contiguous_heads,
     draw_backward,
     dropout_key,
     dropped_score_gradient,
@@ -273,9 +272,9 @@ def hopper_backward_kernel(
 
 
 def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward.launch_backward`, for what `hopper.takes`. dQ is summed in fp32, in any order."""
+    """As `launch.launch_backward`. dQ is summed in fp32, in any order."""
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
@@ -284,31 +283,28 @@ def launch_hopper_backward(
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    specialized = tuning.use_specialized(head_dim, dropout, problem.pattern)
-    name = "hopper_specialized" if specialized else "hopper_backward"
-    with torch.cuda.device_of(q):
-        prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
-            out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-            problem.threshold, D=head_dim, ROWS=FLAT_ROWS,
+    prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
+        out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
+        problem.threshold, D=head_dim, ROWS=FLAT_ROWS,
+    )  # fmt: skip
+    rows, columns, warps, stages = choice.tile
+    tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
+    scales = problem.scale, problem.scale * LOG2_E
+    if choice.kernel == "hopper_specialized":
+        hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
+            describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
+            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
+            tiles, heads, total, problem.max_length, problem.padded_length, *scales,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-        rows, columns, warps, stages = tuning.tile(name, q.dtype, head_dim, dropout, problem.pattern)
-        tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
-        scales = problem.scale, problem.scale * LOG2_E
-        if specialized:
-            hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
-                describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
-                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
-                tiles, heads, total, problem.max_length, problem.padded_length, *scales,
-                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps,
-            )  # fmt: skip
-        else:
-            *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
-            hopper_backward_kernel[(tiles,)](
-                describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
-                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-                *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
-                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
-                num_warps=min(warps, columns // 16),
-                maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
-            )  # fmt: skip
+    else:
+        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
+        hopper_backward_kernel[(tiles,)](
+            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
+            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
+            *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            num_warps=min(warps, columns // 16),
+            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
+        )  # fmt: skip
     return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lra.kernels.device import multiprocessors
-from lra.kernels.flash import tuning
+from lra.kernels.flash.dispatch import Choice
 from lra.kernels.flash.hopper.forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
 from lra.kernels.flash.hopper.forward import sweep as sweep_alone
 from lra.kernels.flash.hopper.tiles import dropout_key, sequence_tile
@@ -315,25 +315,23 @@ def hopper_again_kernel(
     keep_barriers(q_ready)
 
 
-def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name: str) -> tuple[Tensor, Tensor]:
-    """As `forward.launch_forward`, where `tuning.shared_forward` says so, with the tile that has this name."""
+def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
+    """As `launch.launch_forward`."""
     total, heads, head_dim = q.shape
-    dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
-        tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
-        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
-        taken, again = state[:1], state[4:]
-        descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
-        sequences = problem.start, problem.length, problem.seed, problem.index
-        numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
-        constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=dropout, num_warps=GROUP.value)
-        hopper_shared_kernel[(min(tiles, multiprocessors(q.device)),)](
-            *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
-        )
-        hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
-            *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
-        )
+    rows, columns, _, stages = choice.tile
+    tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
+    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
+    taken, again = state[:1], state[4:]
+    descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
+    sequences = problem.start, problem.length, problem.seed, problem.index
+    numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
+    constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=problem.threshold > 0, num_warps=GROUP.value)
+    hopper_shared_kernel[(min(tiles, multiprocessors(q.device)),)](
+        *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+    )
+    hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
+        *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
+    )
     return out, softmax

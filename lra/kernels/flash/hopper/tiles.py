@@ -8,40 +8,15 @@ Shape suffixes as in tiles.py. Which elements of a tile a thread holds: see `lra
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lra.kernels.dropout import MOST_DROPPED
 from lra.kernels.flash import tiles
-from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tuning import use_hopper
 from lra.kernels.hopper import row_layout
 
-HEAD_DIMS = (32, 64, 128)
 sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
 is_extreme = gluon.jit(tiles.is_extreme.fn)
 draw, draw_down = gluon.jit(tiles.draw.fn), gluon.jit(tiles.draw_down.fn)
-
-
-def takes(problem: Problem, *tensors: Tensor) -> bool:
-    """Whether the Gluon kernels take the problem with these `[T, H, D]` tensors."""
-    head_dim, layout = tensors[0].shape[2], problem.pattern
-    return (
-        not problem.causal
-        and problem.threshold <= MOST_DROPPED
-        and (layout is None or not (layout.ruled or any(side % 64 for side in layout.block)))
-        and head_dim in HEAD_DIMS
-        and use_hopper(tensors[0])
-        and tensors[0].numel() > 0
-        and all(map(contiguous_heads, tensors))
-    )
-
-
-def contiguous_heads(x: Tensor) -> bool:
-    """Whether TMA can read `[T, H, D]` as `[T, H * D]`: a row's heads side by side, rows at multiples of 16 bytes."""
-    apart = x.stride(0) > 0 and x.stride(0) % 8 == 0  # 0: one row, expanded, as a sum's gradient is
-    return x.stride()[1:] == (x.shape[2], 1) and apart and x.data_ptr() % 16 == 0
 
 
 @gluon.constexpr_function
