@@ -1,15 +1,23 @@
-"""Errors that come out of a damaged file in a compile cache: Triton's, that of torch.compile, numba's."""
+"""Damaged files in a compile cache: Triton's, that of torch.compile, numba's.
+
+`damaged` recognises the error that reading such a file ends in. A GPU's code that was cut short gives no error: the
+driver ends the process when it loads it. So `watch_kernels` looks at such files before they are loaded.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lra.errors import UsageError
+
+ELF_HEADER = 64  # bytes, of the 64-bit form
 # where each library reads what it has compiled, by the end of the file's path, and the variable that names its folder
 READERS = {
     "triton/runtime/cache.py": "TRITON_CACHE_DIR",
@@ -51,11 +59,48 @@ def damaged(error: BaseException | None) -> str | None:
             variable = next((READERS[end] for end in READERS if Path(code.co_filename).as_posix().endswith(end)), None)
             if variable and _of_a_file(error, code.co_qualname):
                 file = next(_files(frame), None)
-                where = f"{file.parent} has" if file else f"the folder that {variable} names, or its default, has"
-                said = str(error).partition("\n")[0] or type(error).__name__
-                return f"the compile cache is damaged: {where} a file that can't be read ({said}); remove that folder"
+                where = f"{file.parent}" if file else f"the folder that {variable} names, or its default,"
+                return _line(where, str(error).partition("\n")[0] or type(error).__name__)
         error = error.__cause__ or error.__context__
     return None
+
+
+def watch_kernels(device: int) -> None:
+    """From now on a GPU binary that was cut short raises UsageError instead of ending the process.
+
+    Triton's kernels are looked at when they are loaded. torch.compile tells nobody of a load, so what it keeps for
+    this CUDA device is looked at here.
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from triton import knobs
+
+    knobs.runtime.kernel_load_start_hook.add(_before_load)
+    for path in Path(triton_cache_dir(device)).glob("*/*.cubin"):
+        _check(path)
+
+
+def _before_load(module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
+    for file in files.values():
+        if str(file).endswith(".cubin"):
+            _check(Path(file))
+
+
+def _check(path: Path) -> None:
+    """Raises UsageError if the file is shorter than its header says (ELF-64, "File header")."""
+    with open(path, "rb") as file:
+        header = file.read(ELF_HEADER)
+        size = os.fstat(file.fileno()).st_size
+    wanted = ELF_HEADER
+    if len(header) == ELF_HEADER:
+        segments, sections = struct.unpack_from("<QQ", header, 32)
+        segment, segment_count, section, section_count = struct.unpack_from("<HHHH", header, 54)
+        wanted = max(segments + segment * segment_count, sections + section * section_count)
+    if size < wanted:
+        raise UsageError(_line(str(path.parent), f"{path.name} has {size} bytes of {wanted}"))
+
+
+def _line(folder: str, said: str) -> str:
+    return f"the compile cache is damaged: {folder} has a file that can't be read ({said}); remove that folder"
 
 
 def _of_a_file(error: BaseException, function: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import struct
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 
 from lra import caches, cli
-from lra.errors import named
+from lra.errors import UsageError, named
 from tests.test_cli import lra, refused
 
 KERNEL = {"target": {"backend": "cuda", "arch": 90, "warp_size": 32}, "name": "kernel", "shared": 0}
@@ -72,6 +73,34 @@ def test_code_that_the_gpu_does_not_load(entry, monkeypatch):
             said(raised.value, entry["kernel.cubin"].parent)
         else:
             assert caches.damaged(raised.value) is None
+
+
+def gpu_binary(size: int) -> bytes:
+    """As much of an ELF file as says how long it is: one section header ends it."""
+    header = bytearray(size)
+    header[:4] = b"\x7fELF"
+    struct.pack_into("<QQ", header, 32, 0, size - 64)
+    struct.pack_into("<HHHH", header, 54, 56, 0, 64, 1)
+    return bytes(header)
+
+
+def test_gpu_code_that_was_cut_short_is_not_loaded(entry, monkeypatch):
+    """The driver would end the process with a segmentation fault."""
+    from triton import knobs
+
+    file = entry["kernel.cubin"]
+    file.write_bytes(gpu_binary(1000))
+    monkeypatch.setattr(knobs.runtime, "kernel_load_start_hook", knobs.HookChain())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(file.parents[1]))
+    caches.watch_kernels(0)
+    for content in (file.read_bytes()[:100], b"", b"\x7fELF"):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"{file.parent} has a file.*{len(content)} bytes.*remove that folder"):
+            caches.watch_kernels(0)  # what torch.compile would load
+
+        with pytest.raises(UsageError, match="remove that folder"):  # as Triton calls it before it loads a kernel
+            files = {name: str(path) for name, path in entry.items()}
+            knobs.runtime.kernel_load_start_hook(None, None, "kernel", files, "hash")
 
 
 def test_a_library_that_was_cut_short(tmp_path):

@@ -50,6 +50,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may begin before the previous kernel has ended; the kernel takes OVERLAP.
+
+    A launch in turn costs 2 to 3 microseconds. The previous kernel allows the overlap (`gdc_launch_dependents`), and
+    every program of this one waits for its end (`gdc_wait`) before it touches what that kernel writes, or returns.
+    See "Programmatic Dependent Launch" in the CUDA programming guide: compute capability 9.0 and later.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"OVERLAP": False}
+
+
 def hopper_refusal(capability: tuple[int, int]) -> str | None:
     """Why the Gluon kernels do not run on GPUs of this capability; None where they do."""
     from triton import knobs

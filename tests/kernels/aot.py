@@ -34,6 +34,7 @@ INSTRUCTIONS = {
     "tcgen05": r"tcgen05\.mma",
     "atomics": r"\b(?:red|atom)(?:\.[\w:]+)*\.add|cp\.reduce\.async\.bulk",
     "draws": r"m(?:ul|ad)\.lo\.s32[^;]*-1028477387",  # one of reference.ROW_FACTORS
+    "waits": r"griddepcontrol\.wait",
 }
 
 
@@ -109,6 +110,7 @@ def describe(kernel: Any) -> dict[str, Any]:
     return {
         "name": kernel.metadata.name,
         "shared": kernel.metadata.shared,
+        "overlaps": kernel.metadata.launch_pdl,  # its launch may begin before the kernel before it has ended
         "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[-1]),  # bytes; registers are spilled there
         **{name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()},

@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lra.kernels import device
 from lra.kernels.flash.dispatch import Choice
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
@@ -91,10 +93,13 @@ def forward_kernel(
     heads, total, max_length, padded_length, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
+    if OVERLAP:
+        gdc_launch_dependents()
     if first_row >= owned:
         return
     key = start
@@ -118,12 +123,14 @@ def forward_again_kernel(
     heads, total, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """For a head of a sequence, the tiles with rows of which `forward_kernel` got the softmax wrong: few have such."""
     head, b = tl.program_id(0) % heads, tl.program_id(0) // heads
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
+    if OVERLAP:
+        gdc_wait()
     if any_nan(top_ptr, 0, length, ROWS):
         key = start
         if DROPOUT:
@@ -155,7 +162,7 @@ def launch_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choi
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    tile = choice.tile
+    tile, overlap = choice.tile, device.overlap(q.device)
     *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
     tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
     strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E
@@ -164,11 +171,11 @@ def launch_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choi
     )
     forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
         *tensors, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
-        **constants, **tile.options(),
+        **constants, **tile.options(), OVERLAP=overlap["OVERLAP"],
     )  # fmt: skip
     if q.dtype != torch.float32:
         forward_again_kernel[(heads * problem.size,)](
             *tensors, *strides, heads, total, scale_log2, problem.threshold,
-            **constants, **tile.options(), ROWS=LOOKED_AT,
+            **constants, **tile.options(), ROWS=LOOKED_AT, **overlap,
         )  # fmt: skip
     return out, softmax

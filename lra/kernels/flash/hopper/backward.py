@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lra.kernels import device
 from lra.kernels.device import multiprocessors
 from lra.kernels.flash.dispatch import Choice, contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
@@ -67,7 +69,7 @@ FLAT_ROWS = 64
 @triton.jit(do_not_specialize=["heads", "total", "threshold"])
 def prepare_kernel(
     out_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, scale_log2, threshold,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
 
@@ -75,6 +77,8 @@ def prepare_kernel(
     needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
     weights come out as 0: `finish` adds what they contribute.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, head = flat // heads, flat % heads
     d = tl.arange(0, D)[None, :]
@@ -105,7 +109,7 @@ def hopper_backward_kernel(
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
-    DROPOUT: gl.constexpr, num_warps: gl.constexpr,
+    DROPOUT: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(
         gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
@@ -117,6 +121,8 @@ def hopper_backward_kernel(
     if DROPOUT:
         seed = gl.load(seed_ptr)
         index = gl.load(index_ptr + b)
+    if OVERLAP:
+        gdc_wait()
     if first_column >= owned:
         return
     if DROPOUT:
@@ -278,14 +284,14 @@ def launch_hopper_backward(
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
-    dropout = problem.threshold > 0
+    dropout, overlap = problem.threshold > 0, device.overlap(q.device)
     stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
     prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
         out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-        problem.threshold, D=head_dim, ROWS=FLAT_ROWS,
+        problem.threshold, D=head_dim, ROWS=FLAT_ROWS, OVERLAP=overlap["OVERLAP"],
     )  # fmt: skip
     rows, columns, warps, stages = choice.tile
     tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
@@ -295,7 +301,7 @@ def launch_hopper_backward(
             describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
             stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
             tiles, heads, total, problem.max_length, problem.padded_length, *scales,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
         )  # fmt: skip
     else:
         *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
@@ -304,7 +310,7 @@ def launch_hopper_backward(
             stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
             *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
-            num_warps=min(warps, columns // 16),
+            num_warps=min(warps, columns // 16), **overlap,
             maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
         )  # fmt: skip
     return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

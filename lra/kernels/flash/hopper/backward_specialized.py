@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from lra.kernels.flash.hopper.tiles import (
     load_statistics,
@@ -245,9 +246,12 @@ def share_queries(dq_desc, sequences, memory, barriers):
 def hopper_specialized_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr, start_ptr, length_ptr, taken_ptr,
     tiles, heads, total, max_length, padded_length, scale, scale_log2,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """`tiles` of keys are there in all; `taken_ptr` counts those that programs took beside their first, from zero."""
+    if OVERLAP:
+        gdc_wait()
     KEYS: gl.constexpr = BLOCK_N // HALVES
     gl.static_assert(num_warps == GROUP and KEYS == 64)
     dtype: gl.constexpr = q_desc.dtype

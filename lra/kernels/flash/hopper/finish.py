@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lra.kernels import device
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
@@ -47,8 +49,11 @@ def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.co
 
 
 @triton.jit
-def convert_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr):
+def convert_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, OVERLAP: tl.constexpr):
     """dQ in its own dtype."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     tl.store(
         dq_ptr + i, (tl.load(sum_ptr + i, mask=i < elements) * scale).to(dq_ptr.dtype.element_ty), mask=i < elements
@@ -63,13 +68,16 @@ def extreme_rows_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
     heads, total, scale, scale_log2, delta_factor, threshold,
     D: tl.constexpr, SIDE: tl.constexpr, LONGEST: tl.constexpr, LONGEST_BY_KEY: tl.constexpr, DROPOUT: tl.constexpr,
-    LOOKED_AT: tl.constexpr,
+    LOOKED_AT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program for each head of a sequence."""
     program = tl.program_id(0)
     head, b = program % heads, program // heads
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-    if any_extreme(softmax_ptr, start, head, total, length, scale_log2, LOOKED_AT):
+    extreme = any_extreme(softmax_ptr, start, head, total, length, scale_log2, LOOKED_AT)
+    if OVERLAP:
+        gdc_wait()
+    if extreme:
         key = start
         if DROPOUT:
             key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
@@ -127,14 +135,17 @@ def finish(
     *visits, longest = problem.visits(SIDE, SIDE, q.device)
     *by_key, longest_by_key = problem.visits(SIDE, SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
+    overlap = device.overlap(q.device)
     with torch.cuda.device_of(q):
-        convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED)
+        convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](
+            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED, **overlap
+        )
         extreme_rows_kernel[(heads * problem.size,)](
             q, k, v, do, softmax, stats[1], dq, dk, dv,
             problem.start, problem.length, problem.seed, problem.index, *visits, *by_key, *strides,
             heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold),
             problem.threshold, D=head_dim, SIDE=SIDE, LONGEST=longest, LONGEST_BY_KEY=longest_by_key,
-            DROPOUT=problem.threshold > 0, LOOKED_AT=LOOKED_AT,
+            DROPOUT=problem.threshold > 0, LOOKED_AT=LOOKED_AT, **overlap,
             num_warps=4 if head_dim <= 64 else 8, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return dq
