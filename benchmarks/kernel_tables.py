@@ -9,8 +9,18 @@ from typing import Any
 
 from benchmarks.pages import Measured, read, table
 from benchmarks.randomness import LAYERS, SUSPECT, WORDS, beyond
+from lra.kernels.table import HOPPER, attention
 
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
+
+
+def choices(_: Path) -> str:
+    """The kernels of each kind of call on a Hopper GPU, and why, as the function says that decides at each call."""
+    rows = (
+        (call, f"`{one.kernel}`", f"`{two.kernel}`", "; ".join(dict.fromkeys((one.reason, two.reason))))
+        for call, one, two in attention(HOPPER)
+    )
+    return table(("calls", "forward", "backward", "why"), rows)
 
 
 def exactness(results: Path) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import pages
-from benchmarks.kernel_tables import exactness, memory, profile, randomness, short, sparse, speed, traffic
+from benchmarks.kernel_tables import choices, exactness, memory, profile, randomness, short, sparse, speed, traffic
 from benchmarks.pages import read, table
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
@@ -184,6 +184,7 @@ MADE: dict[str, Callable[[Path], str]] = {
         prepare,
         exactness,
         randomness,
+        choices,
     )
 }
 

@@ -92,8 +92,8 @@ def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
 def test_the_kernel_of_each_call_is_named_with_its_tile_and_why(hopper):
     rows = dict(doctor._choices())
     assert re.fullmatch(
-        r"hopper_forward \d+x\d+: at head dimension 64.*; hopper_specialized \d+x\d+: specialised warps are faster.*",
-        rows["  head dimension 64, no dropout, 1,024 tokens"],
+        r"hopper_forward \d+x\d+: at d = 64.*; hopper_specialized \d+x\d+: specialised warps are faster.*",
+        rows["  d = 64, no dropout, 1,024 tokens"],
     )
     assert rows["  layers, width 64"].startswith("embed, project, feed_forward")
     assert len(rows) >= 20 and not any("\n" in row for row in rows.values())

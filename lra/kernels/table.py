@@ -79,14 +79,14 @@ def _calls(gpu: Gpu) -> Iterator[Call]:
         yield Call("16 bits")
     else:
         for head_dim, dropout, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), (SHORT, LONG)):
-            said = f"head dimension {head_dim}, {'dropout' if dropout else 'no dropout'}, {length:,} tokens"
+            said = f"d = {head_dim}, {'dropout' if dropout else 'no dropout'}, {length:,} tokens"
             yield Call(said, head_dim, dropout, length)
-        yield Call("few sequences", head_dim=32, many=False)
+        yield Call("d = 32, few sequences", head_dim=32, many=False)
         yield Call("blocks of 64 x 64", layout=_blocks(64))
         yield Call("blocks of 32 x 32", layout=_blocks(32))
         yield Call("blocks with a band", layout=_blocks(64, band=8))
         yield Call("causal", causal=True)
-        yield Call("another head dimension", head_dim=48)
+        yield Call("another d", head_dim=48)
         yield Call("heads not side by side", apart=True)
     yield Call("16 bits, deterministic", deterministic=True)
     yield Call("float32", dtype=torch.float32)

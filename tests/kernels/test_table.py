@@ -13,27 +13,27 @@ from lra.kernels.table import HOPPER
 
 OTHER = Gpu((8, 0), 108, "the faster kernels are for compute capability 9.0, not 8.0")
 ATTENTION = """
-head dimension 32, no dropout, 1,024 tokens   hopper_shared_short  hopper_backward
-head dimension 32, no dropout, 4,096 tokens   hopper_shared        hopper_backward
-head dimension 32, dropout, 1,024 tokens      hopper_shared_short  hopper_backward
-head dimension 32, dropout, 4,096 tokens      hopper_shared        hopper_backward
-head dimension 64, no dropout, 1,024 tokens   hopper_forward       hopper_specialized
-head dimension 64, no dropout, 4,096 tokens   hopper_forward       hopper_specialized
-head dimension 64, dropout, 1,024 tokens      hopper_forward       hopper_backward
-head dimension 64, dropout, 4,096 tokens      hopper_shared        hopper_backward
-head dimension 128, no dropout, 1,024 tokens  hopper_shared_short  hopper_backward
-head dimension 128, no dropout, 4,096 tokens  hopper_shared        hopper_backward
-head dimension 128, dropout, 1,024 tokens     hopper_shared_short  hopper_backward
-head dimension 128, dropout, 4,096 tokens     hopper_shared        hopper_backward
-few sequences                                 hopper_forward       hopper_backward
-blocks of 64 x 64                             hopper_forward       hopper_backward
-blocks of 32 x 32                             forward              dkdv_dq
-blocks with a band                            forward              dkdv_dq
-causal                                        forward              dkdv_dq
-another head dimension                        forward              dkdv_dq
-heads not side by side                        forward              dkdv_dq
-16 bits, deterministic                        hopper_forward       dkdv
-float32                                       forward              dkdv
+d = 32, no dropout, 1,024 tokens   hopper_shared_short  hopper_backward
+d = 32, no dropout, 4,096 tokens   hopper_shared        hopper_backward
+d = 32, dropout, 1,024 tokens      hopper_shared_short  hopper_backward
+d = 32, dropout, 4,096 tokens      hopper_shared        hopper_backward
+d = 64, no dropout, 1,024 tokens   hopper_forward       hopper_specialized
+d = 64, no dropout, 4,096 tokens   hopper_forward       hopper_specialized
+d = 64, dropout, 1,024 tokens      hopper_forward       hopper_backward
+d = 64, dropout, 4,096 tokens      hopper_shared        hopper_backward
+d = 128, no dropout, 1,024 tokens  hopper_shared_short  hopper_backward
+d = 128, no dropout, 4,096 tokens  hopper_shared        hopper_backward
+d = 128, dropout, 1,024 tokens     hopper_shared_short  hopper_backward
+d = 128, dropout, 4,096 tokens     hopper_shared        hopper_backward
+d = 32, few sequences              hopper_forward       hopper_backward
+blocks of 64 x 64                  hopper_forward       hopper_backward
+blocks of 32 x 32                  forward              dkdv_dq
+blocks with a band                 forward              dkdv_dq
+causal                             forward              dkdv_dq
+another d                          forward              dkdv_dq
+heads not side by side             forward              dkdv_dq
+16 bits, deterministic             hopper_forward       dkdv
+float32                            forward              dkdv
 """
 ELSEWHERE = """
 16 bits                 forward  dkdv_dq

@@ -57,14 +57,13 @@ def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tup
         return "hopper_forward", "groups of warps share keys only where every query sees every key"
     length, dropout = problem.max_length, problem.threshold > 0
     if q.shape[2] == 64 and not (dropout and length > SHORT):
-        reason = f"at head dimension 64, groups that share keys gain only with dropout and above {SHORT:,} tokens"
-        return "hopper_forward", reason
+        return "hopper_forward", f"at d = 64 sharing keys gains only with dropout and above {SHORT:,} tokens"
     shared = shared_kernel(length)
     rows = _tile(shared, problem, q).rows
     if 8 * rows * math.ceil(length / rows) > 9 * length:
-        return "hopper_forward", "sequences of this length would leave more than a ninth of the tiles' rows empty"
+        return "hopper_forward", "sequences of this length leave more than a ninth of the shared tiles' rows empty"
     if q.shape[0] * q.shape[1] < 8 * rows * gpu.multiprocessors:
-        return "hopper_forward", "too few rows: groups of warps that share keys want 8 tiles for each multiprocessor"
+        return "hopper_forward", "too few rows: sharing keys needs 8 tiles for each multiprocessor"
     return shared, "many rows in full tiles: groups of warps share keys"
 
 
@@ -79,9 +78,8 @@ def _backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tu
     if forced_tiles and "hopper_specialized" not in forced_tiles:
         return "hopper_backward", "a tile of another kernel than hopper_specialized is forced"
     if q.shape[2] == 64 and not problem.threshold and problem.pattern is None:
-        reason = "specialised warps are faster at head dimension 64 without dropout, where every query sees every key"
-        return "hopper_specialized", reason
-    return "hopper_backward", "warps specialise only at head dimension 64, without dropout and without a layout"
+        return "hopper_specialized", "specialised warps are faster at d = 64 without dropout and layout"
+    return "hopper_backward", "warps specialise only at d = 64 without dropout and layout"
 
 
 def shared_kernel(length: int) -> str:
@@ -107,7 +105,7 @@ def _hopper_obstacle(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], g
     if layout is not None and any(side % 64 for side in layout.block):
         return "Hopper's kernels take blocks whose sides are multiples of 64"
     if q.shape[2] not in HOPPER_HEAD_DIMS:
-        return "Hopper's kernels take the head dimensions 32, 64 and 128"
+        return "Hopper's kernels take d = 32, 64 and 128"
     if forced_tiles:
         if not next(iter(forced_tiles)).startswith("hopper_"):
             return "the tile of a plain kernel is forced"
