@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl, tuning
+from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import reference_attention
 from lra.kernels.flash.tuning import Tile
+from lra.kernels.impl import resolve_impl
 from lra.kernels.testing import INPUTS, Case, check, make_inputs, poisoned_empty, random_case, run, with_inputs
 from tests.sampling import sampled
 

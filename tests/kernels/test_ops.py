@@ -12,8 +12,8 @@ from torch import Tensor, library
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.problem import Problem
+from lra.kernels.impl import resolve_impl
 from lra.kernels.testing import Case, make_inputs
 from lra.models.attention.base import AttentionSpec
 from lra.models.attention.flash import FlashAttention
