@@ -31,7 +31,7 @@ SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget
   $(patsubst %,tests/training/test_%.py,step fit engine checkpoints) \
   $(patsubst %,tests/data/test_%.py,golden image text) tests/config/test_compose.py \
   $(patsubst %,tests/experiments/test_%.py,report launch) tests/test_cli.py \
-  tests/test_results.py::test_runs_share_the_gpus_that_are_visible
+  tests/test_studies.py::test_runs_share_the_gpus_that_are_visible
 
 .DEFAULT_GOAL := help
 .PHONY: demo test test-all versions aot lint docs screenshot clean help
@@ -66,19 +66,12 @@ lint: $(READY)  ## ruff and pyright
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
 docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
-	@$(PY) -m benchmarks.attentions
-	@$(PY) -m benchmarks.fig3
-	@$(PY) -m benchmarks.runs
-	@$(PY) -m benchmarks.training
-	@$(PY) -m benchmarks.tables
-	@$(PY) -m benchmarks.readme
-	@$(PY) -m benchmarks.release
-	@$(PY) -m benchmarks.pictures
+	@$(PY) -m benchmarks.pages
 
 # what lra report makes of the committed results
 screenshot: $(READY)  ## docs/report.png, in Chromium (CHROMIUM=…)
 	@$(PY) -m lra report table3 recipe=curriculum seeds=1 tasks=listops,text,image,pathfinder,pathfinder-lit \
-	  results=benchmarks/results speed=benchmarks/results/table3-curriculum-speed.json out=build/report > /dev/null
+	  results=benchmarks/results speed=benchmarks/results/speed/h200/table3-curriculum.json out=build/report > /dev/null
 	@$(or $(CHROMIUM),chromium) --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1260,5100 \
 	  --screenshot=docs/report.png build/report/table3.html
 

@@ -1,33 +1,30 @@
-"""Pictures of a released Pathfinder model: how it learned, what it gets right and wrong, where it looks.
+"""Draws what a released Pathfinder model gets right and wrong, and where it looks.
 
     python -m benchmarks.pictures init=checkpoints/<name> [count=512]
-    python -m benchmarks.pictures [--check]
 
-The first needs the weights: of the first `count` test images it draws some on a sheet, and on one of them the attention
-of each layer, and writes down what they show, docs/pictures/<name>-*.png and <name>.json. Both make docs/pictures.md
-and the curves, which need no weights: make docs. With --check nothing is written, and the exit code is 1 if the page or
-a curve is not what would be.
+Of the first `count` test images some are drawn on a sheet, and on one of them the attention of each layer. What they
+show is written down beside them, docs/pictures/<name>-*.png and <name>.json. `make docs` makes the page and the curves
+of these, without the weights.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import lra
-from benchmarks import pages, release
+from benchmarks.command import command
+from benchmarks.pages.cards import RELEASES, released
+from benchmarks.pages.pictures import FOLDER
 from lra import environment
-from lra.bench import plots
 from lra.bench.files import write
 from lra.config.options import parse
 from lra.data import picture
@@ -36,15 +33,10 @@ from lra.data.pathfinder.law import law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
-from lra.tasks import TASKS, versioned
+from lra.tasks import versioned
 from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import Pathfinder, PathfinderData
-from lra.training import curves
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-PAGE, FOLDER = pages.ROOT / "docs" / "pictures.md", pages.ROOT / "docs" / "pictures"
 EACH = 4  # images on the sheet of each kind: right or wrong, of either label
 CHUNK = 16  # images in a batch
 PANEL, GAP, LETTER = 320, 14, 20  # pixels: an image's side about, what is between them, height of letters
@@ -52,7 +44,6 @@ KINDS = ((True, 1), (True, 0), (False, 1), (False, 0))  # whether it is right, a
 # little to much attention: purple, red, orange, light yellow
 RAMP = ((0.0, (122, 28, 109)), (0.4, (212, 60, 66)), (0.7, (249, 142, 9)), (1.0, (252, 255, 164)))
 QUERY = (0, 200, 255)
-GREY = "#777777"
 
 
 @dataclass(frozen=True)
@@ -65,22 +56,16 @@ class Options:
             raise UsageError(f"count={self.count} must be at least 1")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        if any("=" in argument for argument in arguments):
-            depict(parse(Options, arguments))
-            arguments = []
-        return pages.main(make, arguments)
-    except UsageError as error:
-        print(f"pictures: {error}", file=sys.stderr)
-        return 2
+@command
+def main(arguments: Sequence[str]) -> None:
+    depict(parse(Options, arguments))
+    print("make docs shows them in docs/pictures.md")
 
 
 def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     """Draws the sheet and the attention of a released model, and returns what it wrote of them."""
     path = Path(options.init)
-    if path.name not in release.released() or path.resolve() != release.RELEASES / path.name:
+    if path.name not in released() or path.resolve() != RELEASES / path.name:
         raise UsageError(f"init={options.init} is no released folder: python -m benchmarks.release makes one of a run")
     module = lra.load(path)
     task = module.run.task
@@ -104,7 +89,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
         [{"image": i, "label": names[labels[i]], "connected": round(float(shares[i]), 4)} for i in kind]
         for kind in chosen
     ]
-    checkpoint = f"{release.RELEASES.name}/{path.name}"
+    checkpoint = f"{RELEASES.name}/{path.name}"
     called = f"python -m benchmarks.pictures init={checkpoint} count={options.count}"
     record: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -248,86 +233,6 @@ def _panels(rows: Sequence[tuple[str, Sequence[tuple[Image.Image, str]]]]) -> Im
             pen.text((left, below + height + 3), caption, "#444444", font)
         top += step
     return whole
-
-
-def curve(chain: Sequence[tuple[release.Result, Sequence[tuple[int, float]]]], chance: float) -> str:
-    """The SVG text of the validation accuracy of runs one after another, each of (step, accuracy) points."""
-    ends = [0, *itertools.accumulate(result["steps"] for result, _ in chain)]
-
-    def plot(axes: Axes) -> None:
-        for begin, end, (result, points) in zip(ends, ends[1:], chain, strict=False):
-            places = [(begin + step, 100 * share) for step, share in points]
-            look = plots.look(0) | {"markevery": [-1], "clip_on": False}
-            axes.plot(*zip(*places, strict=True), gid=f"until-{end}", **look)
-            axes.annotate(f"{places[-1][1]:.1f}", places[-1], (-4, 5), textcoords="offset points", ha="right")
-            task = f"{result['task'].partition('@')[0]}\n{result['config']['task']['level']}"
-            axes.text((begin + end) / 2, 101, task, ha="center", va="bottom", color=GREY)
-        axes.axhline(100 * chance, color=GREY, linestyle="--")
-        axes.annotate("chance", (0, 100 * chance), (3, -3), textcoords="offset points", va="top", color=GREY)
-        axes.set(xlabel="step, of all runs together", ylabel="validation accuracy, %", xlim=(0, ends[-1]), xticks=ends)
-        axes.set_ylim(min(axes.get_ylim()[0], 100 * chance - 5), 100)
-        plots.ticks(axes.xaxis)
-
-    return plots.svg((9, 4), plot)
-
-
-def page(records: dict[str, dict[str, Any]], drawn: set[str]) -> str:
-    """The whole text, of what was written down of each model, and of which of them there are curves."""
-    return "\n\n".join(["\n\n".join(_HEAD), *("\n\n".join(_section(*each, drawn)) for each in records.items())]) + "\n"
-
-
-_HEAD = (
-    "# Pictures of released Pathfinder models",
-    "<!-- made by benchmarks/pictures.py of docs/pictures and benchmarks/results: make docs -->",
-    "How a model learned, some images of its test set that it gets right and wrong, and where it looks. *Attention* is "
-    "softmax(q kᵀ / √d) of the q and k of each layer, the mean of its heads, from the token at the middle of one "
-    "marker, which is framed, to every token of the image; what is black is no token. The colour goes from grey over "
-    "purple, red and orange to yellow with the square root of the probability, up to the layer's largest, which stands "
-    "below. Images are counted within the test set, from 0. "
-    "`python -m benchmarks.pictures init=checkpoints/<name>` draws them.",
-)
-
-
-def _section(name: str, record: dict[str, Any], drawn: set[str]) -> Iterator[str]:
-    result = release.released()[name]
-    yield f"## {name}"
-    yield (
-        f"[{record['checkpoint']}](../{record['checkpoint']}/README.md): {record['task']}, {result['protocol']}, "
-        f"`{result['attn']}`, test accuracy {release.accuracy(result['test'])}. The images are from the first "
-        f"{record['count']:,}, of which it gets {100 * record['accuracy']:.1f}% right."
-    )
-    if name in drawn:
-        yield f"![validation accuracy of the runs that led to {name}]({FOLDER.name}/{name}-curves.svg)"
-    yield f"![test images that {name} gets right and wrong]({FOLDER.name}/{name}-samples.png)"
-    look = record["attention"]
-    yield (
-        f"Attention on image {look['image']}, {look['tokens']:,} tokens, of which an equal share would be "
-        f"{1 / look['tokens']:.2g}:"
-    )
-    yield f"![attention of each layer of {name} from one marker]({FOLDER.name}/{name}-attention.png)"
-
-
-def make() -> dict[Path, str]:
-    """The text of each file that is made without weights."""
-    runs, found = release.known(), release.released()
-    files = sorted(FOLDER.glob("[!.]*.json"))
-    records = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    if gone := records.keys() - found.keys():
-        raise UsageError(f"docs/pictures has pictures of {', '.join(sorted(gone))}, which is not released: remove them")
-    drawn = {}
-    for name in records:
-        chain = [(stage, _points(stage, runs)) for stage in release.stages(found[name], runs)]
-        if all(points for _, points in chain):
-            drawn[name] = curve(chain, 1 / TASKS.get(found[name]["config"]["task"]["name"]).facts.classes)
-    svgs = {FOLDER / f"{name}-curves.svg": text for name, text in drawn.items()}
-    return {PAGE: page(records, set(drawn))} | svgs
-
-
-def _points(stage: release.Result, runs: dict[str, list[tuple[Path, release.Result]]]) -> list[tuple[int, float]]:
-    """A run's validation accuracy by step, of the metrics.csv beside its result; none if there is no such file."""
-    files = [file.with_suffix(".csv") for file, _ in runs[stage["directory"]]]
-    rows = next((curves.read(file) for file in files if file.exists()), [])
-    return [(int(row["step"]), float(row["val/accuracy"])) for row in rows if row["val/accuracy"]]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ import torch
 from PIL import Image
 
 import lra
-from benchmarks import pages, pictures, release, rescoring
+from benchmarks import pictures, release
+from benchmarks.pages import cards, measured
+from benchmarks.pages.pictures import FOLDER, curve
+from benchmarks.studies.rescoring import study as rescoring
 from lra.data.pathfinder.generate import draw
 from lra.data.pathfinder.law import law
 from lra.errors import UsageError
@@ -25,12 +28,12 @@ from lra.training import checkpoints, fit, transfer
 from tests.composing import composed
 from tests.drawings import lines, words
 
-RELEASED = release.released()
+RELEASED = cards.released()
 CPU = ("trainer.accelerator=cpu", "trainer.precision=fp32")
 
 
 def folder(name: str) -> Path:
-    return release.RELEASES / name
+    return cards.RELEASES / name
 
 
 def linear(name: str) -> list[str]:
@@ -42,11 +45,6 @@ def shown(text: str, block: int) -> list[list[str]]:
     """The commands of a card's shell block of this number, without their comments."""
     lines = text.split("```sh\n")[1 + block].partition("```")[0].splitlines()
     return [shlex.split(line, comments=True) for line in lines]
-
-
-def test_pages_are_not_stale():
-    for path, text in (release.make() | pictures.make()).items():
-        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run make docs"
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -62,7 +60,7 @@ def test_the_card_agrees_with_the_result(name):
     stated += [result["environment"][key] for key in ("gpu", "commit")] + [result["environment"]["date"][:10]]
     stated += [f"{package} {version}" for package, version in result["environment"]["versions"].items() if version]
     assert not [text for text in stated if text not in card]
-    chain = release.stages(result, release.known())
+    chain = cards.stages(result, cards.known())
     assert chain[0]["config"]["init"] is None and chain[-1] == result
     for command, stage in zip(shown(card, 1), chain, strict=True):
         saved = composed(tuple(command[2:])).config.saved()
@@ -74,7 +72,7 @@ def test_every_number_comes_from_the_result():
     other = json.loads(json.dumps(result).replace("20000", "30000"))
     other |= {"parameters": 1234567, "seed": 8, "steps": 4321, "train_seconds": 77.0, "resumed": False}
     other["test"] |= {"accuracy": 0.5, "plus_minus": 0.0123, "baselines": {"majority": 0.25, "another rule": 0.375}}
-    card = release.card(name, other, release.known())
+    card = cards.card(name, other, cards.known())
     for text in ("50.00 ± 1.23 of 30,000", "another rule, %", "37.50", "1,234,567", "seed 8", "4,321", "77 s"):
         assert text in card
     assert f"{100 * result['test']['accuracy']:.2f}" not in card and "marker distance" not in card
@@ -84,7 +82,7 @@ def test_every_number_comes_from_the_result():
 def test_the_time_of_a_resumed_run_is_said_where_all_of_it_was_counted(wall, known):
     name, result = next(iter(RELEASED.items()))
     resumed = result | {"train_seconds": 12345.0, "resumed": True, "wall_seconds": wall}
-    assert ("12,345 s" in release.card(name, resumed, release.known())) == known
+    assert ("12,345 s" in cards.card(name, resumed, cards.known())) == known
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -119,16 +117,17 @@ def test_weights_reach_the_stated_accuracy_on_fresh_examples(name, where, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert rescoring.main(["pathfinder", "--count", "20", "--fields", *CPU]) == 0
-    (file,) = tmp_path.iterdir()
+def test_scores_on_another_seed_stand_beside_the_stated_ones(tmp_path, capsys):
+    place = tmp_path / "studies" / "rescoring"
+    assert rescoring.main(["pathfinder", "--count", "20", "--out", str(place), "--fields", *CPU]) == 0
+    (file,) = place.rglob("*.json")
     result = json.loads(file.read_text(encoding="utf-8"))
-    assert file.name == "pathfinder-rescoring.json" and result["checkpoint"] == "checkpoints/pathfinder"
+    assert file.name == "pathfinder.json" and result["checkpoint"] == "checkpoints/pathfinder"
+    assert file.parent.name == measured.place(result["environment"]["gpu"])
     assert result["test"]["n"] == 20 and result["environment"]["command"]
-    shown = release.accuracy(result["test"])
+    shown = cards.accuracy(result["test"])
     assert shown in capsys.readouterr().out
-    assert release.rescored(tmp_path) == {"checkpoints/pathfinder": shown}
+    assert cards.rescored(tmp_path) == {"checkpoints/pathfinder": shown}
     assert rescoring.main(["pathfinders"]) == 2 and "none of the released weights" in capsys.readouterr().err
 
 
@@ -185,7 +184,7 @@ def test_a_run_is_released_with_its_card(run):
     assert target == releases / "pathfinder" and list(releases.iterdir()) == [target]
     for file in (*release.FILES, "README.md"):
         assert (target / file).read_bytes() == (folder("pathfinder") / file).read_bytes()
-    assert release.make(releases)[target / "README.md"] == (target / "README.md").read_text(encoding="utf-8")
+    assert cards.make(releases)[target / "README.md"] == (target / "README.md").read_text(encoding="utf-8")
     with pytest.raises(UsageError, match="pathfinder is there already: remove it first"):
         release.release(directory, "pathfinder", releases)
 
@@ -221,12 +220,13 @@ def test_what_is_not_one_finished_run_is_not_released(run, tmp_path):
 
 def test_two_results_of_one_stage_are_not_chosen_between(run, tmp_path):
     directory, releases = run
-    shutil.copytree(pages.RESULTS, results := tmp_path / "results")
+    shutil.copytree(measured.RUNS, results := tmp_path / "runs")
     before = RELEASED["pathfinder"]["config"]["init"]
-    ((file, result),) = release.known(releases, results)[before]
-    (results / "again.json").write_text(json.dumps(result))  # the same twice is one
+    ((file, result),) = cards.known(releases, results)[before]
+    (copy := results / "copy" / "result.json").parent.mkdir()
+    copy.write_text(json.dumps(result))  # the same twice is one
     release.release(directory, "first", releases, results)
-    (results / "again.json").write_text(json.dumps(result | {"steps": 1}))
+    copy.write_text(json.dumps(result | {"steps": 1}))
     with pytest.raises(UsageError, match=rf"{file.name}.* are different results of .*keep the one of the weights"):
         release.release(directory, "second", releases, results)
 
@@ -240,12 +240,12 @@ def test_the_command_line_says_what_is_wrong(capsys):
 
 # pictures
 
-DRAWN = [path.stem for path in sorted(pictures.FOLDER.glob("*.json"))]
+DRAWN = [path.stem for path in sorted(FOLDER.glob("*.json"))]
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_sheet_shows_what_the_test_set_has(name):
-    record, task = json.loads((pictures.FOLDER / f"{name}.json").read_text()), RELEASED[name]["config"]["task"]
+    record, task = json.loads((FOLDER / f"{name}.json").read_text()), RELEASED[name]["config"]["task"]
     module = lra.load(folder(name))
     chosen = law(module.run.task.resolution, task["level"])
     first = task["train"] + task["val"]
@@ -257,14 +257,14 @@ def test_a_sheet_shows_what_the_test_set_has(name):
             assert image["label"] == label == ("apart", "connected")[drawing.label]
             assert abs(share - image["connected"]) < 1e-3
             assert ((share > 0.5) == (label == "connected")) == (verdict == "right")
-    files = list(pictures.FOLDER.glob(f"{name}-*"))
+    files = list(FOLDER.glob(f"{name}-*"))
     assert len(files) == 3 and all(file.stat().st_size < 300_000 for file in files)
 
 
 def test_the_pictures_are_those_of_the_weights(tmp_path):
     name, count = "pathfinder", 64
     made = pictures.depict(pictures.Options(f"{folder(name)}", count), tmp_path)
-    kept = json.loads((pictures.FOLDER / f"{name}.json").read_text())
+    kept = json.loads((FOLDER / f"{name}.json").read_text())
     look, before = made["attention"], kept["attention"]
     assert look.pop("largest") == pytest.approx(before.pop("largest"), abs=1e-3) and look == before
     for kind, images in made["sheet"].items():
@@ -335,7 +335,7 @@ def test_what_is_drawn_of_attention():
 def test_curves_are_one_after_another():
     result = {"task": "pathfinder@1", "steps": 100, "config": {"task": {"level": "easy"}}}
     points = [(50, 0.5), (100, 0.75)]
-    text = pictures.curve([(result, points), (result | {"steps": 300}, [(300, 1.0)])], 0.5)
+    text = curve([(result, points), (result | {"steps": 300}, [(300, 1.0)])], 0.5)
     shown = words(text)
     assert {"0", "100", "400", "chance", "75.0", "100.0"} <= set(shown) and shown.count("pathfinder") == 2
     first, second = lines(text)["until-100"].points, lines(text)["until-400"].points

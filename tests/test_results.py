@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -16,28 +15,21 @@ from statistics import geometric_mean
 from typing import Any
 
 import pytest
-import torch
 import typer.core
 import typer.main
 
-from benchmarks import runs, tables
+from benchmarks.pages import measured, readme, runs, tables
 from lra.config.compose import differences
 from lra.experiments import grid, ledger
 from lra.training.fit import configure
 from lra.training.run import COMPUTING
 
 ROOT = Path(__file__).parent.parent
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS = sorted(measured.BENCHMARKS.rglob("*.json"))
+REPEATS = measured.BENCHMARKS / "studies" / "repeats"
+DOCUMENTS = [ROOT / "README.md", *sorted(f for name in ("docs", "benchmarks") for f in (ROOT / name).rglob("*.md"))]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """`script("readme")` imports benchmarks/readme.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -52,31 +44,35 @@ def run_here(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def called(file: Path) -> str:
+    return file.relative_to(measured.BENCHMARKS).as_posix()
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=called)
 def test_a_result_says_where_it_comes_from(file):
     text = file.read_text(encoding="utf-8")
     result = json.loads(text)
     assert not re.search(r'"/\w', text)  # a path of the machine it was measured on, which nobody else has
-    measured = [result] if "environment" in result else result["runs"]  # each where they are of several days
-    assert measured
-    for made_with in (each["environment"] for each in measured):
+    measured_at = [result] if "environment" in result else result["runs"]  # each where they are of several days
+    assert measured_at
+    for made_with in (each["environment"] for each in measured_at):
         assert made_with["command"] and made_with["date"] and made_with["versions"]["torch"]
         assert "gpu" in made_with  # null on a CPU
-    if "attn" in result:  # of a run
-        task, name = result["task"].partition("@")[0], result["config"]["name"] or result["recipe"]
-        start, end = f"{task}-{result['attn']}-{name}", f"-s{result['seed']}"
-        assert file.stem.startswith(start) and file.stem.endswith(end)  # between them a stage's name
+    if file.name == "result.json":
+        task, attn, run, *_ = file.relative_to(REPEATS if REPEATS in file.parents else measured.RUNS).parts
+        assert (task, attn) == (result["task"].partition("@")[0], result["attn"])
+        name = (result["config"]["name"] or result["recipe"]).removesuffix("-again").removesuffix("-earlier")
+        assert run.startswith(name) and run.endswith(f"-s{result['seed']}")  # between them what differs
+    elif len(measured_on := {measured.place(each["environment"]["gpu"]) for each in measured_at}) == 1:
+        assert file.parent.name == measured_on.pop()
 
 
-AGAIN = [file for file in RESULTS if re.search(r"-(earlier|again)-s\d+$", file.stem)]
-
-
-@pytest.mark.parametrize("file", AGAIN, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(REPEATS.rglob("result.json")), ids=called)
 def test_what_ran_another_time_is_the_same_configuration(file):
-    one, other = (
-        json.loads(each.read_text()) for each in (file, file.with_name(re.sub("-(earlier|again)", "", file.name)))
-    )
+    task, attn, run, began, _ = file.relative_to(REPEATS).parts
+    one, other = (json.loads(each.read_text()) for each in (file, measured.RUNS / task / attn / run / file.name))
     assert differences(one["config"], other["config"], {*COMPUTING, "name", "resume"}) == []
+    assert one["environment"]["date"][:16].replace(":", "") == began
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
@@ -100,7 +96,6 @@ def test_commands_of_the_readme_parse(command):
     from lra.config.options import parse
     from lra.experiments import accuracy, archive, fig3, grid, report
     from lra.experiments.slurm import resources
-    from lra.training.fit import configure
 
     verb = typer.main.get_command(app)
     arguments, path = shlex.split(command, comments=True), []
@@ -142,7 +137,7 @@ def test_make_targets_of_the_readme_exist():
     assert named and set(named) <= set(targets)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_relative_links_resolve(document):
     links = re.findall(r"\]\(([^)]+)\)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if ":" not in link and not (document.parent / link.partition("#")[0]).exists()]
@@ -151,8 +146,8 @@ def test_relative_links_resolve(document):
 
 def test_imports_go_down_the_layers_of_the_picture():
     layers = ("cli",), ("experiments",), ("bench",), ("training", "doctor"), ("tasks",), ("data", "models")
-    layers += ("kernels", "config", "ranks"), ("batch", "errors", "environment")
-    layers = *layers[:-1], (*layers[-1], "reading", "terminal", "caches", "streams")
+    layers += ("kernels", "config", "ranks", "caches"), ("batch", "errors", "environment")
+    layers = *layers[:-1], (*layers[-1], "reading", "terminal", "streams")
     level = {name: depth for depth, names in enumerate(layers) for name in names}
     for file in (ROOT / "lra").rglob("*.py"):
         own = file.relative_to(ROOT / "lra").parts[0].removesuffix(".py")
@@ -166,41 +161,37 @@ def test_imports_go_down_the_layers_of_the_picture():
                 assert name == own or level[name] > level[own], f"{file} imports lra.{name}"
 
 
-def test_runs_show_every_result(tmp_path):
-    """A run that ended badly keeps its row; what was not measured is an empty cell."""
-    made_with = {"gpu": "GPU", "date": "2026-01-02T03:04:05Z", "versions": {"torch": "2.0", "triton": "3.0"}}
-    base = {
-        "task": "listops@1", "attn": "flash", "recipe": "xiong2021", "overrides": ["optim.lr=0.1", "task.source=/here"],
-        "seed": 0, "train_seconds": 60.0, "session_seconds": 90.0, "peak_gpu_bytes": None, "world_size": 1,
-        "resumed": False, "environment": made_with, "config": {"task": {"name": "listops"}},
+def test_the_list_of_runs_has_every_result(tmp_path):
+    """A run that ended badly keeps its row; what was not measured is empty."""
+    real = json.loads((measured.RUNS / "listops/linear/xiong2021-s0/result.json").read_text())
+    base = real | {
+        "overrides": ["optim.lr=0.1", "task.source=/here"],
+        "train_seconds": 60.0,
+        "peak_gpu_bytes": 2 * 10**9,
+    }
+    base["test"] |= {
+        "accuracy": 0.375, "plus_minus": 0.0212, "n": 2000,
+        "baselines": {"majority": 0.171, "root operator": 0.363},
     }  # fmt: skip
-    scores = {
-        "protocol": "heldout",
-        "test": {
-            "accuracy": 0.375, "plus_minus": 0.0212, "n": 2000,
-            "baselines": {"majority": 0.171, "root operator": 0.363},
-        },
-    }  # fmt: skip
+    badly = {name: value for name, value in base.items() if name not in ("test", "val", "fresh", "protocol")}
     results = {
-        "a": base | scores | {"status": "finished"},
-        "b": base | {"status": "oom", "seed": 1, "peak_gpu_bytes": 2 * 10**9, "world_size": 4},
-        "c": base | {"status": "failed", "seed": 2, "peak_gpu_bytes": 10**9, "resumed": True},
-        "d": base | {"status": "oom", "seed": 3, "config": {"task": {"name": "listops", "dataset": "other"}}},
+        "a": base,
+        "b": badly | {"status": "oom", "seed": 1, "world_size": 4},
+        "c": badly | {"status": "failed", "seed": 2, "resumed": True, "wall_seconds": None},
     }
     for name, result in results.items():
-        (tmp_path / f"{name}-s0.json").write_text(json.dumps(result))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in runs.runs(tmp_path).splitlines()[2:]]
-    recipe = "xiong2021 `optim.lr=0.1`"
-    score = "37.50 ± 2.12 of 2,000; root operator 36.30"
-    names = ["listops@1", "listops@1", "listops@1", "listops@1, data set other"]
-    assert [row[0].partition("]")[0].removeprefix("[") for row in rows] == names
-    assert [row[1:] for row in rows] == [
-        ["flash", recipe, "0", "heldout", score, "", "", "1.0 min", "1.5 min", "GPU"],
-        ["flash", recipe, "1", "", "OOM", "", "2.00 GB", "1.0 min", "1.5 min", "4 × GPU"],
-        ["flash", recipe, "2", "", "failed", "", "", "1.0 min", "", "GPU"],
-        ["flash", recipe, "3", "", "OOM", "", "", "1.0 min", "1.5 min", "GPU"],
-    ]
-    assert len(runs.runs(tmp_path / "nothing").splitlines()) == 2
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    rows = runs.rows(tmp_path)
+    assert [(row["file"], row["status"], row["seed"]) for row in rows] == [
+        ("a.json", "finished", 0), ("b.json", "oom", 1), ("c.json", "failed", 2)
+    ]  # fmt: skip
+    assert {(row["task"], row["attention"], row["changed"]) for row in rows} == {
+        ("listops@1", "linear", "optim.lr=0.1")
+    }
+    score = {"accuracy": "37.50", "plus_minus": "2.12", "examples": 2000, "baseline": "root operator"}
+    assert score.items() <= rows[0].items() and rows[0]["train_minutes"] == "1.0" and rows[0]["peak_gb"] == "2.00"
+    assert [row["accuracy"] for row in rows[1:]] == [None, None] and rows[1]["gpus"] == 4
+    assert rows[2]["wall_minutes"] is None and runs.rows(tmp_path / "nothing") == []
 
 
 def test_gpu_hours_are_of_all_gpus_and_of_a_runs_part_of_a_shared_one():
@@ -230,134 +221,16 @@ def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pac
 
 
 def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
-    made, genuine = runs.runs(ROOT / "benchmarks" / "results"), Path.glob
-    monkeypatch.setattr(Path, "glob", lambda *args: reversed(list(genuine(*args))))
-    assert runs.runs(ROOT / "benchmarks" / "results") == made
+    made, genuine = runs.make(), Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda *args: reversed(list(genuine(*args))))
+    assert runs.make() == made
 
 
-def test_preparing_is_timed_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
-    fields = ["task=listops", "recipe=demo", "task.train=30", "task.val=5", "task.test=5", "task.fresh=5"]
-    out = tmp_path / "cpu-prepare.json"
-    assert script("prepare").main(["--task", *fields, "--task", *fields, "min_length=9", "--out", str(out)]) == 0
-    stores = json.loads(out.read_text())["stores"]
-    assert [store["examples"] for store in stores] == [45, 45] and all(store["bytes"] > 500 for store in stores)
-    assert not list((tmp_path / "stores").iterdir()) and capsys.readouterr().out.count("\n{") == 2
-    row = script("readme").prepare(tmp_path).splitlines()[2]
-    assert row.startswith("| [listops@1](benchmarks/results/cpu-prepare.json) | `recipe=demo` `task.train=30`")
-    assert script("prepare").main(["--task", "task=listop"]) == 2
-    assert capsys.readouterr().err.startswith("prepare: unknown task 'listop'")
-
-
-def test_the_mean_speedup_is_of_the_columns_that_are_averaged(script):
-    header, _, *rows = script("readme").speedup(ROOT / "benchmarks" / "results").split("\n\n")[0].splitlines()
+def test_the_mean_speedup_is_of_the_columns_that_are_averaged():
+    header, _, *rows = readme.speedup(measured.BENCHMARKS).split("\n\n")[0].splitlines()
     columns, averaged = header.strip("| ").split(" | ")[2:-2], grid.read("table3").together()
     assert not set(columns) <= set(averaged) and rows
     for row in rows:
         *shown, mean, _ = row.removesuffix("|").split(" | ")[2:]
         ratios = [float(ratio) for column, ratio in zip(columns, shown, strict=True) if column in averaged]
         assert float(mean.removesuffix(f" ({len(ratios)})")) == pytest.approx(geometric_mean(ratios), rel=0.01)
-
-
-def test_learnability_reports_its_curve(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
-    cnn = script("learnability")
-    for resolution in (32, 64, 128, 256):
-        assert cnn.ResidualCNN(resolution).receptive_field >= resolution
-    fields = ["task=pathfinder", "task.train=40", "task.val=4", "task.test=12"]
-    options = ["--steps", "3", "--batch", "8", "--log-every", "2", "--out", str(tmp_path / "tiny-learnability.json")]
-    assert cnn.main([*fields, *options]) == 0
-    result = json.loads((tmp_path / "tiny-learnability.json").read_text())
-    assert [point["step"] for point in result["curve"]] == [2, 3] and result["n"] == 12
-    assert set(result["baselines"]) == {"majority", "marker distance"}
-    assert script("readme").learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@2]")
-    assert cnn.main(["task=listops", "batch.size=0"]) == 2
-
-
-def test_a_turned_image_keeps_its_pixels(script):
-    batch = torch.arange(8 * 16, dtype=torch.uint8).view(8, 4, 4)
-    turned = script("learnability").turned(batch, torch.Generator().manual_seed(0))
-    assert [sorted(image.flatten().tolist()) for image in turned] == [
-        sorted(image.flatten().tolist()) for image in batch
-    ]
-    assert not torch.equal(turned, batch) and torch.equal(turned[0], batch[0].flip(1)) | torch.equal(
-        turned[0], batch[0]
-    )
-
-
-def test_exactness_leaves_no_case_out(script, tmp_path):
-    from lra.kernels.testing import Case
-
-    tables, exactness = script("kernel_tables"), script("exactness")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    case = Case((20, 0), dtype=torch.float16, head_dim=16, dropout=0.1)
-    wide, causal = Case((9,), head_dim=200), dataclasses.replace(case, causal=True)
-    outcomes = [exactness.measure(number, one, device=device) for number, one in enumerate([case, wide])]
-    result = {"environment": {"gpu": "GPU", "date": "2026-01-02", "versions": {"torch": "2", "triton": "3"}}}
-    result |= {"ptxas": None} | exactness.summarise(outcomes)
-    assert [failure["number"] for failure in result["failures"]] == [1]
-    assert "head dimensions up to 128" in result["failures"][0]["error"]
-    assert all(0 < result["ratios"][name][0] <= 1 and result["ratios"][name][1] is None for name in result["ratios"])
-    assert result["dtypes"]["float32"]["worst"]["out"] is None
-    assert "hopper_shared_short did not run" in exactness.measure(0, causal, "shared-keys", device).error
-
-    exactness.write(result, tmp_path / "flash-exactness.json")
-    table = tables.exactness(tmp_path)
-    assert table.count("\n| [flash]") == 2
-    assert "2 cases, 1 with dropout, 2 packed, 0 padded, 0 causal, lengths 0 to 20" in table
-
-
-def test_exactness_needs_a_gpu(run_here):
-    done = run_here(ROOT / "benchmarks" / "exactness.py", "--out", "none.json")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-
-
-def test_losses_differ_by_the_largest_share_on_either_side(script):
-    losses = {"eager": [2.0, 4.0], "captured": [1.0, 4.4], "captured, padded": [2.2, 4.0]}
-    records = [
-        {"task": "listops", "variant": name, "seed": seed, "losses": [loss * (1 + seed) for loss in found]}
-        for seed in range(2)
-        for name, found in losses.items()
-    ]
-    script("learning").compare(records)
-    assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1] * 2)
-
-
-def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike(script):
-    kinks = script("kinks")
-    whole = torch.tensor([[[1.0, -2.0]], [[-1e-8, 3.0]]])  # two steps of one sample
-    halves = torch.tensor([[[1.0, -2.0]], [[2e-8, 3.0]]])
-    kink = kinks.first(whole, halves)
-    assert kink[:3] == (1, 0, 0) and kink.whole < 0 < kink.halves and kinks.first(whole, whole) is None
-    relu, hidden = torch.nn.ReLU(), []
-    with kinks.watched(hidden, kink):
-        for step, expected in enumerate([[1.0, 0.0], [1.0, 1.0]]):  # without the kink [0, 1]
-            x = whole[step].clone().requires_grad_()
-            relu(x).sum().backward()
-            assert x.grad is not None and x.grad.tolist() == [expected]
-        relu.eval()(whole[0])
-    assert torch.equal(torch.stack(hidden), whole) and "watched" not in torch.nn.ReLU.forward.__qualname__
-
-
-def test_runs_share_the_gpus_that_are_visible(script, monkeypatch):
-    learning, really, found = script("learning"), subprocess.run, []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a record names the GPU, and there may be no driver
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-
-    def run(command, **options):
-        if "fit" not in command:
-            return really(command, **options)
-        found.append(options["env"]["CUDA_VISIBLE_DEVICES"])
-        return subprocess.CompletedProcess(command, 1, stderr="")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert learning.main(["--part", "noise", "--tasks", "listops", "--seeds", "2"]) == 1  # as every run failed
-    assert {*found} <= {"2", "3", "2,3", "3,2"} and len(found) == 8 and any("," in gpus for gpus in found)
-
-
-def test_halves_of_each_task_are_half_its_batch(script):
-    learning = script("learning")
-    for job in learning.jobs(["exact"], list(learning.TASKS), 1, []):
-        run = configure(job.args).config
-        assert run.batch.size == (2 if "halves" in job.variant else 1) * (run.batch.micro or run.batch.size)

@@ -30,7 +30,7 @@ NOT_COMPARED = (
     "trainer.log_every",  # what is written down
 )  # fmt: skip
 NAMED = 5  # results of no cell, at most
-CURVES = {"result.json": "metrics.csv"}  # of a run's directory; beside a flat file its name with .csv
+RESULT = "result.json"  # of a run's directory
 
 Identity = dict[str, Any]
 
@@ -52,10 +52,9 @@ class Entry:
 
     @property
     def curves(self) -> Path | None:
-        """The CSV file of its curves, if it is there."""
-        beside = CURVES.get(self.path.name)
-        file = self.path.with_name(beside) if beside else self.path.with_suffix(".csv")
-        return file if file.is_file() else None
+        """The CSV file of its curves, if it is in a run's directory and they are there."""
+        file = self.path.with_name("metrics.csv")
+        return file if self.path.name == RESULT and file.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
             continue
-        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name in CURVES):
+        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
             continue  # some other measurement
         if lacks := lacking(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")

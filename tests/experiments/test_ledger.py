@@ -16,7 +16,7 @@ from lra.experiments.grid import Cell
 from lra.tasks import versioned
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-REAL = json.loads((RESULTS / "listops-linear-xiong2021-s0.json").read_text())
+REAL = json.loads((RESULTS / "runs/listops/linear/xiong2021-s0/result.json").read_text())
 TABLE = grid.read("table3")
 CELLS = TABLE.cells(["listops"], ["standard", "flash", "linear"], 2)
 
@@ -48,14 +48,15 @@ def cell(attn: str, seed: int) -> Cell:
 
 def test_committed_results_are_found():
     found = ledger.match(CELLS, RESULTS)
-    names = {str(cell): entry.path.name for cell, entry in found.entries.items()}
+    names = {str(cell): entry.path.relative_to(RESULTS).as_posix() for cell, entry in found.entries.items()}
     assert names == {
-        f"listops {attn} seed 0": f"listops-{attn}-xiong2021-s0.json" for attn in ("standard", "flash", "linear")
+        f"listops {attn} seed 0": f"runs/listops/{attn}/xiong2021-s0/result.json"
+        for attn in ("standard", "flash", "linear")
     }
     [note] = found.notes
-    nearest = r"(listops-(flash|linear|standard)-\S+\.json, ){5}and \d+ more"
+    nearest = r"(runs/listops/(flash|linear|standard)/\S+/result\.json, ){5}and \d+ more"
     assert re.fullmatch(f"of no cell of this table, as configured otherwise: {nearest}", note)
-    assert "h200-attention.json" not in note  # no result of a run
+    assert "results/attention" not in note  # no result of a run
 
 
 def test_the_configuration_counts_and_not_the_path(tmp_path):
@@ -227,12 +228,11 @@ def test_a_run_that_failed_needs_no_scores(tmp_path):
 
 
 def test_curves_lie_beside(tmp_path):
-    flat, own = put(tmp_path / "a.json", {}), put(tmp_path / "run" / "result.json", {})
-    assert ledger.Entry(flat, {}).curves is None and ledger.Entry(own, {}).curves is None
-    for path in (flat.with_suffix(".csv"), own.with_name("metrics.csv")):
-        path.write_text("")
-    assert ledger.Entry(flat, {}).curves == flat.with_suffix(".csv")
-    assert ledger.Entry(own, {}).curves == own.with_name("metrics.csv")
+    own, copy = put(tmp_path / "run" / "result.json", {}), put(tmp_path / "run" / "copy.json", {})
+    assert ledger.Entry(own, {}).curves is None
+    (curves := own.with_name("metrics.csv")).write_text("")
+    assert ledger.Entry(own, {}).curves == curves
+    assert ledger.Entry(copy, {}).curves is None
 
 
 def test_a_mean_is_of_the_rows_asked_for_that_finished():

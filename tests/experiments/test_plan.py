@@ -228,7 +228,7 @@ def test_a_file_of_no_use_is_refused(args, message):
 
 
 def test_a_committed_file_tells_how_long_its_cells_take():
-    file = RESULTS / "table3-curriculum-speed.json"
+    file = RESULTS / "speed/h200/table3-curriculum.json"
     args = ("recipe=curriculum", "tasks=text,pathfinder", "attns=flash", "seeds=1", f"speed={file}")
     left, lines = planned(*args, table="table3")
     assert len(left) == 5 and "unknown" not in left.values(), "stages are measured, too"

@@ -280,8 +280,8 @@ def test_text_of_results_is_escaped(tmp_path):
     one = result(cell)
     one["environment"] |= {"gpu": "<b>&|GPU_1\nGPU", "commit": "<script>x"}
     one["test"]["baselines"] = {"majority": 0.1, "<i>": 0.2}
-    put(tmp_path / "a<u>.json", one)
-    (tmp_path / "a<u>.csv").write_text("step,val/accuracy\nx,0.1\n")
+    put(tmp_path / "a<u>" / "result.json", one)
+    (tmp_path / "a<u>" / "metrics.csv").write_text("step,val/accuracy\nx,0.1\n")
     report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
     page = (tmp_path / "out" / "table3.html").read_text()
     assert not re.search("<b>|<i>|<u>|<script", page) and "&lt;b&gt;&amp;" in page

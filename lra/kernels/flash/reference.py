@@ -84,9 +84,9 @@ def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, 
 
     A hash of the place in the manner of pcg4d (Jarzynski and Olano, JCGT 9(3), 2020): sums with products carry bits
     upwards, and swapping the halves of each word brings them down again. It takes less than Philox on a GPU, and
-    `benchmarks/randomness.py` puts it to the tests of TestU01. With columns a constant apart, not words that depend on
-    the row, it would take one more round to pass them. An even multiple of a word that is added to another loses
-    nothing of either.
+    `benchmarks/studies/randomness` puts it to the tests of TestU01. With columns a constant apart, not words that
+    depend on the row, it would take one more round to pass them. An even multiple of a word that is added to another
+    loses nothing of either.
     """
     words = [(k + row * r) & LOW_32_BITS for k, r in zip(key, ROW_FACTORS, strict=True)]
     words = [(words[i] + column * words[(i + 2) % 4]) & LOW_32_BITS for i in range(4)]

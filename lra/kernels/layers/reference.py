@@ -180,8 +180,8 @@ def draw(keys: Tensor, site: int, column: Tensor) -> Tensor:
     """Random words, int32 `[T, columns]`: a hash of the row's key plus a multiple of that key with its halves swapped.
 
     How many times, the place says: site and column. Were places the same distance apart in all rows, a row would have
-    words of another some columns on. An even multiple loses nothing of what it is added to. `benchmarks/randomness.py`
-    puts the words to the tests of TestU01.
+    words of another some columns on. An even multiple loses nothing of what it is added to.
+    `benchmarks/studies/randomness` puts the words to the tests of TestU01.
     """
     place = (site * SITES + (1 << 31)) % (1 << 32) - (1 << 31) + 2 * column  # as int32 wraps
     return mix(keys[:, None] + (keys << 16 | _shift(keys, 16))[:, None] * place)

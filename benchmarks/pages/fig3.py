@@ -1,0 +1,68 @@
+"""docs/fig3.md and its figures, of what `lra reproduce fig3` measured on one GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages.measured import BENCHMARKS, ROOT, table
+from lra.bench import plots
+from lra.experiments import fig3
+
+RESULTS = BENCHMARKS / "results" / "fig3" / "h200"
+PAGE, FIGURES = ROOT / "docs" / "fig3.md", ROOT / "docs" / "fig3"
+# the paper's Figure 3: runtime of both passes with dropout and mask, and memory
+DRAWN = (("dropout-mask", "runtime"), ("plain", "runtime"), ("plain", "memory"))
+
+
+def page(records: fig3.Records, made_with: dict[str, Any]) -> str:
+    """The whole text."""
+    versions = made_with["versions"]
+    return "\n\n".join([
+        "# Figure 3 and Tables 9 to 21: runtime and memory of all attentions",
+        "<!-- made by benchmarks/pages/fig3.py of benchmarks/results/fig3: make docs -->",
+        "Setting of FlashAttention's appendix E.6 (arXiv 2205.14135): batch 16, 8 heads, head dimension 64, N from 128 "
+        "to 65,536; approximate methods at a compression to N / 8 keys, at most 256 (`Attention.budget`; the options "
+        "are in the files); of `openai_sparse` the ends of segments come on top, N / 8 keys more, as no stride does "
+        "without. bf16, where the paper has fp16. *mask*: each sequence is up to 20 tokens shorter than N. "
+        f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}, {made_with['date'][:10]}; "
+        "measured by `lra reproduce fig3`. An empty cell was not measured, OOM did not fit. Each method was "
+        "checked before it was timed: exact ones and patterns against the reference, the others for finite results. "
+        "Up to N = 512 a time of an attention that is many small kernels holds launches, too: those outlast the "
+        "millisecond behind which they were queued (lra waits longer by now; not measured anew). Backward passes of "
+        "`linformer` and `lsformer` lack the gradients of their own parameters (lra times them by now; not measured "
+        "anew).",
+        f"**{fig3.verdict(records)}.**",
+        *(f"![{setting}, {what}]({FIGURES.name}/{_figure(setting, what)})" for setting, what in DRAWN),
+        *(_table(*rows) for rows in (fig3.fastest(records), *fig3.numbered(records))),
+    ]) + "\n"  # fmt: skip
+
+
+def figures(records: fig3.Records) -> dict[str, str]:
+    """The text of each figure by its file's name."""
+    made = {}
+    for setting, what in DRAWN:
+        chosen = [r for r in records if fig3.setting_of(r) == setting and r["pass"] == "both"]
+        drawn = plots.figures(chosen)
+        made[_figure(setting, what)] = next(text for name, text in drawn.items() if name.startswith(what))
+    return made
+
+
+def _figure(setting: str, what: str) -> str:
+    return f"{what}-{setting}.svg"
+
+
+def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
+    """A table without the columns that are the same everywhere."""
+    shown = [i for i, name in enumerate(header) if header[0] != "dtype" or i > 4 or name == "N"]
+    kept, *lines = ([line[i] for i in shown] for line in (header, *rows))
+    return f"## {title[0].upper()}{title[1:]}\n\n{table(kept, lines)}"
+
+
+def make() -> dict[Path, str]:
+    """The text of each file."""
+    results = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in fig3.SETTINGS]
+    records = [record for result in results for record in result["cells"]]
+    drawn = {FIGURES / name: text for name, text in figures(records).items()}
+    return {PAGE: page(records, results[0]["environment"])} | drawn

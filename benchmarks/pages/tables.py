@@ -1,0 +1,150 @@
+"""docs/table3.md and docs/table6.md, of all runs in benchmarks.
+
+Each recipe with a finished run in the table has a section: what `lra report` shows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import measured
+from lra.config.recipes import names, read_recipe, recipes
+from lra.experiments import grid, ledger, plan, report, speed
+from lra.experiments.cells import with_stages
+from lra.experiments.grid import Cell, Grid
+from lra.training.run import spent
+
+MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
+HEAD = (
+    "# {title}\n\n<!-- made by benchmarks/pages/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
+    "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
+    "Differences are to the paper's figure, in parentheses. An average is of the columns shown, the paper's, too, "
+    "without those of another protocol or data set."
+)
+OTHERS = "of no cell of this table"  # the note on files that other pages show
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table under one recipe: what `lra report` makes of the runs, and how many GPU-hours they are."""
+
+    recipe: str
+    report: report.Report
+    hours: tuple[str, ...]  # of all runs; and, where speed was measured, of one seed's runs alone
+
+    def markdown(self) -> str:
+        parts = [f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"]
+        parts += [f"**{title}**\n\n{measured.table(header, rows)}" for title, header, rows in self.report.tables]
+        notes = (note for note in (*self.hours, *self.report.notes) if not note.startswith(OTHERS))
+        return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)])
+
+
+@functools.cache
+def sections(name: str) -> dict[str, Section]:
+    """The sections of a table by recipe; none of a recipe without a finished run in the table."""
+    table, found = grid.read(name), {}
+    with contextlib.chdir(measured.ROOT):  # results are named as from there
+        runs = [entry.result for entry in ledger.find(MEASURED)[0]]
+        for recipe in recipes():
+            if section := _section(table, recipe, runs):
+                found[recipe] = section
+    return found
+
+
+def page(name: str) -> str | None:
+    """A table's page; None without a finished run of its."""
+    if not (found := sections(name)):
+        return None
+    table = grid.read(name)
+    title, about = name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
+    head = HEAD.format(title=title, about=about, source=table.source, name=name)
+    resized = _resized({column.task for column in table.columns.values()})
+    return "\n\n".join([head, *(section.markdown() for section in found.values()), *resized]) + "\n"
+
+
+def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Section | None:
+    tasks = {column.task for column in table.columns.values()}
+    own = [run for run in runs if run["recipe"] == recipe and run["config"]["task"]["name"] in tasks]
+    ran = {(run["config"]["task"]["name"], run["config"]["attn"]["name"], run["seed"]) for run in own}
+    some = [name for name, column in table.columns.items() if column.task in {task for task, _, _ in ran}]
+    if not some:
+        return None
+    seeds = 1 + max(seed for _, _, seed in ran)
+    cells = table.cells(some, seeds=seeds, recipe=recipe)
+    cells = [cell for cell in cells if (table.columns[cell.column].task, cell.attn, cell.seed) in ran]
+    matched = ledger.match(with_stages(cells, begun=lambda cell: False), MEASURED).entries
+    if not (found := {cell.column for cell in matched} & {*some}):
+        return None
+    shown = [name for name in some if name in found]
+    fields = {"results": str(MEASURED), "recipe": recipe, "seeds": str(seeds), "tasks": ",".join(shown)}
+    speeds = sorted(MEASURED.glob(f"results/speed/*/{table.name}-{recipe}.json"))
+    if speeds:
+        fields["speed"] = str(speeds[0])
+    made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
+    first = [entry.result for cell, entry in matched.items() if cell.seed == 0]
+    part = f", {_gpu_hours(first)} of them of seed 0" if len(first) < len(matched) else ""
+    time = (
+        f"{_gpu_hours([entry.result for entry in matched.values()])} GPU-hours of {len(matched)} runs{part}, "
+        "compilation and stages included, what a process takes to start and to end not; of runs that shared a GPU, "
+        "their part by the most that were seen there to all of their time"
+    )
+    alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), matched, file) for file in speeds[:1]]
+    return Section(recipe, made, (time, *alone))
+
+
+def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
+    """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
+    paces, runs = plan.Alone(speed.paces(table, speed.read(file))), with_stages(cells, begun=lambda cell: False)
+    hours, most = [], []
+    for run in runs:
+        steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
+        if pace := paces.pace(run):
+            hours.append(steps / pace / 3600)
+        elif pace := own.get("steps_per_second"):
+            most.append(steps / pace / 3600 * (own.get("world_size") or 1))
+    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
+    part = f"{len(hours) if len(hours) < len(runs) else 'all'} of one seed's {len(runs)} runs"
+    return f"{sum(hours):.1f} GPU-hours of training for {part}, if each is alone{more}"
+
+
+def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
+    """From what runs took if each had always shared its GPU with as many as at most, to what if it never had."""
+    least = most = 0.0
+    for result in results:
+        hours = (spent(result)[0] or result["train_seconds"]) / 3600 * (result.get("world_size") or 1)
+        least, most = least + hours / result.get("runs_per_device", 1), most + hours
+    return f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
+
+
+def _resized(tasks: Collection[str]) -> Iterator[str]:
+    """What weights score at another resolution, or with background, before any training there, of these tasks."""
+    rows = []
+    for file, result in measured.read(measured.BENCHMARKS, "studies/resizing/*/*.json"):
+        for run in result["runs"]:
+            test = run["test"]
+            name, best = max(test["baselines"].items(), key=lambda baseline: baseline[1])
+            accuracy = f"{100 * test['accuracy']:.1f} ± {100 * test['plus_minus']:.1f} of {test['n']:,}"
+            if run["task"] in tasks:
+                rows.append((
+                    measured.link(run["init"], file), f"`{run['task']}`", run["protocol"],
+                    f"`{run['way']}`", accuracy, f"{test['loss']:.3f}", f"{100 * best:.1f} {name}",
+                ))  # fmt: skip
+    if rows:
+        header = ("weights", "task", "protocol", "with", "test accuracy, %", "loss", "strongest baseline, %")
+        yield "## Right after resizing"
+        yield (
+            "Before any training at that resolution or with that background, by benchmarks/studies/resizing; of a "
+            "guess the loss is 0.693."
+        )
+        yield measured.table(header, rows)
+
+
+def make() -> dict[Path, str]:
+    """Every page that there is something for."""
+    made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in names("table")}
+    return {path: measured.from_docs(text) for path, text in made.items() if text is not None}

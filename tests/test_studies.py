@@ -1,0 +1,139 @@
+"""The studies of benchmarks/studies: they measure what they say, and pages show what they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.pages import kernels, readme
+from benchmarks.studies.exactness import study as exactness
+from benchmarks.studies.kinks import study as kinks
+from benchmarks.studies.learnability import study as cnn
+from benchmarks.studies.learning import study as learning
+from benchmarks.studies.prepare import study as prepare
+from lra.kernels.testing import Case
+from lra.training.fit import configure
+
+
+def test_preparing_is_timed_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    fields = ["task=listops", "recipe=demo", "task.train=30", "task.val=5", "task.test=5", "task.fresh=5"]
+    out = tmp_path / "studies" / "prepare" / "cpu" / "some.json"
+    assert prepare.main(["--task", *fields, "--task", *fields, "min_length=9", "--out", str(out)]) == 0
+    stores = json.loads(out.read_text())["stores"]
+    assert [store["examples"] for store in stores] == [45, 45] and all(store["bytes"] > 500 for store in stores)
+    assert not list((tmp_path / "stores").iterdir()) and capsys.readouterr().out.count("\n{") == 2
+    row = readme.prepare(tmp_path).splitlines()[2]
+    assert row.startswith("| [listops@1](benchmarks/studies/prepare/cpu/some.json) | `recipe=demo` `task.train=30`")
+    assert prepare.main(["--task", "task=listop"]) == 2
+    assert capsys.readouterr().err.startswith("prepare: unknown task 'listop'")
+
+
+def test_learnability_reports_its_curve(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    for resolution in (32, 64, 128, 256):
+        assert cnn.ResidualCNN(resolution).receptive_field >= resolution
+    fields = ["task=pathfinder", "task.train=40", "task.val=4", "task.test=12"]
+    out = tmp_path / "studies" / "learnability" / "cpu" / "tiny.json"
+    options = ["--steps", "3", "--batch", "8", "--log-every", "2", "--out", str(out)]
+    assert cnn.main([*fields, *options]) == 0
+    result = json.loads(out.read_text())
+    assert [point["step"] for point in result["curve"]] == [2, 3] and result["n"] == 12
+    assert set(result["baselines"]) == {"majority", "marker distance"}
+    assert readme.learnability(tmp_path).splitlines()[2].startswith("| [pathfinder@2]")
+    assert cnn.main(["task=listops", "batch.size=0"]) == 2
+
+
+def test_a_turned_image_keeps_its_pixels():
+    batch = torch.arange(8 * 16, dtype=torch.uint8).view(8, 4, 4)
+    turned = cnn.turned(batch, torch.Generator().manual_seed(0))
+    assert [sorted(image.flatten().tolist()) for image in turned] == [
+        sorted(image.flatten().tolist()) for image in batch
+    ]
+    assert not torch.equal(turned, batch) and torch.equal(turned[0], batch[0].flip(1)) | torch.equal(
+        turned[0], batch[0]
+    )
+
+
+def test_exactness_leaves_no_case_out(tmp_path):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case((20, 0), dtype=torch.float16, head_dim=16, dropout=0.1)
+    wide, causal = Case((9,), head_dim=200), dataclasses.replace(case, causal=True)
+    outcomes = [exactness.measure(number, one, device=device) for number, one in enumerate([case, wide])]
+    made_with = {"gpu": "GPU", "date": "2026-01-02", "versions": {"torch": "2", "triton": "3"}}
+    result: dict[str, Any] = {"environment": made_with, "ptxas": None, **exactness.summarise(outcomes)}
+    assert [failure["number"] for failure in result["failures"]] == [1]
+    assert "head dimensions up to 128" in result["failures"][0]["error"]
+    assert all(0 < result["ratios"][name][0] <= 1 and result["ratios"][name][1] is None for name in result["ratios"])
+    assert result["dtypes"]["float32"]["worst"]["out"] is None
+    assert "hopper_shared_short did not run" in str(exactness.measure(0, causal, "shared-keys", device).error)
+
+    exactness.write(result, tmp_path / "studies" / "exactness" / "cpu" / "flash.json")
+    table = kernels.exactness(tmp_path)
+    assert table.count("\n| [flash]") == 2
+    assert "2 cases, 1 with dropout, 2 packed, 0 padded, 0 causal, lengths 0 to 20" in table
+
+
+def test_exactness_needs_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert exactness.main(["--out", str(tmp_path / "none.json")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_losses_differ_by_the_largest_share_on_either_side():
+    losses = {"eager": [2.0, 4.0], "captured": [1.0, 4.4], "captured, padded": [2.2, 4.0]}
+    records = [
+        {"task": "listops", "variant": name, "seed": seed, "losses": [loss * (1 + seed) for loss in found]}
+        for seed in range(2)
+        for name, found in losses.items()
+    ]
+    learning.compare(records)
+    assert [record["difference"] for record in records] == pytest.approx([0.0, 0.5, 0.1] * 2)
+
+
+def test_a_kink_is_a_value_of_either_sign_and_can_be_taken_alike():
+    whole = torch.tensor([[[1.0, -2.0]], [[-1e-8, 3.0]]])  # two steps of one sample
+    halves = torch.tensor([[[1.0, -2.0]], [[2e-8, 3.0]]])
+    kink = kinks.first(whole, halves)
+    assert (
+        kink is not None
+        and kink[:3] == (1, 0, 0)
+        and kink.whole < 0 < kink.halves
+        and kinks.first(whole, whole) is None
+    )
+    relu, hidden = torch.nn.ReLU(), list[torch.Tensor]()
+    with kinks.watched(hidden, kink):
+        for step, expected in enumerate([[1.0, 0.0], [1.0, 1.0]]):  # without the kink [0, 1]
+            x = whole[step].clone().requires_grad_()
+            relu(x).sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [expected]
+        relu.eval()(whole[0])
+    assert torch.equal(torch.stack(hidden), whole) and "watched" not in torch.nn.ReLU.forward.__qualname__
+
+
+def test_runs_share_the_gpus_that_are_visible(monkeypatch):
+    really, found = subprocess.run, []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a record names the GPU, and there may be no driver
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+
+    def run(command, **options):
+        if "fit" not in command:
+            return really(command, **options)
+        found.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+        return subprocess.CompletedProcess(command, 1, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert learning.main(["--part", "noise", "--tasks", "listops", "--seeds", "2"]) == 1  # as every run failed
+    assert {*found} <= {"2", "3", "2,3", "3,2"} and len(found) == 8 and any("," in gpus for gpus in found)
+
+
+def test_halves_of_each_task_are_half_its_batch():
+    for job in learning.jobs(["exact"], list(learning.TASKS), 1, []):
+        run = configure(job.args).config
+        assert run.batch.size == (2 if "halves" in job.variant else 1) * (run.batch.micro or run.batch.size)
