@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import ops
 from lra.kernels.layers.api import pooled_feed_forward
 from lra.kernels.testing import compare, poisoned_empty

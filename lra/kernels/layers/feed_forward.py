@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
+from lra.kernels.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
     first_row,
     from_product,

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lra.kernels.flash.hopper import GLUON, describe
+from lra.kernels.device import multiprocessors
+from lra.kernels.hopper import GLUON, describe
 from lra.kernels.layers import feed_forward, pooling, projection, table, weights
 
 SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
@@ -236,8 +236,3 @@ def tiles_of(x: Tensor) -> TensorDescriptor:
 def programs(x: Tensor, residents: int) -> tuple[int]:
     """As many as run at once, `residents` on each multiprocessor: each takes one tile of rows after another."""
     return (multiprocessors(x.device) * residents,)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.flash.ops import define, once
 from lra.kernels.layers import reference
+from lra.kernels.library import define, note_kernel, once
 
 
 class Project(torch.autograd.Function):
@@ -93,6 +93,7 @@ def computed_by(name: str) -> Callable[..., Any]:
         if arguments[0].is_cuda:
             from lra.kernels.layers import launch  # which imports Triton: a machine without it can import this
 
+            note_kernel("layers", name)
             return getattr(launch, f"launch_{name}")(*arguments)
         with torch.autocast(arguments[0].device.type, enabled=False):
             return getattr(reference, name)(*arguments)

@@ -1,7 +1,7 @@
 """Forward for Hopper GPUs where every query sees every key: groups of warps that share what one more warp fetches.
 
 A program takes one tile of queries after another. Groups of four warps have 64 of them each, and compute as a program
-of hopper_forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
+of forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
 or a quarter as often, and no group waits for the first ones.
 """
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -16,11 +16,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
+from lra.kernels.device import multiprocessors
+from lra.kernels.flash.dispatch import Choice
+from lra.kernels.flash.hopper.forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
+from lra.kernels.flash.hopper.forward import sweep as sweep_alone
+from lra.kernels.flash.hopper.tiles import dropout_key, sequence_tile
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E
+from lra.kernels.hopper import (
     barrier,
     describe,
-    dropout_key,
     following,
     keep_barriers,
     leave_head,
@@ -29,14 +34,9 @@ from lra.kernels.flash.hopper import (
     next_tile,
     pass_on,
     product_layout,
-    sequence_tile,
     take_tile,
     zero_past,
 )
-from lra.kernels.flash.hopper_forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
-from lra.kernels.flash.hopper_forward import sweep as sweep_alone
-from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E
 
 GROUP = gl.constexpr(4)  # warps
 QUERIES = gl.constexpr(64)  # of a group
@@ -315,25 +315,23 @@ def hopper_again_kernel(
     keep_barriers(q_ready)
 
 
-def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name: str) -> tuple[Tensor, Tensor]:
-    """As `forward.launch_forward`, where `tuning.shared_forward` says so, with the tile that has this name."""
+def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
+    """As `launch.launch_forward`."""
     total, heads, head_dim = q.shape
-    dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
-        tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
-        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
-        taken, again = state[:1], state[4:]
-        descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
-        sequences = problem.start, problem.length, problem.seed, problem.index
-        numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
-        constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=dropout, num_warps=GROUP.value)
-        hopper_shared_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
-            *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
-        )
-        hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
-            *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
-        )
+    rows, columns, _, stages = choice.tile
+    tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
+    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
+    taken, again = state[:1], state[4:]
+    descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
+    sequences = problem.start, problem.length, problem.seed, problem.index
+    numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
+    constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=problem.threshold > 0, num_warps=GROUP.value)
+    hopper_shared_kernel[(min(tiles, multiprocessors(q.device)),)](
+        *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+    )
+    hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
+        *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
+    )
     return out, softmax

@@ -2,7 +2,7 @@
 
 A program takes tiles of 128 keys one after another. Four warps fetch tiles of queries by TMA, two groups of four have
 64 keys each, and four more multiply what both hand them, the gradients of the scores, with all 128 keys and add the
-share of dQ to memory. So queries and dQ travel half as often as in hopper_backward.py, and no group waits for another
+share of dQ to memory. So queries and dQ travel half as often as in backward.py, and no group waits for another
 but for what it needs.
 """
 
@@ -22,23 +22,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from lra.kernels.flash.hopper import (
-    add_tile,
-    barrier,
-    following,
-    leave_head,
+from lra.kernels.flash.hopper.tiles import (
     load_statistics,
-    load_tile,
-    next_tile,
-    pass_on,
     place_of,
-    product_layout,
     score_gradient,
     scored_keys,
     sequence_tile,
     shift_of,
-    store_accumulator,
     store_tile,
+)
+from lra.kernels.hopper import (
+    add_tile,
+    barrier,
+    following,
+    leave_head,
+    load_tile,
+    next_tile,
+    pass_on,
+    product_layout,
+    store_accumulator,
     take_tile,
     without_others,
     zero_past,
