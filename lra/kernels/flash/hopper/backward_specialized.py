@@ -40,6 +40,7 @@ from lra.kernels.hopper import (
     following,
     leave_head,
     load_tile,
+    new_barriers,
     next_tile,
     pass_on,
     product_layout,
@@ -284,27 +285,13 @@ def hopper_specialized_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    kv_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stats_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    ds_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(stats_ready.index(i), count=1)
-        mbarrier.init(q_freed.index(i), count=HALVES)
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(kv_ready.index(i), count=1)
-        mbarrier.init(kv_freed.index(i), count=HALVES + 1)
-        mbarrier.init(ds_ready.index(i), count=HALVES)
-        mbarrier.init(ds_freed.index(i), count=1)
-
+    keys = Keys(k_smem, v_smem, number_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, HALVES + 1))
+    queries = Queries(
+        q_smem, do_smem, lse_smem, delta_smem,
+        ready=new_barriers(STAGES), stats_ready=new_barriers(STAGES), freed=new_barriers(STAGES, HALVES),
+    )  # fmt: skip
+    gradients = ScoreGradients(ds_smem, ready=new_barriers(BUFFERS, HALVES), freed=new_barriers(BUFFERS))
     sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
-    keys = Keys(k_smem, v_smem, number_smem, ready=kv_ready, freed=kv_freed)
-    queries = Queries(q_smem, do_smem, lse_smem, delta_smem, q_ready, stats_ready, freed=q_freed)
-    gradients = ScoreGradients(ds_smem, ready=ds_ready, freed=ds_freed)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(
         [
