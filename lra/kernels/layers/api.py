@@ -108,8 +108,9 @@ def feed_forward(
             row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
             to `site` + 2 here.
     """
+    dropout = (1.0 if keys is None else scale), threshold, keys, site
     layers = _parameters(out, norm, up, down)
-    return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
+    return FeedForward.apply(o.contiguous(), x.contiguous(), norm.eps, *dropout, *layers)  # type: ignore[no-any-return]
 
 
 def pooled_feed_forward(
@@ -138,9 +139,9 @@ def pooled_feed_forward(
         start, length: of the sequences, int32 `[B]`.
         padded_length: rows that each owns at least; 0 where sequences lie end to end.
     """
-    layers = _parameters(out, norm, up, down)
-    numbers = padded_length, norm.eps, final.eps, scale, threshold, keys, site
-    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *layers, start, length, *numbers)
+    dropout = (1.0 if keys is None else scale), threshold, keys, site
+    sequences, layers = (start, length, padded_length), _parameters(out, norm, up, down)
+    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *sequences, norm.eps, final.eps, *dropout, *layers)
     mean = total / length.clamp(min=1)[:, None] * final.weight + final.bias  # type: ignore[operator]
     return mean.where(length[:, None] > 0, 0)
 

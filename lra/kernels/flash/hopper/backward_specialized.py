@@ -11,6 +11,8 @@ but for what it needs.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,11 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from lra.kernels.flash.hopper.tiles import (
+    Sequences,
     load_statistics,
+    owned_tile,
     place_of,
     score_gradient,
     scored_keys,
-    sequence_tile,
     shift_of,
     store_tile,
 )
@@ -37,6 +40,7 @@ from lra.kernels.hopper import (
     following,
     leave_head,
     load_tile,
+    new_barriers,
     next_tile,
     pass_on,
     product_layout,
@@ -51,6 +55,36 @@ HALVES = gl.constexpr(2)
 BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
 
 
+class Keys(NamedTuple):
+    """Shared memory for tiles of K and V, and the barriers of each buffer."""
+
+    k: Any  # [BUFFERS * HALVES, KEYS, D]
+    v: Any
+    number: Any  # [BUFFERS, 1]: the tile's
+    ready: Any  # completes when the buffer is filled
+    freed: Any  # completes when both halves, and the warps that add to dQ, have read it
+
+
+class Queries(NamedTuple):
+    """Shared memory for tiles of Q and dO with two statistics of each row, and the barriers of each slot."""
+
+    q: Any  # [STAGES, BLOCK_M, D]
+    do: Any
+    lse: Any  # [STAGES, BLOCK_M]
+    delta: Any
+    ready: Any  # completes when Q and dO have arrived
+    stats_ready: Any  # completes when the statistics are stored and rows of others are blanked out
+    freed: Any  # completes when both halves of the keys have read the slot
+
+
+class ScoreGradients(NamedTuple):
+    """Shared memory for the gradients of scores, and the barriers of each buffer."""
+
+    ds: Any  # [BUFFERS * HALVES, KEYS, BLOCK_M]
+    ready: Any  # completes when both halves of the keys have stored theirs
+    freed: Any  # completes when the warps that add to dQ have read them
+
+
 @gluon.jit
 def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
@@ -59,81 +93,73 @@ def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def fetch(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, memory, barriers):
+def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
     """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
-    start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    q_smem, k_smem, v_smem, do_smem, _, _, lse_smem, delta_smem, next_smem = memory
-    kv_ready, kv_freed, q_ready, stats_ready, q_freed, _, _ = barriers
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    KEYS: gl.constexpr = k_smem.shape[1]
+    STAGES: gl.constexpr = queries.q.shape[0]
+    BLOCK_M: gl.constexpr = queries.q.shape[1]
+    KEYS: gl.constexpr = keys.k.shape[1]
     BLOCK_N: gl.constexpr = HALVES * KEYS
-    D: gl.constexpr = q_smem.shape[2]
+    D: gl.constexpr = queries.q.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP], [0])
     row = gl.arange(0, BLOCK_M, layout)
     slot, phase = 0, 1
     buffer, kv_phase = 0, 1
     tile = gl.program_id(0)
     while tile < tiles:
-        head, _b, start, length, owned, first_column = sequence_tile(
-            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
-        )
+        head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
         if first_column < owned:  # else it is empty
-            n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+            n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
             column = head * D
-            mbarrier.wait(kv_freed.index(buffer), kv_phase)
-            pass_on(tile, next_smem.index(buffer), GROUP)
-            mbarrier.expect(kv_ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
-            mbarrier.arrive(kv_ready.index(buffer), count=1, pred=n == 0)
+            mbarrier.wait(keys.freed.index(buffer), kv_phase)
+            pass_on(tile, keys.number.index(buffer), GROUP)
+            mbarrier.expect(keys.ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
+            mbarrier.arrive(keys.ready.index(buffer), count=1, pred=n == 0)
             for half in gl.static_range(HALVES):
-                keys = [start + first_column + half * KEYS, column]
-                load_tile(k_desc, keys, kv_ready.index(buffer), k_smem.index(HALVES * buffer + half), pred=n > 0)
-                load_tile(v_desc, keys, kv_ready.index(buffer), v_smem.index(HALVES * buffer + half), pred=n > 0)
+                place = [start + first_column + half * KEYS, column]
+                load_tile(k_desc, place, keys.ready.index(buffer), keys.k.index(HALVES * buffer + half), pred=n > 0)
+                load_tile(v_desc, place, keys.ready.index(buffer), keys.v.index(HALVES * buffer + half), pred=n > 0)
             head_stats_ptr = stats_ptr + head.to(gl.int64) * total + start
             for t in range(n):
                 first_row = place_of(t, n, shift) * BLOCK_M
-                queries = [start + first_row, column]
-                mbarrier.wait(q_freed.index(slot), phase)
-                mbarrier.expect(q_ready.index(slot), 2 * BLOCK_M * D * 2)
-                load_tile(q_desc, queries, q_ready.index(slot), q_smem.index(slot))
-                load_tile(do_desc, queries, q_ready.index(slot), do_smem.index(slot))
-                lse, delta = load_statistics(head_stats_ptr, heads, total, first_row + row, length)
-                lse_smem.index(slot).store(lse)
-                delta_smem.index(slot).store(delta)
+                place = [start + first_row, column]
+                mbarrier.wait(queries.freed.index(slot), phase)
+                mbarrier.expect(queries.ready.index(slot), 2 * BLOCK_M * D * 2)
+                load_tile(q_desc, place, queries.ready.index(slot), queries.q.index(slot))
+                load_tile(do_desc, place, queries.ready.index(slot), queries.do.index(slot))
+                lse, delta = load_statistics(head_stats_ptr, sequences.heads, total, first_row + row, length)
+                queries.lse.index(slot).store(lse)
+                queries.delta.index(slot).store(delta)
                 if t == 0:  # the last tile of queries, which alone may be partial
                     if first_row + BLOCK_M > length:
-                        mbarrier.wait(q_ready.index(slot), phase ^ 1)
-                        zero_past(q_smem.index(slot), length - first_row, GROUP)
-                        zero_past(do_smem.index(slot), length - first_row, GROUP)
+                        mbarrier.wait(queries.ready.index(slot), phase ^ 1)
+                        zero_past(queries.q.index(slot), length - first_row, GROUP)
+                        zero_past(queries.do.index(slot), length - first_row, GROUP)
                     if first_column + BLOCK_N > length:
-                        mbarrier.wait(kv_ready.index(buffer), kv_phase ^ 1)
+                        mbarrier.wait(keys.ready.index(buffer), kv_phase ^ 1)
                         for half in gl.static_range(HALVES):
                             past = length - first_column - half * KEYS
-                            zero_past(k_smem.index(HALVES * buffer + half), past, GROUP)
+                            zero_past(keys.k.index(HALVES * buffer + half), past, GROUP)
                 barrier()
-                mbarrier.arrive(stats_ready.index(slot), count=1)
+                mbarrier.arrive(queries.stats_ready.index(slot), count=1)
                 slot, phase = following(slot, phase, STAGES)
             buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
         else:
-            leave_head(taken_ptr, tile, max_length, BLOCK_N)
+            leave_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
         tile = take_tile(taken_ptr)
-    mbarrier.wait(kv_freed.index(buffer), kv_phase)
-    pass_on(-1, next_smem.index(buffer), GROUP)
-    mbarrier.arrive(kv_ready.index(buffer), count=1)
+    mbarrier.wait(keys.freed.index(buffer), kv_phase)
+    pass_on(-1, keys.number.index(buffer), GROUP)
+    mbarrier.arrive(keys.ready.index(buffer), count=1)
 
 
 @gluon.jit
-def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, HALF: gl.constexpr):
+def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
     """dK and dV of one half of the keys, and the gradients of their scores."""
-    start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    q_smem, k_smem, v_smem, do_smem, ds_smem, _, lse_smem, delta_smem, next_smem = memory
-    kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed = barriers
-    STAGES: gl.constexpr = q_smem.shape[0]
-    BLOCK_M: gl.constexpr = q_smem.shape[1]
-    KEYS: gl.constexpr = k_smem.shape[1]
+    STAGES: gl.constexpr = queries.q.shape[0]
+    BLOCK_M: gl.constexpr = queries.q.shape[1]
+    KEYS: gl.constexpr = keys.k.shape[1]
     BLOCK_N: gl.constexpr = HALVES * KEYS
-    D: gl.constexpr = q_smem.shape[2]
-    dtype: gl.constexpr = k_smem.dtype
+    D: gl.constexpr = queries.q.shape[2]
+    dtype: gl.constexpr = keys.k.dtype
     scores: gl.constexpr = product_layout(BLOCK_M, GROUP)  # [N, M]
     sums: gl.constexpr = product_layout(D, GROUP)  # [N, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
@@ -142,90 +168,83 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, H
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
+    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     while tile >= 0:
-        head, _b, start, length, owned, first_column = sequence_tile(
-            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
-        )
-        n, _shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+        head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
+        n, _shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         first_column += HALF * KEYS
         partial, scored = first_column + KEYS > length, scored_keys(length)
-        mbarrier.wait(q_ready.index(slot), phase, pred=n > 0)
-        mbarrier.wait(stats_ready.index(slot), phase, pred=n > 0)
+        mbarrier.wait(queries.ready.index(slot), phase, pred=n > 0)
+        mbarrier.wait(queries.stats_ready.index(slot), phase, pred=n > 0)
         # in registers, which leaves shared memory's bandwidth to the other operand
-        k_a = k_smem.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
-        v_a = v_smem.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
+        k_a = keys.k.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
+        v_a = keys.v.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
         dk = gl.zeros([KEYS, D], gl.float32, sums)
         dv = gl.zeros([KEYS, D], gl.float32, sums)
-        s = warpgroup_mma(k_a, q_smem.index(slot).permute((1, 0)), no_scores, use_acc=False)
+        s = warpgroup_mma(k_a, queries.q.index(slot).permute((1, 0)), no_scores, use_acc=False)
         for t in range(n):
             next_slot, next_phase = following(slot, phase, STAGES)
-            q_tile = q_smem.index(slot)
-            do_tile = do_smem.index(slot)
+            q_tile = queries.q.index(slot)
+            do_tile = queries.do.index(slot)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            p = gl.exp2(s * scale_log2 - lse_smem.index(slot).load(column_layout)[None, :]).to(dtype)
+            p = gl.exp2(s * scale_log2 - queries.lse.index(slot).load(column_layout)[None, :]).to(dtype)
             p_a = gl.convert_layout(p, weights)
-            minus_delta_M = delta_smem.index(slot).load(column_layout)[None, :]
+            minus_delta_M = queries.delta.index(slot).load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             ds = score_gradient(p, dp + minus_delta_M)
-            ds_tile = ds_smem.index(HALVES * ds_buffer + HALF)
-            mbarrier.wait(ds_freed.index(ds_buffer), ds_phase ^ 1)
+            ds_tile = gradients.ds.index(HALVES * ds_buffer + HALF)
+            mbarrier.wait(gradients.freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
             if partial:
                 zero_past(ds_tile, scored - first_column, GROUP)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(ds_ready.index(ds_buffer), count=1)
+            mbarrier.arrive(gradients.ready.index(ds_buffer), count=1)
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
-            mbarrier.wait(q_ready.index(next_slot), next_phase, pred=t + 1 < n)
-            mbarrier.wait(stats_ready.index(next_slot), next_phase, pred=t + 1 < n)
-            q_next = q_smem.index(next_slot).permute((1, 0))
+            mbarrier.wait(queries.ready.index(next_slot), next_phase, pred=t + 1 < n)
+            mbarrier.wait(queries.stats_ready.index(next_slot), next_phase, pred=t + 1 < n)
+            q_next = queries.q.index(next_slot).permute((1, 0))
             s_next = warpgroup_mma(k_a, q_next, no_scores, use_acc=False, is_async=True)
             dv, dk, p_a, ds_a = warpgroup_mma_wait(1, deps=[dv_next, dk_next, p_a, ds_a])
             barrier()
-            mbarrier.arrive(q_freed.index(slot), count=1)
+            mbarrier.arrive(queries.freed.index(slot), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             slot, phase = next_slot, next_phase
             ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
         barrier()
-        mbarrier.arrive(kv_freed.index(buffer), count=1)
-        store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, GROUP)
-        store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, GROUP)
+        mbarrier.arrive(keys.freed.index(buffer), count=1)
+        store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP)
+        store_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
+        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
 
 
 @gluon.jit
-def share_queries(dq_desc, sequences, memory, barriers):
+def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
     """What the keys add to dQ."""
-    start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    _, k_smem, _, _, ds_smem, dq_smem, _, _, next_smem = memory
-    kv_ready, kv_freed, _, _, _, ds_ready, ds_freed = barriers
     BLOCK_M: gl.constexpr = dq_smem.shape[1]
-    BLOCK_N: gl.constexpr = HALVES * k_smem.shape[1]
+    BLOCK_N: gl.constexpr = HALVES * keys.k.shape[1]
     D: gl.constexpr = dq_smem.shape[2]
     no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
+    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     while tile >= 0:
-        head, _b, start, length, _owned, first_column = sequence_tile(
-            tile, start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
-        )
-        n, shift = visits(first_column, length, max_length, BLOCK_M, BLOCK_N)
+        head, _b, start, length, _owned, first_column = owned_tile(tile, sequences, BLOCK_N)
+        n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         for t in range(n):
-            mbarrier.wait(ds_ready.index(ds_buffer), ds_phase)
+            mbarrier.wait(gradients.ready.index(ds_buffer), ds_phase)
             dq = no_dq
             for half in gl.static_range(HALVES):
-                ds_tile = ds_smem.index(HALVES * ds_buffer + half).permute((1, 0))
-                k_tile = k_smem.index(HALVES * buffer + half)
+                ds_tile = gradients.ds.index(HALVES * ds_buffer + half).permute((1, 0))
+                k_tile = keys.k.index(HALVES * buffer + half)
                 dq = warpgroup_mma(ds_tile, k_tile, dq, use_acc=half > 0, is_async=True)
             tma.store_wait(BUFFERS - 1)
             dq = warpgroup_mma_wait(0, deps=[dq])
             barrier()
-            mbarrier.arrive(ds_freed.index(ds_buffer), count=1)
+            mbarrier.arrive(gradients.freed.index(ds_buffer), count=1)
             dq_tile = dq_smem.index(ds_buffer)
             first_row = place_of(t, n, shift) * BLOCK_M
             if first_row + BLOCK_M > length:
@@ -236,9 +255,9 @@ def share_queries(dq_desc, sequences, memory, barriers):
             add_tile(dq_desc, [start + first_row, head * D], dq_tile)
             ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
         barrier()
-        mbarrier.arrive(kv_freed.index(buffer), count=1)
+        mbarrier.arrive(keys.freed.index(buffer), count=1)
         buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(next_smem, kv_ready, buffer, kv_phase, GROUP)
+        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     tma.store_wait(0)
 
 
@@ -265,35 +284,22 @@ def hopper_specialized_kernel(
     dq_smem = gl.allocate_shared_memory(gl.float32, [BUFFERS, BLOCK_M, D], dq_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
-    next_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    kv_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    stats_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    ds_freed = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(stats_ready.index(i), count=1)
-        mbarrier.init(q_freed.index(i), count=HALVES)
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(kv_ready.index(i), count=1)
-        mbarrier.init(kv_freed.index(i), count=HALVES + 1)
-        mbarrier.init(ds_ready.index(i), count=HALVES)
-        mbarrier.init(ds_freed.index(i), count=1)
-
-    sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
-    memory = (q_smem, k_smem, v_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, next_smem)
-    barriers = (kv_ready, kv_freed, q_ready, stats_ready, q_freed, ds_ready, ds_freed)
+    number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
+    keys = Keys(k_smem, v_smem, number_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, HALVES + 1))
+    queries = Queries(
+        q_smem, do_smem, lse_smem, delta_smem,
+        ready=new_barriers(STAGES), stats_ready=new_barriers(STAGES), freed=new_barriers(STAGES, HALVES),
+    )  # fmt: skip
+    gradients = ScoreGradients(ds_smem, ready=new_barriers(BUFFERS, HALVES), freed=new_barriers(BUFFERS))
+    sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(
         [
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, gl.constexpr(0))),
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, memory, barriers, gl.constexpr(1))),
-            (share_queries, (dq_desc, sequences, memory, barriers)),
-            (fetch, (
-                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, memory, barriers,
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(0))),
+            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(1))),
+            (share_queries, (dq_desc, dq_smem, sequences, keys, gradients)),
+            (fetch_tiles, (
+                q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries,
             )),
         ],
         [GROUP, GROUP, GROUP], [208, 72, 24],

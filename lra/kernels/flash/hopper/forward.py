@@ -252,13 +252,13 @@ def hopper_forward_kernel(
         mbarrier.wait(q_ready.index(0), 0)
         acc, sums, top = sweep(
             q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-            key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, False, num_warps,
+            key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, RUNNING=False, num_warps=num_warps,
         )  # fmt: skip
         wrong = unfit(sums, top, scale_log2, dtype)
         if gl.max(gl.where(rows < length, wrong, 0), 0) > 0:
             acc, sums, top = sweep(
                 q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-                key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, True, num_warps,
+                key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, RUNNING=True, num_warps=num_warps,
             )  # fmt: skip
 
     store_result(

@@ -8,6 +8,8 @@ Shape suffixes as in tiles.py. Which elements of a tile a thread holds: see `lra
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,6 +19,16 @@ from lra.kernels.hopper import row_layout
 sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
 is_extreme = gluon.jit(tiles.is_extreme.fn)
 draw, draw_down = gluon.jit(tiles.draw.fn), gluon.jit(tiles.draw_down.fn)
+Sequences = namedtuple("Sequences", "start_ptr length_ptr heads max_length padded_length")  # of a batch, in a kernel
+
+
+@gluon.jit
+def owned_tile(tile, sequences, ROWS: gl.constexpr):
+    """`tiles.sequence_tile` of these sequences."""
+    return sequence_tile(
+        tile, sequences.start_ptr, sequences.length_ptr, sequences.max_length, sequences.padded_length,
+        sequences.heads, ROWS,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
