@@ -79,8 +79,8 @@ def watch_kernels(device: int) -> None:
         _check(path)
 
 
-def _before_load(module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-    for file in files.values():
+def _before_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
+    for file in metadata_group.values():
         if str(file).endswith(".cubin"):
             _check(Path(file))
 

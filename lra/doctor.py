@@ -89,8 +89,10 @@ def _kernels() -> Iterator[Row]:
         yield from _guarded("flash", lambda: _flash("cuda", torch.bfloat16))
         yield from _guarded("ptxas", _ptxas)
         yield from _guarded("tiles", _tiles)
+        yield from _guarded("choices", _choices)
     else:
         yield "flash", "SDPA on the CPU (Triton needs a GPU)"
+        yield "layers", "PyTorch (the kernels need a GPU)"
 
 
 def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
@@ -104,15 +106,23 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def _ptxas() -> Iterator[Row]:
-    from lra.kernels.flash import tuning
+    from lra.kernels import device
 
-    capability = tuning.capability()
-    refusal = tuning.hopper_refusal(capability)
-    used = tuning.ptxas(capability)
-    yield "ptxas", f"{tuning.dotted(used.version)}, {used.path}"
-    yield "flash kernels", f"plain Triton: {refusal}" if refusal else "Gluon for Hopper in 16 bits, else plain Triton"
-    layers = "PyTorch's"
-    yield "layers", f"{layers}, as above" if refusal else f"Gluon for Hopper in 16 bits, else {layers}"
+    used = device.ptxas(device.capability())
+    yield "ptxas", f"{device.dotted(used.version)}, {used.path}"
+
+
+def _choices() -> Iterator[Row]:
+    """The kernels of each kind of call, with the first rows and columns of its tiles, and why these."""
+    import torch
+
+    from lra.kernels import device, table
+
+    gpu = device.gpu(torch.device("cuda"))
+    for call, *choices in table.attention(gpu):
+        yield f"  {call}", "; ".join(f"{c.kernel} {c.tile.rows}x{c.tile.columns}: {c.reason}" for c in choices)
+    for layers, state in table.layers(gpu):
+        yield f"  {layers}", state
 
 
 def _tiles() -> Iterator[Row]:

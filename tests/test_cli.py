@@ -243,7 +243,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", REFUSED, ids=lambda command: command[:60])
 def test_bad_input_is_one_line_and_leaves_nothing(command, here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("lra.kernels.flash.api._interpreted", lambda: False)  # which the tests may be
+    monkeypatch.setattr("lra.kernels.impl._interpreted", lambda: False)  # which the tests may be
     monkeypatch.setattr(Writer, "add", lambda *_: pytest.fail("prepared data before refusing"))
     refused(lra(*command.split()), REFUSED[command])
     assert not list(here.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import warnings
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 from lra import doctor
 from lra.cli import app
 from lra.data.store import Content, prepare
+from lra.kernels import device
+from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
+from lra.kernels.flash.tuning import Key, Table, Tile
 from lra.tasks.base import TaskData
 from lra.training.data import task_data
 
@@ -38,6 +41,7 @@ def test_every_subject_has_a_row(tmp_path, monkeypatch):
     assert "GB free" in rows["disk for data"] and "GB free" in rows["disk for runs"]
     if not torch.cuda.is_available():
         assert rows["GPU"].startswith("none: ") and rows["flash"] == "SDPA on the CPU (Triton needs a GPU)"
+        assert rows["layers"] == "PyTorch (the kernels need a GPU)"
 
 
 @pytest.mark.gpu
@@ -45,7 +49,7 @@ def test_the_gpu_is_named_and_the_kernels_are_run():
     rows = dict(doctor.report())
     assert torch.cuda.get_device_name(0) in rows["GPU 0"] and "GB free" in rows["GPU 0"]
     assert rows["flash"].startswith("Triton works; ")
-    assert "ptxas" in rows["ptxas"] and rows["tiles"] and rows["flash kernels"]
+    assert "ptxas" in rows["ptxas"] and rows["tiles"] and "forward " in rows["  16 bits, deterministic"]
 
 
 def test_the_kernel_check_compares_every_gradient():
@@ -60,24 +64,39 @@ def hopper(monkeypatch):
     """As on a Hopper GPU without a table of its own; (capability, ptxas) may be changed."""
     pytest.importorskip("triton")
     gpu = {"capability": (9, 0), "ptxas": Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH")}
-    monkeypatch.setattr(tuning, "capability", lambda device=None: gpu["capability"])
-    monkeypatch.setattr(tuning, "ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr(device, "capability", lambda device=None: gpu["capability"])
+    monkeypatch.setattr(device, "ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    return gpu
+    tuning.forget()
+    yield gpu
+    tuning.forget()
 
 
 def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
-    rows = dict(doctor._ptxas())
-    assert rows["ptxas"] == "13.4, /new/ptxas" and rows["flash kernels"].startswith("Gluon for Hopper")
-    assert rows["layers"].startswith("Gluon for Hopper")
+    assert dict(doctor._ptxas()) == {"ptxas": "13.4, /new/ptxas"}
     hopper["ptxas"] = Ptxas("/old/ptxas", (13, 1), "TRITON_PTXAS_PATH")
-    rows = dict(doctor._ptxas())
-    assert rows["ptxas"] == "13.1, /old/ptxas"
-    assert rows["flash kernels"].startswith("plain Triton: ptxas 13.1 is known to miscompile")
-    assert rows["layers"] == "PyTorch's, as above"
-    assert "nvidia-cuda-nvcc>=13.4" in rows["flash kernels"] and "set TRITON_PTXAS_PATH=" in rows["flash kernels"]
+    tuning.forget()
+    assert dict(doctor._ptxas()) == {"ptxas": "13.1, /old/ptxas"}
+    rows = dict(doctor._choices())
+    assert rows["  16 bits"].startswith("forward ") and "; dkdv_dq " in rows["  16 bits"]
+    for row in (rows["  16 bits"], rows["  layers"]):
+        assert "ptxas 13.1 is known to miscompile" in row
+        assert "nvidia-cuda-nvcc>=13.4" in row and "set TRITON_PTXAS_PATH=" in row
+    assert rows["  layers"].startswith("PyTorch: ")
     hopper["capability"] = (8, 9)
-    assert dict(doctor._ptxas())["flash kernels"].endswith("compute capability 9.0, not 8.9")
+    tuning.forget()
+    assert dict(doctor._choices())["  16 bits"].endswith("compute capability 9.0, not 8.9")
+
+
+def test_the_kernel_of_each_call_is_named_with_its_tile_and_why(hopper):
+    rows = dict(doctor._choices())
+    assert re.fullmatch(
+        r"hopper_forward \d+x\d+: at d = 64.*; hopper_specialized \d+x\d+: specialised warps are faster.*",
+        rows["  d = 64, no dropout, 1,024 tokens"],
+    )
+    assert rows["  layers, width 64"].startswith("embed, project, feed_forward")
+    assert len(rows) >= 20 and not any("\n" in row for row in rows.values())
 
 
 def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.bench.case import DTYPES, BenchmarkCase, attend, has_reference_dropout, make_batch
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import NONE, Layout
-from lra.kernels.flash.problem import dropout_threshold
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
 from lra.models.attention.base import Attention

@@ -14,8 +14,10 @@ from lra import environment
 from lra.bench.records import part
 from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
+from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
+from lra.kernels.table import kernels_of
 from lra.kernels.testing import Case, check
 
 # Queries, keys, warps, stages. `tuning.default` is tried too, and first.
@@ -93,21 +95,14 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
-    refusal = tuning.hopper_refusal(tuning.capability())
-    if refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
-        raise UsageError(f"Hopper's kernels can't be measured: {refusal}")
-    kernels = options.kernels or [kernel for kernel in KERNELS if not (refusal and kernel.startswith("hopper_"))]
+    gpu = device.gpu(torch.device("cuda"))
+    if gpu.refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
+        raise UsageError(f"Hopper's kernels can't be measured: {gpu.refusal}")
     table, later = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
-        options.dtypes, options.head_dims, kernels, options.dropout
+        options.dtypes, options.head_dims, options.kernels or KERNELS, options.dropout
     ):
-        if dtype == "float32" and (kernel.startswith("hopper_") or kernel == "dkdv_dq"):
-            continue  # those are for 16 bits
-        if kernel == "hopper_specialized" and not tuning.use_specialized(block_dim(head_dim), dropout, None):
-            continue
-        if kernel.startswith("hopper_shared") and not tuning.may_share(
-            block_dim(head_dim), dropout, _lengths(kernel)[0]
-        ):
+        if kernel not in kernels_of(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
             continue
         key = Key(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
@@ -127,7 +122,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
 def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
     """The table in `path` with what it may keep, and what rows state that are added to it."""
     environment.warn_unclean()
-    new = environment.describe() | {"ptxas": tuning.dotted(tuning.ptxas(tuning.capability()).version)}
+    new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
     try:
         old = tuning.read(path)
     except UsageError:  # there is none, or nothing worth keeping

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import kept, mix
 
 

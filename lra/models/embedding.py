@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
 from lra.models.dropout import drop, keep_scale
 

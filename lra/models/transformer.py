@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import (
     feed_forward,
     pooled_feed_forward,

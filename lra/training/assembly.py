@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from lra.caches import watch_kernels
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
@@ -130,6 +131,8 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
 
 def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
     """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
+    if device.type == "cuda":
+        watch_kernels(device.index or 0)
     if not step.captures(module, device):
         return "eager"
     start_compilers()

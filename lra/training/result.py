@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 
 from lra import environment
 from lra.config.compose import Composed
+from lra.kernels import library
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
@@ -33,6 +34,8 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "validation_seconds": round(clock.validation, 1),
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
+        # lra's own of this session, on this rank; where a list is empty, PyTorch's or another library's ran
+        "kernels": {part: sorted(names) for part, names in library.ran.items()},
         "environment": environment.describe(),
         "provenance": module.provenance,
         "config": identity["config"],

@@ -39,6 +39,7 @@ SPENT = (
     "environment",
     "peak_gpu_bytes",
     "runs_per_device",
+    "kernels",  # of the last session: it may only score
 )
 
 # where an unbroken run can be killed, and how many such calls it has

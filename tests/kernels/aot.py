@@ -21,11 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lra.kernels import device
 from lra.kernels.block_sparse.layouts import butterfly
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash import tuning
-from lra.kernels.flash.backward import launch_backward
-from lra.kernels.flash.forward import launch_forward
-from lra.kernels.flash.problem import Problem, dropout_threshold
+from lra.kernels.flash.launch import launch_backward, launch_forward
+from lra.kernels.flash.problem import Problem
 
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -62,8 +63,8 @@ def capture(run: Any, kernels: list[Any]) -> Any:
 def choose(arch: int, hopper: bool) -> None:
     """Let the launchers see this GPU, and take the kernels that Hopper alone has or the ones for every GPU."""
     CompileOnlyDriver.arch = arch
-    tuning.capability = lambda device=None: divmod(arch, 10)
-    tuning.hopper_refusal = lambda capability: None if hopper else "the others are compiled"
+    device.capability = lambda device=None: divmod(arch, 10)
+    device.hopper_refusal = lambda capability: None if hopper else "the others are compiled"
     tuning.forget()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import ops
 from lra.kernels.layers.api import pooled_feed_forward
 from lra.kernels.testing import compare, poisoned_empty
@@ -76,9 +76,9 @@ def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | Non
 
 
 def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
-    *given, rate, keys = arguments
+    o, x, *layers, rate, keys = arguments
     dropped = dropout_threshold(rate)
-    return (ops.FeedForward.apply(*given, EPS, keep_scale(dropped), dropped, keys, SITE),)  # type: ignore[return-value]
+    return (ops.FeedForward.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
 
 
 def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -10,8 +10,10 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from lra.kernels.flash import tuning
+from lra.kernels.table import HOPPER, kernels_of
 from tests.kernels.compiling import compiled
 
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
@@ -21,7 +23,7 @@ SELDOM = {"forward_again_kernel", "extreme_rows_kernel"}  # most launches find n
 HELPERS = {"delta_kernel", "prepare_kernel", "convert_kernel"}  # kernels that multiply no tiles
 
 
-SHARED = {"hopper_shared": 2 * tuning.SHORT, "hopper_shared_short": tuning.SHORT}  # for sequences of this length
+SHARED = ("hopper_shared", "hopper_shared_short")
 FLAGS = ("hopper", "causal", "deterministic", "rules")
 
 
@@ -65,8 +67,8 @@ def every() -> list[dict[str, Any]]:
             cases.append(case(90, dtype, head_dim, dropout, *flags))
             if dtype != "float32" and head_dim > 16:
                 cases.append(case(90, dtype, head_dim, dropout, "hopper", *flags))
-    for head_dim, dropout, (name, length) in itertools.product((32, 64, 128), (0.0, 0.1), SHARED.items()):
-        if tuning.may_share(head_dim, dropout > 0, length):
+    for head_dim, dropout, name in itertools.product((32, 64, 128), (0.0, 0.1), SHARED):
+        if name in kernels_of(torch.bfloat16, head_dim, dropout > 0, HOPPER):
             cases.append(case(90, "bfloat16", head_dim, dropout, "hopper", shared=name))
     return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1), *block_sparse()]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.reference import reference_attention
+from lra.kernels.impl import resolve_impl
 
 
 def test_resolve_impl(monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from lra.kernels import flash_attention
+from lra.kernels import device, flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
+from lra.kernels.device import Gpu
 from lra.kernels.flash import tiles, tuning
 from lra.kernels.testing import INPUTS, Case, check, make_inputs, run
 from tests.kernels.cases import with_inputs
@@ -22,7 +23,7 @@ HALF = torch.float16
 @pytest.fixture
 def hopper(monkeypatch):
     """The kernels take what they can; the names of those that did."""
-    from lra.kernels.flash import hopper, hopper_backward, hopper_forward, hopper_shared
+    from lra.kernels.flash.hopper import backward, forward, forward_shared
 
     launched: list[str] = []
 
@@ -31,13 +32,13 @@ def hopper(monkeypatch):
             launched.append(self.kernel.fn.__name__)
             return super().__getitem__(grid)
 
-    monkeypatch.setattr(hopper, "use_hopper", lambda q: True)
+    monkeypatch.setattr(device, "gpu", lambda device: Gpu((9, 0), 2, None))
     for module, name in (
-        (hopper_forward, "hopper_forward_kernel"),
-        (hopper_shared, "hopper_shared_kernel"),
-        (hopper_shared, "hopper_again_kernel"),
-        (hopper_backward, "hopper_backward_kernel"),
-        (hopper_backward, "hopper_specialized_kernel"),
+        (forward, "hopper_forward_kernel"),
+        (forward_shared, "hopper_shared_kernel"),
+        (forward_shared, "hopper_again_kernel"),
+        (backward, "hopper_backward_kernel"),
+        (backward, "hopper_specialized_kernel"),
     ):
         monkeypatch.setattr(module, name, Noted(getattr(module, name)))
     return launched

@@ -13,8 +13,8 @@ import torch
 from torch import library, nn
 from torch.nn import functional as F
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.problem import MOST_DROPPED, dropout_threshold
+from lra.kernels import device
+from lra.kernels.dropout import MOST_DROPPED, dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import (
     WIDTHS,
@@ -294,7 +294,7 @@ class OnGPU:
 def test_what_the_kernels_take(monkeypatch):
     """Products in 16 bits with a residual in fp32, widths they have, on Hopper where ptxas can be relied on."""
     refusals: list[str | None] = [None]
-    monkeypatch.setattr(tuning, "hopper_refusal", lambda capability: refusals[-1])
+    monkeypatch.setattr(device, "hopper_refusal", lambda capability: refusals[-1])
 
     def follows(o: Any = BF16, x: Any = FP32, d: int = WIDTHS[-1], f: int = 2 * WIDTHS[-1], dropped: int = 26) -> bool:
         return takes_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f), dropped)  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ def test_what_the_kernels_take(monkeypatch):
 
 def test_torch_compile_takes_the_answers_for_constants(monkeypatch):
     """It asks for the version of ptxas, which is no tensor's business, and for autocast's dtype."""
-    monkeypatch.setattr(tuning, "hopper_refusal", lambda capability: None)
+    monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
     found = torch.compile(lambda x: x + 1 if on_hopper() else x, fullgraph=True, backend="eager")(torch.zeros(2))
     assert found.tolist() == [1, 1]
 

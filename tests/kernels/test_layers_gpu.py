@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import ops, reference
 from lra.kernels.layers.api import WIDTHS, feed_forward, project, takes_feed_forward, takes_projection
 from lra.kernels.testing import poisoned_empty

@@ -12,8 +12,8 @@ from torch import Tensor, library
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import flash_attention
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.problem import Problem
+from lra.kernels.impl import resolve_impl
 from lra.kernels.testing import Case, make_inputs
 from lra.models.attention.base import AttentionSpec
 from lra.models.attention.flash import FlashAttention
@@ -112,16 +112,16 @@ def test_batched_form_compiles(device):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_strided_inputs_reach_the_kernels_uncopied(traced, device, monkeypatch):
-    from lra.kernels.flash import forward
+    from lra.kernels.flash import launch
 
     seen: list[tuple[int, tuple[int, ...]]] = []
-    launch = forward.launch_forward
+    launch_forward = launch.launch_forward
 
     def spy(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         seen.extend((x.data_ptr(), x.stride()) for x in (q, k, v))
-        return launch(q, k, v, problem)
+        return launch_forward(q, k, v, problem)
 
-    monkeypatch.setattr(forward, "launch_forward", spy)
+    monkeypatch.setattr(launch, "launch_forward", spy)
     case = Case((12, 9), strides="fused")
     inputs = make_inputs(case, device)
     qkv = torch.stack(inputs[:3], 1)
@@ -174,19 +174,19 @@ def pytorchs_mode():
 
 @pytest.mark.parametrize(("asked", "mode"), [(False, False), (True, False), (False, True)])
 def test_deterministic_reaches_both_kernels(asked, mode, device, monkeypatch, pytorchs_mode):
-    from lra.kernels.flash import backward, forward
+    from lra.kernels.flash import launch
 
     seen = []
 
-    def spy(launch: Any) -> Any:
+    def spy(function: Any) -> Any:
         def launch_and_note(*arguments: Any) -> Any:
             seen.append(arguments[-1].deterministic)
-            return launch(*arguments)
+            return function(*arguments)
 
         return launch_and_note
 
-    monkeypatch.setattr(forward, "launch_forward", spy(forward.launch_forward))
-    monkeypatch.setattr(backward, "launch_backward", spy(backward.launch_backward))
+    for name in ("launch_forward", "launch_backward"):
+        monkeypatch.setattr(launch, name, spy(getattr(launch, name)))
     pytorchs_mode(mode)
     qkv = torch.randn(3, 1, 8, 1, 16, device=device, requires_grad=True)
     flash_attention(*qkv, impl="triton", deterministic=asked).sum().backward()

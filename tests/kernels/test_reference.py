@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.reference import draw, keep_mask, philox, reference_attention
 
 # Random123's known-answer tests of philox4x32-7 and -10: rounds, counter, key, result

@@ -1,10 +1,9 @@
-"""Which tile and which kernels are chosen, and how `lra tune` finds the tiles."""
+"""Which tile a kernel has, and how `lra tune` finds the tiles."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,10 @@ from typer.testing import CliRunner
 from lra.bench import tune as tuner
 from lra.cli import app
 from lra.errors import UsageError
+from lra.kernels import device
+from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Ptxas, Table, Tile
+from lra.kernels.flash.tuning import Key, Table, Tile
 from lra.kernels.testing import Case, Error, check
 
 KEY = Key("forward", "bfloat16", 64, False)
@@ -31,8 +32,9 @@ def gpu(monkeypatch, tmp_path):
     fake.user = tmp_path / "lra" / "tiles" / "NVIDIA-Test.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "HERE", tmp_path)
-    monkeypatch.setattr(tuning, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(tuning, "ptxas", lambda capability: fake.ptxas)
+    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "ptxas", lambda capability: fake.ptxas)
+    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     for name, value in dict(is_available=True, is_initialized=True, current_device=0).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -139,26 +141,6 @@ def test_every_kernel_has_a_default():
     assert [tuning.block_dim(d) for d in (1, 16, 17, 40, 64, 128)] == [16, 16, 32, 64, 64, 128]
 
 
-def test_hopper_kernels_need_their_gpu_a_dtype_and_a_good_ptxas(gpu):
-    half, single = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    assert tuning.use_hopper(half) and not tuning.use_hopper(single)
-    for minor in (3, 2):  # 13.3 is the first good one
-        gpu.ptxas = GOOD._replace(version=(13, minor))
-        tuning.forget()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error" if minor == 3 else "ignore")
-            assert tuning.use_hopper(half) == (minor == 3)
-    gpu.ptxas = OLD
-    tuning.forget()
-    with pytest.warns(UserWarning, match=r"ptxas 12\.8 .*nvidia-cuda-nvcc>=13\.4.*TRITON_PTXAS_PATH=/") as caught:
-        assert not tuning.use_hopper(half) and not tuning.use_hopper(half)
-    assert len(caught) == 1
-    gpu.capability = (10, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing to mend there
-        assert not tuning.use_hopper(half)
-
-
 def test_the_command_prints_every_trial(bench):
     result = CliRunner().invoke(app, ["tune", "kernels=dq", "dtypes=bfloat16", "head_dims=64", "dropout=true"])
     assert result.exit_code == 0, result.output
@@ -170,11 +152,11 @@ def test_the_command_prints_every_trial(bench):
 def test_the_ptxas_is_the_one_that_triton_calls(monkeypatch):
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     for capability, arch in (((8, 0), 80), ((9, 0), 90), ((10, 0), 100)):
-        used = tuning.ptxas(capability)
+        used = device.ptxas(capability)
         assert used.path == compiler.get_ptxas(arch).path and used.version >= (12, 0)
-    ours = tuning.ptxas((8, 0))
-    monkeypatch.setenv(ours.variable, tuning.ptxas((10, 0)).path)
-    assert tuning.ptxas((8, 0)).version == tuning.ptxas((10, 0)).version
+    ours = device.ptxas((8, 0))
+    monkeypatch.setenv(ours.variable, device.ptxas((10, 0)).path)
+    assert device.ptxas((8, 0)).version == device.ptxas((10, 0)).version
 
 
 def test_a_forced_tile_is_launched(device):
@@ -182,10 +164,7 @@ def test_a_forced_tile_is_launched(device):
         assert not launched
         errors = check(Case((40,), heads=1, head_dim=16), device, "triton")
         assert launched == {"forward"} and all(error.ok for error in errors.values())
-        assert not tuning.use_hopper(torch.zeros(1, dtype=torch.float16, device=device))
     assert tuning.tile("forward", torch.float32, 16, False) != (32, 16, 4, 1)
-    with tuning.forced("hopper_forward", Tile(128, 64, 4, 3)):
-        assert tuning.use_hopper(torch.zeros(1, dtype=torch.float16))
 
 
 @pytest.fixture
@@ -193,7 +172,7 @@ def bench(gpu, monkeypatch):
     """A tuner for which 8 warps are faster, 64 rows are wrong, 3 stages fail and 128 columns are wrong if causal."""
 
     def errors(case, device, impl):
-        (kernel, tile), *_ = tuning._forced.items()
+        (kernel, tile), *_ = tuning.forced_tiles.items()
         tuning.tile(kernel, torch.bfloat16, 64, False)
         assert case.deterministic == (kernel in ("dkdv", "dq"))
         if tile.stages == 3:

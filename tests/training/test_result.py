@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lra import environment
+from lra.kernels import library
 from lra.training import fit
 from lra.training.clock import Clock
 from lra.training.result import _name, facts, sampling_bound, spent
@@ -36,6 +37,9 @@ def test_a_result_states_what_ran_and_how_long():
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
     clock.sharing = 3
+    library.forget_kernels()
+    for name in ("hopper_shared", "hopper_forward", "hopper_shared"):
+        library.note_kernel("forward", name)
     clock.elsewhere, clock.seconds, clock.steps, clock.first, clock.validation = 100.0, 20.0, 50, 2.26, 3.34
     said = facts(composed, module, trainer, clock)
     assert (said["task"], said["attn"], said["recipe"], said["seed"]) == ("listops@1", "standard", "demo", 4)
@@ -46,8 +50,18 @@ def test_a_result_states_what_ran_and_how_long():
     assert said["steps_per_second"] == 2.5, "of the last device alone"
     assert (said["first_step_seconds"], said["validation_seconds"]) == (2.3, 3.3)
     assert said["config"] == composed.config.saved()
+    assert said["kernels"] == {"forward": ["hopper_forward", "hopper_shared"], "backward": [], "layers": []}
     unused = facts(composed, module, trainer, Clock())
     assert unused["steps_per_second"] is None and unused["first_step_seconds"] is None
+
+
+def test_a_result_names_the_kernels_that_ran(small):
+    """Of its own run alone, in a process that has had others."""
+    library.note_kernel("layers", "of another run")
+    tiny = ("trainer.steps=2", "trainer.eval_every=2", "task.test=4", "task.fresh=4", "task.val=4", "batch.size=2")
+    result = small("attn.impl=triton", "trainer.precision=fp32", *tiny)
+    assert result["kernels"] == {"forward": ["forward"], "backward": ["dkdv"], "layers": []}
+    assert result["attention"] == "flash by triton"
 
 
 def test_what_a_run_took_is_of_all_its_sessions():

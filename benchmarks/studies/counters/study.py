@@ -24,7 +24,7 @@ from lra.bench.files import write
 from lra.bench.io import no_counters, read_kernels, run_ncu
 from lra.errors import UsageError
 from lra.kernels import flash_attention
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import feed_forward
 from lra.models.dropout import keep_scale
 

@@ -29,7 +29,9 @@ import torch
 from benchmarks.command import command
 from lra import environment
 from lra.errors import UsageError
+from lra.kernels import device
 from lra.kernels.flash import tuning
+from lra.kernels.flash.dispatch import shared_kernel
 from lra.kernels.testing import NAMES, Case, check
 from lra.training.run import write as replace_file
 from tests.kernels.cases import random_case, random_hopper_case, random_sparse_case
@@ -66,7 +68,7 @@ def draw(number: int, kind: str) -> Case:
 @contextmanager
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
-    kernel = tuning.shared_name(case.max_length)
+    kernel = shared_kernel(case.max_length)
     with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise UsageError("PyTorch finds no GPU, and the compiled kernels need one: run it on a machine that has one")
     made_with = environment.describe()
-    ptxas = tuning.dotted(tuning.ptxas(tuning.capability()).version)  # some miscompile
+    ptxas = device.dotted(device.ptxas(device.capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
     cases = [draw(number, given.kind) for number in range(given.cases)]
     result |= summarise(survey(cases, given.workers, given.kind))

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lra.kernels.flash import hopper, tuning
+from lra.kernels.flash import tuning
+from lra.kernels.flash.dispatch import Choice
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
-from lra.kernels.flash.hopper_backward import launch_hopper_backward
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -33,6 +33,7 @@ from lra.kernels.flash.tiles import (
     sum_type,
     visit_list,
 )
+from lra.kernels.flash.tuning import block_dim
 
 DELTA_ROWS = 64
 
@@ -139,17 +140,14 @@ def dq_kernel(
     store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
 
 
-def launch_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
+def launch_plain_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
-    fast = not problem.deterministic and q.dtype != torch.float32  # fp32 is summed in fp64, which memory does not add
-    if fast and hopper.takes(problem, q, k, v):
-        return launch_hopper_backward(q, k, v, out, softmax, do, problem)
+    """As `launch.launch_backward`."""
     total, heads, head_dim = q.shape
-    block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
+    block_d, dropout, adds = block_dim(head_dim), problem.threshold > 0, choice.kernel == "dkdv_dq"
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fast else None
+    dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if adds else None
     delta = torch.empty_like(softmax[0])
     sequences = (problem.start, problem.length, problem.seed, problem.index)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
@@ -158,24 +156,23 @@ def launch_backward(
         problem.scale, problem.scale * LOG2_E, problem.threshold,
     )  # fmt: skip
     shared = dict(D=head_dim, BLOCK_D=block_d, DROPOUT=dropout, **problem.rules)
-    with torch.cuda.device_of(q):
-        delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
-            out, do, delta, *do.stride(), heads, total,
-            D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
-        )  # fmt: skip
-        tile = tuning.tile("dkdv_dq" if fast else "dkdv", q.dtype, block_d, dropout, problem.pattern)
-        *visits, longest = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
-        dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
-            q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
-            LONGEST=longest, ADD_DQ=fast, **tile.options(),
-        )  # fmt: skip
-        if dq_sum is not None:
-            return dq_sum.to(q.dtype), dk, dv
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tile = tuning.tile("dq", q.dtype, block_d, dropout, problem.pattern)
-        *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
-        dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-            q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
-            **tile.options(),
-        )  # fmt: skip
+    delta_kernel[(triton.cdiv(total, DELTA_ROWS) * heads,)](
+        out, do, delta, *do.stride(), heads, total,
+        D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
+    )  # fmt: skip
+    tile = choice.tile
+    *visits, longest = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
+    dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
+        q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
+        LONGEST=longest, ADD_DQ=adds, **tile.options(),
+    )  # fmt: skip
+    if dq_sum is not None:
+        return dq_sum.to(q.dtype), dk, dv
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tile = tuning.tile("dq", q.dtype, block_d, dropout, problem.pattern)
+    *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
+    dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
+        q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
+        **tile.options(),
+    )  # fmt: skip
     return dq, dk, dv

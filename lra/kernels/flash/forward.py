@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lra.kernels.flash import hopper, tuning
-from lra.kernels.flash.hopper_forward import launch_hopper_forward
-from lra.kernels.flash.hopper_shared import launch_hopper_shared
+from lra.kernels import device
+from lra.kernels.flash.dispatch import Choice
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
@@ -34,6 +33,7 @@ from lra.kernels.flash.tiles import (
     visit_list,
     visited,
 )
+from lra.kernels.flash.tuning import block_dim
 
 LOOKED_AT = 4096  # rows at a time
 
@@ -157,37 +157,25 @@ def any_nan(pointer, begin, end, ROWS: tl.constexpr):
     return found > 0
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The result, contiguous `[T, H, D]`, and two statistics of the softmax of each score row, fp32 `[2, H, T]`.
-
-    The latter are those of `tiles.store_softmax`: the maximum of the raw scores, and what normalises the weights
-    relative to it. One log-sum-exp would lose the sum behind a large maximum. Rows past a length are never read.
-    """
-    if hopper.takes(problem, q, k, v):
-        with torch.cuda.device_of(q):
-            shared = tuning.shared_forward(
-                q.dtype, q.shape[2], problem.threshold > 0, problem.pattern, problem.max_length,
-                q.shape[0] * q.shape[1], q.device,
-            )  # fmt: skip
-        return launch_hopper_shared(q, k, v, problem, shared) if shared else launch_hopper_forward(q, k, v, problem)
+def launch_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
+    """As `launch.launch_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    block_d, dropout = tuning.block_dim(head_dim), problem.threshold > 0
-    overlap = tuning.overlap(q.device)
-    with torch.cuda.device_of(q):
-        tile = tuning.tile("forward", q.dtype, block_d, dropout, problem.pattern)
-        *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
-        tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
-        strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E
-        constants = dict(D=head_dim, BLOCK_D=block_d, LONGEST=longest, DROPOUT=dropout, **problem.rules)
-        forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-            *tensors, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
-            **constants, **tile.options(), OVERLAP=overlap["OVERLAP"],
+    tile, overlap = choice.tile, device.overlap(q.device)
+    *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
+    tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
+    strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E
+    constants = dict(
+        D=head_dim, BLOCK_D=block_dim(head_dim), LONGEST=longest, DROPOUT=problem.threshold > 0, **problem.rules
+    )
+    forward_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
+        *tensors, *strides, heads, total, problem.max_length, problem.padded_length, scale_log2, problem.threshold,
+        **constants, **tile.options(), OVERLAP=overlap["OVERLAP"],
+    )  # fmt: skip
+    if q.dtype != torch.float32:
+        forward_again_kernel[(heads * problem.size,)](
+            *tensors, *strides, heads, total, scale_log2, problem.threshold,
+            **constants, **tile.options(), ROWS=LOOKED_AT, **overlap,
         )  # fmt: skip
-        if q.dtype != torch.float32:
-            forward_again_kernel[(heads * problem.size,)](
-                *tensors, *strides, heads, total, scale_log2, problem.threshold,
-                **constants, **tile.options(), ROWS=LOOKED_AT, **overlap,
-            )  # fmt: skip
     return out, softmax

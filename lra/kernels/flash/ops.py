@@ -1,43 +1,22 @@
 """The kernels as PyTorch operators, `lra::flash_forward` and `lra::flash_backward`, and the derivative of the first.
 
-torch.compile takes an operator as one node: the graph does not break, and strides arrive as they are. Defined by the
-lower level of PyTorch's `library`, because `custom_op` with `register_autograd` costs about 35 us more per call.
+torch.compile takes an operator as one node: the graph does not break, and strides arrive as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
+from lra.kernels.library import LIBRARY, define, once
 
 PROBLEM = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
     "Tensor? seed, Tensor? index, bool deterministic, int? layout"
 )
-
-
-class Once(torch.autograd.Function):
-    """The first `count` tensors, gradients, as functions of those that follow; their own derivative is an error.
-
-    PyTorch's `once_differentiable` lets them pass for constants where only the gradient of the result has none.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("this kernel can't be differentiated twice: use plain PyTorch")
-
-
-def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The gradients, which depend on `inputs`; where a graph of them is made, without a derivative."""
-    return Once.apply(len(gradients), *gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
 
 
 class Attention(torch.autograd.Function):
@@ -68,7 +47,7 @@ class Attention(torch.autograd.Function):
 
 # Triton is imported by the first call, so that a machine without it has the other path.
 def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    from lra.kernels.flash.forward import launch_forward
+    from lra.kernels.flash.launch import launch_forward
 
     return launch_forward(q, k, v, Problem(*problem))
 
@@ -76,7 +55,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor,
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, *problem: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from lra.kernels.flash.backward import launch_backward
+    from lra.kernels.flash.launch import launch_backward
 
     return launch_backward(q, k, v, out, softmax, do, Problem(*problem))
 
@@ -88,16 +67,6 @@ def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
-
-
-LIBRARY = library.Library("lra", "FRAGMENT")
-
-
-def define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    library.register_fake(f"lra::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.lra, name).default
 
 
 flash_forward = define(

@@ -10,18 +10,6 @@ from torch import Tensor
 
 from lra.kernels.flash.layout import EVERY, Layout, Visits, find
 
-MOST_DROPPED = 248  # of 256: a larger threshold would be NaN where kernels compare bytes as fp16 magnitudes
-
-
-def dropout_threshold(dropout: float) -> int:
-    """Dropout in units of 1/256, the resolution of the mask's random bytes: 0.1 becomes 26, that is p = 0.1016."""
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
-    threshold = round(256 * dropout)
-    if threshold == 256:
-        raise ValueError(f"dropout {dropout} rounds to 256/256 and would drop everything: use at most 0.998")
-    return threshold
-
 
 @dataclass(frozen=True)
 class Problem:

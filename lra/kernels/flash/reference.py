@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import Layout
-from lra.kernels.flash.problem import dropout_threshold
 
 LOW_32_BITS = 0xFFFFFFFF
 PHILOX_ROUNDS = 7  # the fewest that pass every test of BigCrush (Salmon et al., SC 2011, table 2)

@@ -1,4 +1,4 @@
-"""Which kernels run, and which tile of scores each works on.
+"""Which tile of scores a kernel works on. Which kernel runs is decided in dispatch.py.
 
 A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
 `default`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch
 
 from lra import environment
 from lra.errors import UsageError
+from lra.kernels import device
 from lra.kernels.flash.layout import Layout
 from lra.reading import is_number, read_json
 
@@ -33,10 +33,6 @@ KERNELS = (
 SHORT = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
 DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
 HERE = Path(__file__).parent
-
-# Before 13.3, ptxas may reuse registers that an asynchronous wgmma still reads (12.8, 12.9), or write shared memory out
-# of bounds (12.8, 13.0), for Hopper.
-TRUSTED_PTXAS = (13, 3)
 
 
 class Tile(NamedTuple):
@@ -77,22 +73,14 @@ class Table(NamedTuple):
     made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
 
 
-class Ptxas(NamedTuple):
-    """The assembler that Triton calls for a GPU."""
-
-    path: str
-    version: tuple[int, ...]  # (12, 8)
-    variable: str  # the environment variable that names another one
-
-
 def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
     """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
 
     With a layout it is cut so that it lies within a block, and so that its rules find registers.
     """
-    if kernel in _forced:
+    if kernel in forced_tiles:
         _asked.add(kernel)
-        found = _forced[kernel]
+        found = forced_tiles[kernel]
     else:
         found = _tile(_current_device(), kernel, dtype, block_d, dropout)
     if layout is None:
@@ -100,58 +88,9 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
     rows, columns = layout.block
     if layout.ruled:
         narrow = dtype != torch.float32 and block_d * (1 + dropout) <= 64
-        most = 32 if dtype == torch.float32 or capability()[0] in (8, 12) else 64
+        most = 32 if dtype == torch.float32 or device.capability()[0] in (8, 12) else 64
         rows, columns, found = math.gcd(rows, most), math.gcd(columns, most), found._replace(warps=4 if narrow else 8)
     return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
-
-
-def use_hopper(q: torch.Tensor) -> bool:
-    """Whether the Gluon kernels for Hopper take `q`. The plain Triton kernels run everywhere else."""
-    if _forced:
-        return next(iter(_forced)).startswith("hopper_")
-    if q.dtype == torch.float32:
-        return False
-    return _hopper_allowed(capability(q.device))
-
-
-def use_specialized(head_dim: int, dropout: bool, layout: Layout | None) -> bool:
-    """Whether the backward on Hopper is `hopper_specialized`."""
-    allowed = not _forced or "hopper_specialized" in _forced
-    return allowed and head_dim == 64 and not dropout and layout is None
-
-
-def may_share(head_dim: int, dropout: bool, length: int) -> bool:
-    """Whether sequences of this length may gain by `hopper_shared`."""
-    return head_dim != 64 or (dropout and length > SHORT)
-
-
-def shared_name(length: int) -> str:
-    """Under which name the tiles of `hopper_shared` are for sequences of this length, one of KERNELS."""
-    return "hopper_shared_short" if length <= SHORT else "hopper_shared"
-
-
-def shared_forward(
-    dtype: torch.dtype,
-    head_dim: int,
-    dropout: bool,
-    layout: Layout | None,
-    length: int,
-    rows: int,
-    device: torch.device,
-) -> str | None:
-    """Whose tiles the forward on Hopper has, if it is `hopper_shared`; else None.
-
-    It has fewer and larger tiles: of `rows`, those of all heads, there must be enough that no multiprocessor is without
-    one for long, and sequences of this length must fill theirs.
-    """
-    if forced := {name for name in _forced if name.startswith("hopper_shared")}:
-        return forced.pop()
-    if "hopper_forward" in _forced or layout is not None or not may_share(head_dim, dropout, length):
-        return None
-    name = shared_name(length)
-    own = tile(name, dtype, head_dim, dropout).rows
-    filled = 8 * own * math.ceil(length / own) <= 9 * length
-    return name if filled and rows >= 8 * own * multiprocessors(device) else None
 
 
 @contextmanager
@@ -160,15 +99,15 @@ def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
 
     The set has the kernel once it has been launched.
     """
-    _forced[kernel] = tile
+    forced_tiles[kernel] = tile
     _asked.clear()
     try:
         yield _asked
     finally:
-        del _forced[kernel]
+        del forced_tiles[kernel]
 
 
-_forced: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
+forced_tiles: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
 _asked: set[str] = set()
 
 
@@ -179,7 +118,7 @@ def block_dim(head_dim: int) -> int:
 
 def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
-    narrow, generation = block_d <= 64, capability()[0]
+    narrow, generation = block_d <= 64, device.capability()[0]
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
         if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
             return Tile(32, 32, 8, 2)
@@ -202,57 +141,6 @@ def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Til
     }[kernel]
 
 
-def capability(device: torch.device | None = None) -> tuple[int, int]:
-    """Compute capability of a device, by default the current one; (0, 0) of the CPU, where kernels are interpreted."""
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may begin before the previous kernel has ended; the kernel takes OVERLAP.
-
-    A launch in turn costs 2 to 3 microseconds. The previous kernel allows the overlap (`gdc_launch_dependents`), and
-    every program of this one waits for its end (`gdc_wait`) before it touches what that kernel writes, or returns.
-    See "Programmatic Dependent Launch" in the CUDA programming guide: compute capability 9.0 and later.
-    """
-    return {"OVERLAP": True, "launch_pdl": True} if capability(device) >= (9, 0) else {"OVERLAP": False}
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at a time if a program takes all of a multiprocessor; 2 on the CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def hopper_refusal(capability: tuple[int, int]) -> str | None:
-    """Why the Gluon kernels do not run on GPUs of this capability; None where they do."""
-    from triton import knobs
-
-    if capability != (9, 0):
-        return f"the faster kernels are for compute capability 9.0, not {dotted(capability)}"
-    if knobs.runtime.interpret:
-        return "Triton interprets (TRITON_INTERPRET=1)"
-    used = ptxas(capability)
-    if used.version < TRUSTED_PTXAS:
-        installed = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "ptxas")
-        return (
-            f"ptxas {dotted(used.version)} is known to miscompile for Hopper: pip install 'nvidia-cuda-nvcc>=13.4', "
-            f"then set {used.variable}={installed}"
-        )
-    return None
-
-
-def ptxas(capability: tuple[int, int]) -> Ptxas:
-    """The ptxas that Triton calls for GPUs of this capability, which differs between its versions."""
-    from triton import knobs
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    used = get_ptxas(10 * capability[0] + capability[1])
-    blackwell = used.path == knobs.nvidia.ptxas_blackwell.path
-    variable = "TRITON_PTXAS_BLACKWELL_PATH" if blackwell else "TRITON_PTXAS_PATH"
-    return Ptxas(used.path, tuple(int(part) for part in used.version.split(".")), variable)
-
-
 def tables() -> list[Table]:
     """The tables for the current device, the one to look into first in front."""
     found = []
@@ -264,7 +152,7 @@ def tables() -> list[Table]:
                 warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
             else:
                 found.append(table)
-    major, minor = capability()
+    major, minor = device.capability()
     path = HERE / "tuned" / f"sm_{major}{minor}.json"
     return [*found, read(path)] if path.exists() else found
 
@@ -286,7 +174,7 @@ def outdated(table: Table) -> str | None:
 
 def sources() -> str:
     """Identity of the kernels: a hash of the files that hold any."""
-    files = [file.read_bytes() for file in sorted(HERE.glob("*.py"))]
+    files = [file.read_bytes() for file in sorted([*HERE.rglob("*.py"), *HERE.parent.glob("hopper.py")])]
     kernels = [text for text in files if re.search(rb"^@(triton|gluon)\.jit", text, re.MULTILINE)]
     return hashlib.sha256(b"".join(kernels)).hexdigest()[:16]
 
@@ -330,7 +218,7 @@ def write(table: Table) -> None:
 
 def forget() -> None:
     """Read the tables, and ask for the GPU, anew: after a table was written."""
-    for cached in (_tile, _tables, _hopper_allowed):
+    for cached in (_tile, _tables, device.gpu):
         cached.cache_clear()
 
 
@@ -349,18 +237,3 @@ def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dro
 @functools.cache
 def _tables(device: int | None) -> list[Table]:
     return tables()
-
-
-@functools.cache
-def _hopper_allowed(capability: tuple[int, int]) -> bool:
-    if capability[0] != 9:
-        return False
-    refusal = hopper_refusal(capability)
-    if refusal:
-        warnings.warn(f"attention runs on the slower plain Triton kernels: {refusal}", stacklevel=4)
-    return refusal is None
-
-
-def dotted(version: tuple[int, ...]) -> str:
-    """As people write it: (12, 8) is 12.8."""
-    return ".".join(map(str, version))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.problem import MOST_DROPPED
+from lra.kernels import device
+from lra.kernels.dropout import MOST_DROPPED
 from lra.kernels.layers import ops
 from lra.kernels.layers.ops import FeedForward, PooledFeedForward, Project
 
@@ -34,28 +34,35 @@ def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
 
 def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MOST_DROPPED and _has_rows(table, table.shape[1])
+    return threshold <= MOST_DROPPED and _takes(table, None, table.shape[1])
 
 
-def _takes(x: Tensor, half: torch.dtype, d: int) -> bool:
-    return half in (torch.float16, torch.bfloat16) and _has_rows(x, d)
+def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) -> str | None:
+    """Why rows of this width and dtype, and products in that one, are PyTorch's also on Hopper; None if they are not.
+
+    Without products there is only a look-up.
+    """
+    if width not in WIDTHS:
+        return f"the kernels have rows of {' or '.join(map(str, WIDTHS))} features"
+    if rows != torch.float32:
+        return "the kernels take a residual in float32"
+    return None if products in (torch.float16, torch.bfloat16, None) else "the kernels multiply in 16 bits"
 
 
-def _has_rows(x: Tensor, d: int) -> bool:
-    """Whether the kernels have rows of this width, on a GPU that they are faster on."""
-    return x.is_cuda and x.dtype == torch.float32 and d in WIDTHS and on_hopper()
+def _takes(x: Tensor, products: torch.dtype | None, width: int) -> bool:
+    return x.is_cuda and layer_obstacle(width, x.dtype, products) is None and on_hopper()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """What the products of x are in: autocast's dtype, or without it its own."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
     """Whether this is a Hopper GPU, on which they were measured, and a ptxas that compiles its products rightly."""
-    return tuning.hopper_refusal(tuning.capability()) is None
+    return device.hopper_refusal(device.capability()) is None
 
 
 def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
@@ -101,8 +108,9 @@ def feed_forward(
             row, int32 `[T]`; nothing is dropped without keys. See `lra.models.dropout`, whose sites are `site`
             to `site` + 2 here.
     """
+    dropout = (1.0 if keys is None else scale), threshold, keys, site
     layers = _parameters(out, norm, up, down)
-    return FeedForward.apply(o.contiguous(), x.contiguous(), *layers, norm.eps, scale, threshold, keys, site)  # type: ignore[no-any-return]
+    return FeedForward.apply(o.contiguous(), x.contiguous(), norm.eps, *dropout, *layers)  # type: ignore[no-any-return]
 
 
 def pooled_feed_forward(
@@ -131,9 +139,9 @@ def pooled_feed_forward(
         start, length: of the sequences, int32 `[B]`.
         padded_length: rows that each owns at least; 0 where sequences lie end to end.
     """
-    layers = _parameters(out, norm, up, down)
-    numbers = padded_length, norm.eps, final.eps, scale, threshold, keys, site
-    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *layers, start, length, *numbers)
+    dropout = (1.0 if keys is None else scale), threshold, keys, site
+    sequences, layers = (start, length, padded_length), _parameters(out, norm, up, down)
+    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *sequences, norm.eps, final.eps, *dropout, *layers)
     mean = total / length.clamp(min=1)[:, None] * final.weight + final.bias  # type: ignore[operator]
     return mean.where(length[:, None] > 0, 0)
 

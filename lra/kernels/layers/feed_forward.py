@@ -22,11 +22,13 @@ Shape suffixes as in rows.py, and C hidden features of a chunk.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
+from lra.kernels.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
     first_row,
     from_product,
@@ -46,6 +48,20 @@ from lra.kernels.layers.rows import (
     row_layout,
     store_rows,
     take_rows,
+)
+
+# What a group of warps is given: arguments of the kernel, and what is in shared memory.
+Weights = namedtuple("Weights", "out up down")  # as `load_weights` describes them
+Forward = namedtuple(
+    "Forward",
+    "o_ptr x_desc y_ptr unit_ptr rstd_ptr keys_ptr final_rstd_ptr weights out_bias up_bias down_bias x_tiles ready "
+    "rows eps final_eps site threshold",
+)
+Pooled = namedtuple("Pooled", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
+Backward = namedtuple(
+    "Backward",
+    "dy_desc pooled unit_ptr rstd_ptr keys_ptr weights up_bias dx_ptr do_ptr dout_ptr du_ptr h_ptr ddown_ptr "
+    "dy_tiles ready rows site threshold",
 )
 
 
@@ -83,62 +99,60 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
         load_weight(down.index(i), down_ptr + i * C, F, num_warps)
     fence_async_shared()
     barrier()
-    return out, up, down
+    return Weights(out, up, down)
 
 
 @gluon.jit
 def forward_rows(
-    arguments, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+    given, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, x_desc, weights, x_tiles, ready, rows, eps, final_eps, site, threshold = arguments
-    o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr = pointers
-    out, out_bias, up, up_bias, down, down_bias = weights
-    M: gl.constexpr = x_tiles.shape[1]
-    D: gl.constexpr = x_tiles.shape[2]
-    CHUNKS: gl.constexpr = up.shape[0]
-    C: gl.constexpr = up.shape[1]
-    half: gl.constexpr = o_ptr.dtype.element_ty
+    weights, rows = given.weights, given.rows
+    M: gl.constexpr = given.x_tiles.shape[1]
+    D: gl.constexpr = given.x_tiles.shape[2]
+    CHUNKS: gl.constexpr = weights.up.shape[0]
+    C: gl.constexpr = weights.up.shape[1]
+    half: gl.constexpr = given.o_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
+    x_tile, x_ready = given.x_tiles.index(INDEX), given.ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     first = first_row(begin, tiles, rows, M)
     phase = 0
-    request_rows(x_desc, first, x_tile, x_ready, first < rows)
-    o_MD = load_rows(o_ptr, first, m < rows - first, D, D, num_warps)
+    request_rows(given.x_desc, first, x_tile, x_ready, first < rows)
+    o_MD = load_rows(given.o_ptr, first, m < rows - first, D, D, num_warps)
     for tile in range(begin, tiles, step):
         first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
-        keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        prefetch_rows(o_ptr, following, rows, D, num_warps)
-        bias_D = of_features(out_bias.index(0), num_warps)
-        z_MD = multiply(o_MD, out.permute((1, 0)), num_warps) + bias_D
-        x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
+        keys_M = load_keys(given.keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        prefetch_rows(given.o_ptr, following, rows, D, num_warps)
+        bias_D = of_features(given.out_bias.index(0), num_warps)
+        z_MD = multiply(o_MD, weights.out.permute((1, 0)), num_warps) + bias_D
+        x_MD = take_rows(given.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
-        z_MD = x_MD + kept(z_MD, keys_M, site, 0, threshold, DROPOUT, num_warps)
-        unit_MD, rstd_M = normalise(z_MD, eps, D)
+        z_MD = x_MD + kept(z_MD, keys_M, given.site, 0, given.threshold, DROPOUT, num_warps)
+        unit_MD, rstd_M = normalise(z_MD, given.eps, D)
         unit_MD = unit_MD.to(half)
-        gl.store(rstd_ptr + first + m, rstd_M, mask=real_M)
-        store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
+        gl.store(given.rstd_ptr + first + m, rstd_M, mask=real_M)
+        store_rows(given.unit_ptr, unit_MD, first, real_M, D, num_warps)
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            bias_C = of_features(up_bias.index(i), num_warps)
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
+            bias_C = of_features(given.up_bias.index(i), num_warps)
+            u_MC = multiply(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
             h_MC = (u_MC * below(u_MC)).to(half)
-            h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
-            y_MD = warpgroup_mma(operand(h_MC, sums), down.index(i).permute((1, 0)), y_MD)
-        o_MD = load_rows(o_ptr, following, m < rows - following, D, D, num_warps)
-        dy_MD = from_product(y_MD, num_warps) + of_features(down_bias.index(0), num_warps)
-        z_MD += kept(dy_MD, keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
+            h_MC = kept(h_MC, keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
+            y_MD = warpgroup_mma(operand(h_MC, sums), weights.down.index(i).permute((1, 0)), y_MD)
+        o_MD = load_rows(given.o_ptr, following, m < rows - following, D, D, num_warps)
+        dy_MD = from_product(y_MD, num_warps) + of_features(given.down_bias.index(0), num_warps)
+        z_MD += kept(dy_MD, keys_M, given.site + 2, 0, given.threshold, DROPOUT, num_warps)
         if POOLED:
-            z_MD, final_rstd_M = normalise(z_MD, final_eps, D)
+            z_MD, final_rstd_M = normalise(z_MD, given.final_eps, D)
             z_MD = z_MD.to(half)
-            gl.store(final_rstd_ptr + first + m, final_rstd_M, mask=real_M)
-        store_rows(y_ptr, z_MD, first, real_M, D, num_warps)
+            gl.store(given.final_rstd_ptr + first + m, final_rstd_M, mask=real_M)
+        store_rows(given.y_ptr, z_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
@@ -154,18 +168,17 @@ def feed_forward_kernel(
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
-    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    pointers = (o_ptr, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr)
-    weights = (out, out_bias, up, up_bias, down, down_bias)
-    arguments = (pointers, x_desc, weights, x_tiles, ready, rows, eps, final_eps, site, threshold)
+    weights = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    given = Forward(
+        o_ptr=o_ptr, x_desc=x_desc, y_ptr=y_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr, keys_ptr=keys_ptr,
+        final_rstd_ptr=final_rstd_ptr, weights=weights, out_bias=out_bias, up_bias=up_bias, down_bias=down_bias,
+        x_tiles=x_tiles, ready=ready, rows=rows, eps=eps, final_eps=final_eps, site=site, threshold=threshold,
+    )  # fmt: skip
     if GROUPS == 1:
-        forward_rows(arguments, DROPOUT, POOLED, 0, GROUPS, num_warps)
+        forward_rows(given, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [
-                (forward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(0), GROUPS, num_warps)),
-                (forward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(1), GROUPS, num_warps)),
-            ],
+            [(forward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
     keep_barriers(ready)
@@ -174,65 +187,62 @@ def feed_forward_kernel(
 @gluon.jit
 def gradient_of_pooled(pooled, first, real_M, D: gl.constexpr, num_warps: gl.constexpr):
     """Of a tile of rows, whose sum over a sequence has a gradient after they are normalised."""
-    dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr = pooled
     layout: gl.constexpr = row_layout(D, num_warps)
     m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
-    unit_MD = load_rows(final_ptr, first, real_M, D, D, num_warps)
-    sequence_M = gl.load(of_row_ptr + first + m, mask=real_M, other=-1)
-    rstd_M = gl.load(final_rstd_ptr + first + m, mask=real_M, other=0.0)
+    unit_MD = load_rows(pooled.final_ptr, first, real_M, D, D, num_warps)
+    sequence_M = gl.load(pooled.of_row_ptr + first + m, mask=real_M, other=-1)
+    rstd_M = gl.load(pooled.final_rstd_ptr + first + m, mask=real_M, other=0.0)
     at = sequence_M[:, None] * D + d[None, :]
-    dunit_MD = gl.load(dsums_ptr + at, mask=(sequence_M >= 0)[:, None], other=0.0)
+    dunit_MD = gl.load(pooled.dsums_ptr + at, mask=(sequence_M >= 0)[:, None], other=0.0)
     return normalise_backward(dunit_MD, unit_MD.to(gl.float32), rstd_M, D)
 
 
 @gluon.jit
 def backward_rows(
-    arguments, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+    given, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, pooled, dy_desc, weights, dy_tiles, ready, rows, site, threshold = arguments
-    unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr = pointers
-    out, up, up_bias, down = weights
-    M: gl.constexpr = dy_tiles.shape[1]
-    D: gl.constexpr = dy_tiles.shape[2]
-    CHUNKS: gl.constexpr = up.shape[0]
-    C: gl.constexpr = up.shape[1]
-    half: gl.constexpr = unit_ptr.dtype.element_ty
+    weights, rows = given.weights, given.rows
+    M: gl.constexpr = given.dy_tiles.shape[1]
+    D: gl.constexpr = given.dy_tiles.shape[2]
+    CHUNKS: gl.constexpr = weights.up.shape[0]
+    C: gl.constexpr = weights.up.shape[1]
+    half: gl.constexpr = given.unit_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    dy_tile, dy_ready = dy_tiles.index(INDEX), ready.index(INDEX)
+    dy_tile, dy_ready = given.dy_tiles.index(INDEX), given.ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     first = first_row(begin, tiles, rows, M)
     phase = 0
     if not POOLED:
-        request_rows(dy_desc, first, dy_tile, dy_ready, first < rows)
+        request_rows(given.dy_desc, first, dy_tile, dy_ready, first < rows)
     for tile in range(begin, tiles, step):
         first = first_row(tile, tiles, rows, M)
         real_M = m < rows - first
-        keys_M = load_keys(keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
-        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
+        keys_M = load_keys(given.keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        unit_MD = load_rows(given.unit_ptr, first, real_M, D, D, num_warps)
+        rstd_M = gl.load(given.rstd_ptr + first + m, mask=real_M, other=0.0)
         if POOLED:
-            dy_tile.store(gradient_of_pooled(pooled, first, real_M, D, num_warps))
+            dy_tile.store(gradient_of_pooled(given.pooled, first, real_M, D, num_warps))
         else:
             mbarrier.wait(dy_ready, phase)
-        ddown_MD = kept(dy_tile.load(layout).to(half), keys_M, site + 2, 0, threshold, DROPOUT, num_warps)
-        store_rows(ddown_ptr, ddown_MD, first, real_M, D, num_warps)
+        ddown_MD = kept(dy_tile.load(layout).to(half), keys_M, given.site + 2, 0, given.threshold, DROPOUT, num_warps)
+        store_rows(given.ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            bias_C = of_features(up_bias.index(i), num_warps)
-            u_MC = multiply(unit_MD, up.index(i).permute((1, 0)), num_warps) + bias_C
+            bias_C = of_features(given.up_bias.index(i), num_warps)
+            u_MC = multiply(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
             below_MC = below(u_MC)
             h_MC = (u_MC * below_MC).to(half)
-            h_MC = kept(h_MC, keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
-            du_MC = multiply(ddown_MD, down.index(i), num_warps) * (below_MC + u_MC * density(u_MC))
-            du_MC = kept(du_MC.to(half), keys_M, site + 1, i * C, threshold, DROPOUT, num_warps)
-            store_rows(h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
-            store_rows(du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
-            dunit_MD = warpgroup_mma(operand(du_MC, sums), up.index(i), dunit_MD)
+            h_MC = kept(h_MC, keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
+            du_MC = multiply(ddown_MD, weights.down.index(i), num_warps) * (below_MC + u_MC * density(u_MC))
+            du_MC = kept(du_MC.to(half), keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
+            store_rows(given.h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
+            store_rows(given.du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
+            dunit_MD = warpgroup_mma(operand(du_MC, sums), weights.up.index(i), dunit_MD)
 
         dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
         # or a compiler would keep what is read first: registers are for others
@@ -245,11 +255,11 @@ def backward_rows(
         if not POOLED:
             barrier()
             following = first_row(tile + step, tiles, rows, M)
-            request_rows(dy_desc, following, dy_tile, dy_ready, following < rows)
-        store_rows(dx_ptr, dz_MD, first, real_M, D, num_warps)
-        dout_MD = kept(dz_MD.to(half), keys_M, site, 0, threshold, DROPOUT, num_warps)
-        store_rows(dout_ptr, dout_MD, first, real_M, D, num_warps)
-        store_rows(do_ptr, multiply(dout_MD, out, num_warps).to(half), first, real_M, D, num_warps)
+            request_rows(given.dy_desc, following, dy_tile, dy_ready, following < rows)
+        store_rows(given.dx_ptr, dz_MD, first, real_M, D, num_warps)
+        dout_MD = kept(dz_MD.to(half), keys_M, given.site, 0, given.threshold, DROPOUT, num_warps)
+        store_rows(given.dout_ptr, dout_MD, first, real_M, D, num_warps)
+        store_rows(given.do_ptr, multiply(dout_MD, weights.out, num_warps).to(half), first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
@@ -268,19 +278,18 @@ def feed_forward_backward_kernel(
     dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, M, D], tile_layout)
     ready = new_barriers(GROUPS)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
-    out, up, down = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    pointers = (unit_ptr, rstd_ptr, keys_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr)
-    pooled = (dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr)
-    weights = (out, up, up_bias, down)
-    arguments = (pointers, pooled, dy_desc, weights, dy_tiles, ready, rows, site, threshold)
+    weights = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    given = Backward(
+        dy_desc=dy_desc, pooled=Pooled(dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr), unit_ptr=unit_ptr,
+        rstd_ptr=rstd_ptr, keys_ptr=keys_ptr, weights=weights, up_bias=up_bias, dx_ptr=dx_ptr, do_ptr=do_ptr,
+        dout_ptr=dout_ptr, du_ptr=du_ptr, h_ptr=h_ptr, ddown_ptr=ddown_ptr, dy_tiles=dy_tiles, ready=ready,
+        rows=rows, site=site, threshold=threshold,
+    )  # fmt: skip
     if GROUPS == 1:
-        backward_rows(arguments, DROPOUT, POOLED, 0, GROUPS, num_warps)
+        backward_rows(given, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [
-                (backward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(0), GROUPS, num_warps)),
-                (backward_rows, (arguments, DROPOUT, POOLED, gl.constexpr(1), GROUPS, num_warps)),
-            ],
+            [(backward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],
         )  # fmt: skip
     keep_barriers(ready)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,10 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lra.kernels.flash.hopper import GLUON, describe
+from lra.kernels.device import multiprocessors
+from lra.kernels.hopper import GLUON, describe
 from lra.kernels.layers import feed_forward, pooling, projection, table, weights
+from lra.kernels.layers.reference import Kept
 
 SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
 ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
@@ -27,14 +28,15 @@ SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
 
 def launch_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     y = torch.empty_like(x)
-    return y, *feed_forward_rows(y, None, 0.0, o, x, *rest)
+    return y, *feed_forward_rows(o, x, *rest, y=y)
 
 
 def launch_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *layers, start, length, padded_length, eps, final_eps, scale, threshold, keys, site = rest
     final, final_rstd = torch.empty_like(o), x.new_empty(len(x))
-    numbers = eps, scale, threshold, keys, site
-    kept = feed_forward_rows(final, final_rstd, final_eps, o, x, *layers, *numbers)
+    kept = feed_forward_rows(
+        o, x, *layers, eps, scale, threshold, keys, site, y=final, final_rstd=final_rstd, final_eps=final_eps
+    )
     return *launch_pool(final, start, length, padded_length), final, final_rstd, *kept
 
 
@@ -49,57 +51,63 @@ def launch_pool(x: Tensor, start: Tensor, length: Tensor, padded_length: int) ->
 
 
 def feed_forward_rows(
-    y: Tensor, final_rstd: Tensor | None, final_eps: float, o: Tensor, x: Tensor,
-    out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
+    o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
     down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Fills in y, normalised with `final_rstd`; what the backward needs."""
+    *, y: Tensor, final_rstd: Tensor | None = None, final_eps: float = 0.0,
+) -> Kept:  # fmt: skip
+    """Fills in `y`. Where `final_rstd` is given, `y` is normalised, and `final_rstd` is filled in as well."""
     (rows, d), f = x.shape, len(up)
     unit, rstd = torch.empty_like(o), x.new_empty(rows)
-    halves, biases = fold((out, up, down), (out_bias, up_bias, down_bias), gain, shift, o.dtype, scale, SECOND)
-    folded = [tensor for pair in zip(halves, biases, strict=True) for tensor in pair]
+    half_out, half_up, half_down = (torch.empty_like(weight, dtype=o.dtype) for weight in (out, up, down))
+    scaled_out_bias, folded_bias, scaled_down_bias = (torch.empty_like(bias) for bias in (out_bias, up_bias, down_bias))
+    fold_layers(
+        (out, up, down), (out_bias, up_bias, down_bias), gain, shift, (half_out, half_up, half_down),
+        (scaled_out_bias, folded_bias, scaled_down_bias), scale=scale, normed=SECOND,
+    )  # fmt: skip
     groups, residents, registers = FEED_FORWARD[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[programs(x, residents)](
-            o, tiles_of(x), y, unit, rstd, keys, final_rstd, *folded, rows, eps, final_eps, site, threshold,
+            o, row_tiles(x), y, unit, rstd, keys, final_rstd, half_out, scaled_out_bias, half_up, folded_bias,
+            half_down, scaled_down_bias, rows, eps, final_eps, site, threshold,
             D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, POOLED=final_rstd is not None,
             GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
-    return unit, rstd, *halves, biases[1]
+    return Kept(unit, rstd, half_out, half_up, half_down, folded_bias)
 
 
-def launch_feed_forward_backward(dy: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-    return feed_forward_rows_backward(tiles_of(dy), (None, None, None, None), *kept)
+def launch_feed_forward_backward(dy: Tensor, o: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return feed_forward_rows_backward(o, *rest, dy=row_tiles(dy))
 
 
 def launch_pooled_feed_forward_backward(
-    dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
+    dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    return feed_forward_rows_backward(None, (dsums, of_row, final, final_rstd), o, *kept)
+    return feed_forward_rows_backward(o, *rest, dsums=dsums, of_row=of_row, final=final, final_rstd=final_rstd)
 
 
 def feed_forward_rows_backward(
-    dy: TensorDescriptor | None, pooled: Sequence[Tensor | None],
-    o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
-    folded: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
-    scale: float, threshold: int, keys: Tensor | None, site: int,
+    o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor, folded_bias: Tensor,
+    gain: Tensor, shift: Tensor, up: Tensor, scale: float, threshold: int, keys: Tensor | None, site: int,
+    *, dy: TensorDescriptor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
+    final: Tensor | None = None, final_rstd: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of the rows' gradient, or what it is made of where they are pooled."""
+    """The gradients, from that of the rows, `dy`. Where rows are pooled `dy` is None, and the other four are given."""
     (rows, d), f = o.shape, len(up)
     dx, (do, dout, ddown) = rstd.new_empty(rows, d), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
     groups, residents, registers = FEED_FORWARD[d]
     with torch.cuda.device_of(o):
         feed_forward.feed_forward_backward_kernel[programs(o, residents)](
-            dy, *pooled, unit, rstd, keys, half_out, half_up, folded, half_down, dx, do, dout, du, h, ddown,
-            rows, site, threshold, D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
+            dy, dsums, of_row, final, final_rstd, unit, rstd, keys, half_out, half_up, folded_bias, half_down,
+            dx, do, dout, du, h, ddown, rows, site, threshold,
+            D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
             GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
     shapes = (half_out, half_up, half_down)
     gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
     biases = [rstd.new_empty(len(half)) for half in shapes]
     pairs = (dout, o), (du, unit), (ddown, h)
-    dnorm = unfold(pairs, (up, up, up), gain, shift, scale, SECOND, gradients, biases)
+    dnorm = sum_gradients(pairs, (up, up, up), gain, shift, gradients, biases, scale=scale, normed=SECOND)
     return do, dx, *gradients, *biases, dnorm
 
 
@@ -110,19 +118,21 @@ def launch_project(
     rows, d = x.shape
     q, k, v, unit = (torch.empty_like(x, dtype=half) for _ in range(4))
     rstd = x.new_empty(rows)
-    folded, biases = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
-    fold(weight.chunk(3), bias.chunk(3), gain, shift, half, 1.0, ALL, folded.chunk(3), biases.chunk(3))
+    half_weight, folded_bias = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
+    fold_layers(
+        weight.chunk(3), bias.chunk(3), gain, shift, half_weight.chunk(3), folded_bias.chunk(3), scale=1.0, normed=ALL
+    )
     groups, residents, registers = (1, 4, 128) if d == 64 else (4, 1, None)
     with torch.cuda.device_of(x):
         projection.project_kernel[programs(x, residents)](
-            tiles_of(x), q, k, v, unit, rstd, folded, biases, cos, sin, rows, eps,
+            row_tiles(x), q, k, v, unit, rstd, half_weight, folded_bias, cos, sin, rows, eps,
             D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
-    return q, k, v, unit, rstd, folded
+    return q, k, v, unit, rstd, half_weight
 
 
 def launch_project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, folded: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, half_weight: Tensor,
     gain: Tensor, shift: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, d = dy.shape
@@ -131,41 +141,44 @@ def launch_project_backward(
     groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
     with torch.cuda.device_of(dy):
         projection.project_backward_kernel[programs(dy, residents)](
-            tiles_of(dq), tiles_of(dk), tiles_of(dv), dy, unit, rstd, folded, cos, sin, dx, back_q, back_k, rows,
-            D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
+            row_tiles(dq), row_tiles(dk), row_tiles(dv), dy, unit, rstd, half_weight, cos, sin, dx, back_q, back_k,
+            rows, D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
         )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
     pairs = (back_q, unit), (back_k, unit), (dv, unit)
-    dnorm = unfold(pairs, weight.chunk(3), gain, shift, 1.0, ALL, dweight.chunk(3), dbias.chunk(3))
+    dnorm = sum_gradients(pairs, weight.chunk(3), gain, shift, dweight.chunk(3), dbias.chunk(3), scale=1.0, normed=ALL)
     return dx, dweight, dbias, dnorm
 
 
-def fold(
-    layers: Sequence[Tensor], biases: Sequence[Tensor], gain: Tensor, shift: Tensor, half: torch.dtype, scale: float,
-    normed: int, halves: Sequence[Tensor] | None = None, folded: Sequence[Tensor] | None = None,
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:  # fmt: skip
-    """Three layers' weights and biases as `weights.fold_kernel` gives them, in new tensors unless some are given."""
-    halves = halves or [torch.empty_like(weight, dtype=half) for weight in layers]
-    folded = folded or [torch.empty_like(bias) for bias in biases]
+def fold_layers(
+    layers: Sequence[Tensor], biases: Sequence[Tensor], gain: Tensor, shift: Tensor,
+    halves: Sequence[Tensor], folded: Sequence[Tensor], *, scale: float, normed: int,
+) -> None:  # fmt: skip
+    """Fills in `halves` and `folded`: three layers' weights and biases as `weights.fold_kernel` gives them.
+
+    Args:
+        scale: what dropout multiplies by.
+        normed: a bit for each layer that follows the norm.
+    """
     d = len(gain)
     with torch.cuda.device_of(gain):
-        weights.fold_kernel[(d // FOLDED, tiles(layers, d))](
+        weights.fold_kernel[(d // FOLDED, square_tiles(layers, d))](
             *layers, *biases, gain, shift, *halves, *folded, scale, *sides(layers), SIDE=d, R=FOLDED, NORMED=normed
         )
-    return halves, folded
 
 
-def unfold(
-    pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[Tensor], gain: Tensor, shift: Tensor, scale: float,
-    normed: int, gradients: Sequence[Tensor], biases: Sequence[Tensor],
+def sum_gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[Tensor], gain: Tensor, shift: Tensor,
+    gradients: Sequence[Tensor], biases: Sequence[Tensor], *, scale: float, normed: int,
 ) -> Tensor:  # fmt: skip
     """Fills in the gradients of three layers, of each pair the sum over all rows of dyᵀ x; those of gain and shift.
 
     Args:
         pairs: the gradient of what a layer returns, and what it is given.
         layers: the weights in fp32; only those of layers in `normed` are read.
+        scale, normed: as in `fold_layers`.
     """
-    (rows, _), d, count = pairs[0][0].shape, len(gain), tiles(gradients, len(gain))
+    (rows, _), d, count = pairs[0][0].shape, len(gain), square_tiles(gradients, len(gain))
     programs, together, stages = SUMMING[d]
     shape, parts = sides(gradients), max(1, programs // count)
     sums = gain.new_empty(parts, count, d, d + ONES)
@@ -187,7 +200,8 @@ def sides(layers: Sequence[Tensor]) -> list[int]:
     return [side for weight in layers for side in weight.shape]
 
 
-def tiles(layers: Sequence[Tensor], d: int) -> int:
+def square_tiles(layers: Sequence[Tensor], d: int) -> int:
+    """How many tiles `[d, d]` their weights have together."""
     return sum(weight.numel() for weight in layers) // d**2
 
 
@@ -228,16 +242,11 @@ def launch_table_gradient(
     return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
 
 
-def tiles_of(x: Tensor) -> TensorDescriptor:
-    """Of a group of warps, for TMA, which wants a row even where there is none to fetch."""
+def row_tiles(x: Tensor) -> TensorDescriptor:
+    """What TMA needs to know of x to copy tiles of a group's rows. It wants a row even where there is none to copy."""
     return describe((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP)
 
 
 def programs(x: Tensor, residents: int) -> tuple[int]:
     """As many as run at once, `residents` on each multiprocessor: each takes one tile of rows after another."""
     return (multiprocessors(x.device) * residents,)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -14,11 +14,13 @@ turn by their angles (Su et al. 2021, arXiv 2104.09864).
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, keep_barriers, new_barriers, product_layout
+from lra.kernels.hopper import barrier, keep_barriers, new_barriers, product_layout
 from lra.kernels.layers.rows import (
     first_row,
     from_product,
@@ -36,6 +38,16 @@ from lra.kernels.layers.rows import (
     row_layout,
     store_rows,
     take_rows,
+)
+
+# What a group of warps is given: arguments of the kernel, and what is in shared memory.
+Forward = namedtuple(
+    "Forward", "x_desc q_ptr k_ptr v_ptr unit_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps"
+)
+Backward = namedtuple(
+    "Backward",
+    "dq_desc dk_desc dv_desc dy_ptr unit_ptr rstd_ptr cos_ptr sin_ptr dx_ptr back_q_ptr back_k_ptr weight buffers "
+    "ready rows",
 )
 
 
@@ -79,41 +91,40 @@ def load_angles(pointer, first, real_M, P: gl.constexpr, num_warps: gl.constexpr
 
 
 @gluon.jit
-def project_rows(arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
+def project_rows(given, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, x_desc, weight, bias, x_tiles, ready, rows, eps = arguments
-    q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr = pointers
-    M: gl.constexpr = x_tiles.shape[1]
-    D: gl.constexpr = x_tiles.shape[2]
-    C: gl.constexpr = weight.shape[1]
-    half: gl.constexpr = q_ptr.dtype.element_ty
+    rows, outputs = given.rows, (given.q_ptr, given.k_ptr, given.v_ptr)
+    M: gl.constexpr = given.x_tiles.shape[1]
+    D: gl.constexpr = given.x_tiles.shape[2]
+    C: gl.constexpr = given.weight.shape[1]
+    half: gl.constexpr = given.q_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    x_tile, x_ready = x_tiles.index(INDEX), ready.index(INDEX)
+    x_tile, x_ready = given.x_tiles.index(INDEX), given.ready.index(INDEX)
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
     first = first_row(begin, tiles, rows, M)
     phase = 0
-    request_rows(x_desc, first, x_tile, x_ready, first < rows)
+    request_rows(given.x_desc, first, x_tile, x_ready, first < rows)
     for tile in range(begin, tiles, step):
         first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
-        x_MD = take_rows(x_desc, following, rows, x_tile, x_ready, phase, num_warps)
+        x_MD = take_rows(given.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
-        unit_MD, rstd_M = normalise(x_MD, eps, D)
+        unit_MD, rstd_M = normalise(x_MD, given.eps, D)
         unit_MD = unit_MD.to(half)
-        gl.store(rstd_ptr + first + m, rstd_M, mask=real_M)
-        store_rows(unit_ptr, unit_MD, first, real_M, D, num_warps)
+        gl.store(given.rstd_ptr + first + m, rstd_M, mask=real_M)
+        store_rows(given.unit_ptr, unit_MD, first, real_M, D, num_warps)
         if P:
-            cos_MP = load_angles(cos_ptr, first, real_M, P, num_warps)
-            sin_MP = load_angles(sin_ptr, first, real_M, P, num_warps)
+            cos_MP = load_angles(given.cos_ptr, first, real_M, P, num_warps)
+            sin_MP = load_angles(given.sin_ptr, first, real_M, P, num_warps)
         for part in gl.static_range(3):
             for i in range(D // C):
                 chunk = part * (D // C) + i
-                y_MC = multiply(unit_MD, weight.index(chunk).permute((1, 0)), num_warps)
-                y_MC += of_features(bias.index(chunk), num_warps)
+                y_MC = multiply(unit_MD, given.weight.index(chunk).permute((1, 0)), num_warps)
+                y_MC += of_features(given.bias.index(chunk), num_warps)
                 if P and part < 2:
                     y_MC = turn(y_MC, cos_MP, sin_MP, num_warps)
-                store_rows((q_ptr, k_ptr, v_ptr)[part] + i * C, y_MC.to(half), first, real_M, D, num_warps)
+                store_rows(outputs[part] + i * C, y_MC.to(half), first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -126,33 +137,28 @@ def project_kernel(
     ready = new_barriers(GROUPS)
     bias = load_bias(bias_ptr, 3 * D // C, C, num_warps)
     weight = load_weights(weight_ptr, D, C, num_warps)
-    pointers = (q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr)
-    arguments = (pointers, x_desc, weight, bias, x_tiles, ready, rows, eps)
+    given = Forward(
+        x_desc=x_desc, q_ptr=q_ptr, k_ptr=k_ptr, v_ptr=v_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr, cos_ptr=cos_ptr,
+        sin_ptr=sin_ptr, weight=weight, bias=bias, x_tiles=x_tiles, ready=ready, rows=rows, eps=eps,
+    )  # fmt: skip
     if GROUPS == 1:
-        project_rows(arguments, P, 0, GROUPS, num_warps)
+        project_rows(given, P, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [
-                (project_rows, (arguments, P, gl.constexpr(0), GROUPS, num_warps)),
-                (project_rows, (arguments, P, gl.constexpr(1), GROUPS, num_warps)),
-                (project_rows, (arguments, P, gl.constexpr(2), GROUPS, num_warps)),
-                (project_rows, (arguments, P, gl.constexpr(3), GROUPS, num_warps)),
-            ],
+            [(project_rows, (given, P, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1, 2, 3)],
             [num_warps, num_warps, num_warps], [128, 128, 128],  # registers of a thread; the first has the rest of 512
         )  # fmt: skip
     keep_barriers(ready)
 
 
 @gluon.jit
-def project_backward_rows(
-    arguments, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr
-):
+def project_backward_rows(given, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr):
     """The tiles of group INDEX of a program's GROUPS."""
-    pointers, descs, weight, buffers, ready, rows = arguments
-    dy_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr = pointers
+    descs, turned_back = (given.dq_desc, given.dk_desc, given.dv_desc), (given.back_q_ptr, given.back_k_ptr)
+    buffers, ready, rows = given.buffers, given.ready, given.rows
     M: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
-    half: gl.constexpr = unit_ptr.dtype.element_ty
+    half: gl.constexpr = given.unit_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
@@ -163,25 +169,25 @@ def project_backward_rows(
     for tile in range(begin, tiles, step):
         first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
-        unit_MD = load_rows(unit_ptr, first, real_M, D, D, num_warps)
-        rstd_M = gl.load(rstd_ptr + first + m, mask=real_M, other=0.0)
+        unit_MD = load_rows(given.unit_ptr, first, real_M, D, D, num_warps)
+        rstd_M = gl.load(given.rstd_ptr + first + m, mask=real_M, other=0.0)
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for part in gl.static_range(2):
             buffer, arrived = buffers.index(3 * INDEX + part), ready.index(3 * INDEX + part)
             d_MD = take_rows(descs[part], following, rows, buffer, arrived, phase, num_warps)
             if P:
-                cos_MP = load_angles(cos_ptr, first, real_M, P, num_warps)
-                sin_MP = load_angles(sin_ptr, first, real_M, P, num_warps)
+                cos_MP = load_angles(given.cos_ptr, first, real_M, P, num_warps)
+                sin_MP = load_angles(given.sin_ptr, first, real_M, P, num_warps)
                 d_MD = turn(d_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
-                store_rows((back_q_ptr, back_k_ptr)[part], d_MD, first, real_M, D, num_warps)
-            dunit_MD = warpgroup_mma(operand(d_MD, sums), weight.index(part), dunit_MD)
+                store_rows(turned_back[part], d_MD, first, real_M, D, num_warps)
+            dunit_MD = warpgroup_mma(operand(d_MD, sums), given.weight.index(part), dunit_MD)
         buffer, arrived = buffers.index(3 * INDEX + 2), ready.index(3 * INDEX + 2)
         dv_MD = take_rows(descs[2], following, rows, buffer, arrived, phase, num_warps)
-        dy_MD = load_rows(dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
-        dunit_MD = warpgroup_mma(operand(dv_MD, sums), weight.index(2), dunit_MD)
+        dy_MD = load_rows(given.dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
+        dunit_MD = warpgroup_mma(operand(dv_MD, sums), given.weight.index(2), dunit_MD)
         phase = phase ^ 1
         dx_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D) + dy_MD
-        store_rows(dx_ptr, dx_MD, first, real_M, D, num_warps)
+        store_rows(given.dx_ptr, dx_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -193,16 +199,16 @@ def project_backward_kernel(
     buffers = gl.allocate_shared_memory(dq_desc.dtype, [3 * GROUPS, 16 * num_warps, D], dq_desc.layout)
     ready = new_barriers(3 * GROUPS)
     weight = load_weights(weight_ptr, D, D, num_warps)
-    pointers = (dy_ptr, unit_ptr, rstd_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr)
-    arguments = (pointers, (dq_desc, dk_desc, dv_desc), weight, buffers, ready, rows)
+    given = Backward(
+        dq_desc=dq_desc, dk_desc=dk_desc, dv_desc=dv_desc, dy_ptr=dy_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr,
+        cos_ptr=cos_ptr, sin_ptr=sin_ptr, dx_ptr=dx_ptr, back_q_ptr=back_q_ptr, back_k_ptr=back_k_ptr, weight=weight,
+        buffers=buffers, ready=ready, rows=rows,
+    )  # fmt: skip
     if GROUPS == 1:
-        project_backward_rows(arguments, P, 0, GROUPS, num_warps)
+        project_backward_rows(given, P, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [
-                (project_backward_rows, (arguments, P, gl.constexpr(0), GROUPS, num_warps)),
-                (project_backward_rows, (arguments, P, gl.constexpr(1), GROUPS, num_warps)),
-            ],
+            [(project_backward_rows, (given, P, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
     keep_barriers(ready)

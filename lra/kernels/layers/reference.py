@@ -6,13 +6,42 @@ rounded to them. With float64 throughout nothing is rounded.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 SITES = 0x3C6EF372  # how far apart the sites in the model are for `draw`: even, and otherwise arbitrary
+
+
+class Layers(NamedTuple):
+    """Parameters of the layers after attention, in fp32: `out`, the norm, `up` and `down` with F hidden features."""
+
+    out: Tensor  # [D, D]
+    out_bias: Tensor
+    gain: Tensor
+    shift: Tensor
+    up: Tensor  # [F, D]
+    up_bias: Tensor
+    down: Tensor  # [D, F]
+    down_bias: Tensor
+
+
+class Kept(NamedTuple):
+    """What the forward of these layers keeps for the backward. Weights have 16 bits and dropout's scale in them."""
+
+    unit: Tensor  # [T, D]: the normalised rows
+    rstd: Tensor  # [T]: the inverse of what they were divided by
+    half_out: Tensor
+    half_up: Tensor  # with the norm's gain in it
+    half_down: Tensor
+    folded_bias: Tensor  # [F]: of `up`, with the norm's shift in it
+
+
+# What the backward of these layers returns; dnorm, `[2, D]`, is of gain and shift.
+Gradients = namedtuple("Gradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
 
 
 def feed_forward(
@@ -33,12 +62,12 @@ def feed_forward(
 
 def feed_forward_backward(
     dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
-    folded: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
+    folded_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, dy.dtype
     ddown = kept(dy, keys, site + 2, threshold).to(half)
-    u = F.linear(unit.to(wide), half_up.to(wide), folded)
+    u = F.linear(unit.to(wide), half_up.to(wide), folded_bias)
     below, density = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
     h = kept(u * below, keys, site + 1, threshold).to(half)
     dh = kept(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)

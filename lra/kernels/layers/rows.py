@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, drop_forward, limit, load_tile, product_layout
+from lra.kernels.hopper import barrier, drop_forward, limit, load_tile, product_layout
 from lra.kernels.layers import reference
 
 SITES = gl.constexpr(reference.SITES)

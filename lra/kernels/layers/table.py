@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.flash.hopper import barrier, product_layout
+from lra.kernels.hopper import barrier, product_layout
 from lra.kernels.layers.rows import kept, load_from, load_keys, row_layout, tile_offset
 
 SIDE = gl.constexpr(64)  # features of a program that sums

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lra.kernels.flash.api import check_inputs, randomness, resolve_impl, sequences
-from lra.kernels.flash.problem import dropout_threshold
+from lra.kernels.dropout import dropout_threshold
+from lra.kernels.impl import resolve_impl
+from lra.kernels.inputs import check_inputs, randomness, sequences
 from lra.kernels.softmax.ops import heads_first, real_rows, rows_first, softmax_forward
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.flash.ops import LIBRARY, define, once
+from lra.kernels.library import LIBRARY, define, note_kernel, once
 
 PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 
@@ -48,6 +48,7 @@ def run_forward(
     from lra.kernels.softmax.kernels import launch_forward
 
     n = q.shape[1]
+    note_kernel("forward", "softmax_forward")
     with torch.autocast(q.device.type, enabled=False):  # the result has the dtype of q
         q, k, v = (heads_first(x, length, side(n)) for x in (q, k, v))
         p = q @ k.transpose(2, 3)
@@ -62,6 +63,7 @@ def run_backward(
     from lra.kernels.softmax.kernels import launch_backward
 
     n = q.shape[1]
+    note_kernel("backward", "softmax_backward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, do = (heads_first(x, length, side(n)) for x in (q, k, v, do))
         ds = do @ v.transpose(2, 3)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import effective_dropout
-from lra.kernels.flash import resolve_impl
 from lra.kernels.flash.layout import Layout
+from lra.kernels.impl import resolve_impl
 from lra.models.attention import ATTENTIONS, Capabilities
 
 

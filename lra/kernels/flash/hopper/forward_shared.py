@@ -1,13 +1,15 @@
 """Forward for Hopper GPUs where every query sees every key: groups of warps that share what one more warp fetches.
 
 A program takes one tile of queries after another. Groups of four warps have 64 of them each, and compute as a program
-of hopper_forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
+of forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
 or a quarter as often, and no group waits for the first ones.
 """
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,11 +18,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
+from lra.kernels.device import multiprocessors
+from lra.kernels.flash.dispatch import Choice
+from lra.kernels.flash.hopper.forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
+from lra.kernels.flash.hopper.forward import sweep as sweep_alone
+from lra.kernels.flash.hopper.tiles import Sequences, dropout_key, owned_tile, sequence_tile
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E
+from lra.kernels.hopper import (
     barrier,
     describe,
-    dropout_key,
     following,
     keep_barriers,
     leave_head,
@@ -29,14 +36,9 @@ from lra.kernels.flash.hopper import (
     next_tile,
     pass_on,
     product_layout,
-    sequence_tile,
     take_tile,
     zero_past,
 )
-from lra.kernels.flash.hopper_forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
-from lra.kernels.flash.hopper_forward import sweep as sweep_alone
-from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E
 
 GROUP = gl.constexpr(4)  # warps
 QUERIES = gl.constexpr(64)  # of a group
@@ -52,71 +54,84 @@ def registers(groups):
     return (65536 // (128 * fours) // 8 * 8 * fours - FETCHING) // groups // 8 * 8
 
 
+class Ring(NamedTuple):
+    """Shared memory for tiles that one warp fetches and several groups read, and the barriers of each slot."""
+
+    smem: Any  # [slots, rows, D]
+    ready: Any  # completes when the slot is filled
+    freed: Any  # completes when every group has read it
+
+
+class Shared(NamedTuple):
+    """What the warps of a program share."""
+
+    q: Ring  # its tile `GROUPS * buffer + group` is a group's; barriers are those of buffers
+    number: Any  # [BUFFERS, 1]: of the tile whose queries are in a buffer
+    k: Ring
+    v: Ring
+    last_ready: Any  # of a partial tile of V: completes when it has arrived
+    last_freed: Any  # completes when group 0 has blanked out the rows of others
+
+
 @gluon.jit
-def fetch_tiles(descriptors, taken_ptr, tiles, sequences, memory, barriers):
+def fetch_tiles(q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, shared):
     """Tiles of queries that no program has taken yet, and the keys they see, as far ahead as there is room."""
-    q_desc, k_desc, v_desc = descriptors
-    q_smem, k_smem, v_smem, tile_smem = memory
-    q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed = barriers
-    start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    GROUPS: gl.constexpr = q_smem.shape[0] // BUFFERS
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
+    q, k, v = shared.q, shared.k, shared.v
+    GROUPS: gl.constexpr = q.smem.shape[0] // BUFFERS
+    STAGES: gl.constexpr = k.smem.shape[0]
+    BLOCK_N: gl.constexpr = k.smem.shape[1]
+    D: gl.constexpr = k.smem.shape[2]
     ROWS: gl.constexpr = GROUPS * QUERIES
     slot, phase = 0, 1
     buffer, q_phase = 0, 1
     last_phase = 1
     tile = gl.program_id(0)
     while tile < tiles:
-        head, _b, start, length, owned, first_row = sequence_tile(
-            tile, start_ptr, length_ptr, max_length, padded_length, heads, ROWS
-        )
+        head, _b, start, length, owned, first_row = owned_tile(tile, sequences, ROWS)
         if first_row < owned:  # else it is empty
             n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
             column = head * D
-            mbarrier.wait(q_freed.index(buffer), q_phase)
-            pass_on(tile, tile_smem.index(buffer), 1)
-            mbarrier.expect(q_ready.index(buffer), ROWS * D * 2, pred=n > 0)
-            mbarrier.arrive(q_ready.index(buffer), count=1, pred=n == 0)
+            mbarrier.wait(q.freed.index(buffer), q_phase)
+            pass_on(tile, shared.number.index(buffer), 1)
+            mbarrier.expect(q.ready.index(buffer), ROWS * D * 2, pred=n > 0)
+            mbarrier.arrive(q.ready.index(buffer), count=1, pred=n == 0)
             for group in gl.static_range(GROUPS):
                 place = [start + first_row + group * QUERIES, column]
-                load_tile(q_desc, place, q_ready.index(buffer), q_smem.index(GROUPS * buffer + group), pred=n > 0)
+                load_tile(q_desc, place, q.ready.index(buffer), q.smem.index(GROUPS * buffer + group), pred=n > 0)
             for t in range(n):
                 # The last tile, which alone may be partial, comes first: a group's loop masks nothing.
                 first = gl.where(t == 0, n - 1, t - 1) * BLOCK_N
-                mbarrier.wait(k_freed.index(slot), phase)
-                fetch(k_desc, start + first, column, k_ready, k_smem, slot, True)
-                mbarrier.wait(v_freed.index(slot), phase)
+                mbarrier.wait(k.freed.index(slot), phase)
+                fetch(k_desc, start + first, column, k.ready, k.smem, slot, True)
+                mbarrier.wait(v.freed.index(slot), phase)
                 if first + BLOCK_N > length:  # not ready before a group has blanked out what belongs to others
-                    mbarrier.wait(last_freed.index(0), last_phase)
+                    mbarrier.wait(shared.last_freed.index(0), last_phase)
                     last_phase ^= 1
-                    mbarrier.expect(last_ready.index(0), BLOCK_N * D * 2)
-                    load_tile(v_desc, [start + first, column], last_ready.index(0), v_smem.index(slot))
+                    mbarrier.expect(shared.last_ready.index(0), BLOCK_N * D * 2)
+                    load_tile(v_desc, [start + first, column], shared.last_ready.index(0), v.smem.index(slot))
                 else:
-                    fetch(v_desc, start + first, column, v_ready, v_smem, slot, True)
+                    fetch(v_desc, start + first, column, v.ready, v.smem, slot, True)
                 slot, phase = following(slot, phase, STAGES)
             buffer, q_phase = following(buffer, q_phase, BUFFERS)
         else:
-            leave_head(taken_ptr, tile, max_length, ROWS)
+            leave_head(taken_ptr, tile, sequences.max_length, ROWS)
         tile = take_tile(taken_ptr)
-    mbarrier.wait(q_freed.index(buffer), q_phase)
-    pass_on(-1, tile_smem.index(buffer), 1)
-    mbarrier.arrive(q_ready.index(buffer), count=1)
+    mbarrier.wait(q.freed.index(buffer), q_phase)
+    pass_on(-1, shared.number.index(buffer), 1)
+    mbarrier.arrive(q.ready.index(buffer), count=1)
 
 
 @gluon.jit
 def sweep(
-    q_tile, q_freed, ring, last, slot, phase, last_phase, n, length, first_row, key, scale_log2, threshold,
+    q_tile, q_freed, shared, slot, phase, last_phase, n, length, first_row, key, scale_log2, threshold,
     INDEX: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """Over the n tiles of keys: the sums of weights times V, of weights, and each row's maximum in the first tile."""
-    k_smem, v_smem, k_ready, k_freed, v_ready, v_freed = ring
-    last_ready, last_freed = last
+    k, v = shared.k, shared.v
     dtype: gl.constexpr = q_tile.dtype
     D: gl.constexpr = q_tile.shape[1]
-    STAGES: gl.constexpr = k_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    STAGES: gl.constexpr = k.smem.shape[0]
+    BLOCK_N: gl.constexpr = k.smem.shape[1]
     scores: gl.constexpr = product_layout(BLOCK_N, GROUP)
     outputs: gl.constexpr = product_layout(D, GROUP)
     weights: gl.constexpr = gl.DotOperandLayout(0, outputs, 2)
@@ -124,92 +139,88 @@ def sweep(
     acc = gl.zeros([QUERIES, D], gl.float32, outputs)
 
     first = (n - 1) * BLOCK_N
-    mbarrier.wait(k_ready.index(slot), phase)
-    s = warpgroup_mma(q_tile, k_smem.index(slot).permute((1, 0)), nothing, use_acc=False)
+    mbarrier.wait(k.ready.index(slot), phase)
+    s = warpgroup_mma(q_tile, k.smem.index(slot).permute((1, 0)), nothing, use_acc=False)
     barrier()
-    mbarrier.arrive(k_freed.index(slot), count=1)
+    mbarrier.arrive(k.freed.index(slot), count=1)
     if first + BLOCK_N > length:
         s = hide_past(s, first, length)
         if INDEX == 0:
-            mbarrier.wait(last_ready.index(0), last_phase)
+            mbarrier.wait(shared.last_ready.index(0), last_phase)
             last_phase ^= 1
-            zero_past(v_smem.index(slot), length - first, GROUP)
+            zero_past(v.smem.index(slot), length - first, GROUP)
             barrier()
-            mbarrier.arrive(last_freed.index(0), count=1)
-            mbarrier.arrive(v_ready.index(slot), count=1)
+            mbarrier.arrive(shared.last_freed.index(0), count=1)
+            mbarrier.arrive(v.ready.index(slot), count=1)
     top = gl.max(s, 1)
     p32 = weigh(s, top, scale_log2, False)
     sums = thread_sums(p32)
     p = p32.to(dtype)
     for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
         next_slot, next_phase = following(slot, phase, STAGES)
-        mbarrier.wait(k_ready.index(next_slot), next_phase)
-        next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        mbarrier.wait(k.ready.index(next_slot), next_phase)
+        next_s = warpgroup_mma(q_tile, k.smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if DROPOUT:
             p = dropped(p, key, first_row, first, threshold, GROUP)
         p = gl.convert_layout(p, weights)
-        mbarrier.wait(v_ready.index(slot), phase)
-        out = warpgroup_mma(p, v_smem.index(slot), acc, is_async=True)
+        mbarrier.wait(v.ready.index(slot), phase)
+        out = warpgroup_mma(p, v.smem.index(slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[next_s])
         barrier()
-        mbarrier.arrive(k_freed.index(next_slot), count=1)
+        mbarrier.arrive(k.freed.index(next_slot), count=1)
         p32 = weigh(s, top, scale_log2, False)
         sums += thread_sums(p32)
         p_next = p32.to(dtype)
         acc, _ = warpgroup_mma_wait(0, deps=[out, p])
         barrier()
-        mbarrier.arrive(v_freed.index(slot), count=1)
+        mbarrier.arrive(v.freed.index(slot), count=1)
         p, first = p_next, (t - 1) * BLOCK_N
         slot, phase = next_slot, next_phase
     barrier()
     mbarrier.arrive(q_freed, count=1)
     if DROPOUT:
         p = dropped(p, key, first_row, first, threshold, GROUP)
-    mbarrier.wait(v_ready.index(slot), phase)
-    acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
+    mbarrier.wait(v.ready.index(slot), phase)
+    acc = warpgroup_mma(gl.convert_layout(p, weights), v.smem.index(slot), acc)
     barrier()
-    mbarrier.arrive(v_freed.index(slot), count=1)
+    mbarrier.arrive(v.freed.index(slot), count=1)
     slot, phase = following(slot, phase, STAGES)
     return acc, sums, top, slot, phase, last_phase
 
 
 @gluon.jit
-def pass_over(ring, slot, phase, n):
+def pass_over(k, v, slot, phase, n):
     """Of a group without queries: leaves the n tiles of keys to the others."""
-    k_smem, _, k_ready, k_freed, v_ready, v_freed = ring
     for _t in range(n):
-        mbarrier.wait(k_ready.index(slot), phase)
-        mbarrier.wait(v_ready.index(slot), phase)
+        mbarrier.wait(k.ready.index(slot), phase)
+        mbarrier.wait(v.ready.index(slot), phase)
         barrier()
-        mbarrier.arrive(k_freed.index(slot), count=1)
-        mbarrier.arrive(v_freed.index(slot), count=1)
-        slot, phase = following(slot, phase, k_smem.shape[0])
+        mbarrier.arrive(k.freed.index(slot), count=1)
+        mbarrier.arrive(v.freed.index(slot), count=1)
+        slot, phase = following(slot, phase, k.smem.shape[0])
     return slot, phase
 
 
 @gluon.jit
-def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl.constexpr):
+def attend(
+    out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold, sequences, shared,
+    INDEX: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
     """Group INDEX of a program: its 64 queries of each tile."""
-    out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold = others
-    q_smem, k_smem, v_smem, tile_smem = memory
-    q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed = barriers
-    ring, last = (k_smem, v_smem, k_ready, k_freed, v_ready, v_freed), (last_ready, last_freed)
-    start_ptr, length_ptr, heads, max_length, padded_length = sequences
-    GROUPS: gl.constexpr = q_smem.shape[0] // BUFFERS
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    D: gl.constexpr = k_smem.shape[2]
-    dtype: gl.constexpr = q_smem.dtype
+    q = shared.q
+    GROUPS: gl.constexpr = q.smem.shape[0] // BUFFERS
+    BLOCK_N: gl.constexpr = shared.k.smem.shape[1]
+    D: gl.constexpr = shared.k.smem.shape[2]
+    dtype: gl.constexpr = q.smem.dtype
     scores: gl.constexpr = product_layout(BLOCK_N, GROUP)
     outputs: gl.constexpr = product_layout(D, GROUP)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores)
     slot, phase = 0, 0
     buffer, q_phase = 0, 0
     last_phase = 0
-    tile = next_tile(tile_smem, q_ready, buffer, q_phase, GROUP)
+    tile = next_tile(shared.number, q.ready, buffer, q_phase, GROUP)
     while tile >= 0:
-        head, b, start, length, owned, first_row = sequence_tile(
-            tile, start_ptr, length_ptr, max_length, padded_length, heads, GROUPS * QUERIES
-        )
+        head, b, start, length, owned, first_row = owned_tile(tile, sequences, GROUPS * QUERIES)
         n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
         first_row += INDEX * QUERIES
         key = dropout_key(gl.load(seed_ptr), gl.load(index_ptr + b), head) if DROPOUT else 0
@@ -217,26 +228,26 @@ def attend(others, sequences, memory, barriers, INDEX: gl.constexpr, DROPOUT: gl
         sums = thread_sums(gl.zeros([QUERIES, BLOCK_N], gl.float32, scores))
         acc = gl.zeros([QUERIES, D], gl.float32, outputs)
         if first_row < length:
-            q_tile = q_smem.index(GROUPS * buffer + INDEX)
+            q_tile = q.smem.index(GROUPS * buffer + INDEX)
             acc, sums, top, slot, phase, last_phase = sweep(
-                q_tile, q_freed.index(buffer), ring, last, slot, phase, last_phase, n, length, first_row,
+                q_tile, q.freed.index(buffer), shared, slot, phase, last_phase, n, length, first_row,
                 key, scale_log2, threshold, INDEX, DROPOUT,
             )  # fmt: skip
         else:
             barrier()
-            mbarrier.arrive(q_freed.index(buffer), count=1)
-            slot, phase = pass_over(ring, slot, phase, n)
+            mbarrier.arrive(q.freed.index(buffer), count=1)
+            slot, phase = pass_over(shared.k, shared.v, slot, phase, n)
 
         rows = first_row + gl.arange(0, QUERIES, row_layout)
         row_sums = gl.convert_layout(gl.sum(sums, 1), row_layout)
         store_result(
-            out_ptr, softmax_ptr, acc, row_sums, top, rows, first_row, start, length, owned, heads, head, total,
-            threshold, dtype, DROPOUT, GROUP,
+            out_ptr, softmax_ptr, acc, row_sums, top, rows, first_row, start, length, owned, sequences.heads, head,
+            total, threshold, dtype, DROPOUT, GROUP,
         )  # fmt: skip
         place = gl.full([QUERIES], GROUPS * tile + INDEX, gl.int32, row_layout)
         gl.store(again_ptr + place, 1, mask=(unfit(row_sums, top, scale_log2, dtype) > 0) & (rows < length))
         buffer, q_phase = following(buffer, q_phase, BUFFERS)
-        tile = next_tile(tile_smem, q_ready, buffer, q_phase, GROUP)
+        tile = next_tile(shared.number, q.ready, buffer, q_phase, GROUP)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -255,23 +266,23 @@ def hopper_shared_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [BUFFERS * GROUPS, QUERIES, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    tile_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_ready, q_freed = new_barriers(BUFFERS), new_barriers(BUFFERS, GROUPS)
-    k_ready, k_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
-    v_ready, v_freed = new_barriers(STAGES), new_barriers(STAGES, GROUPS)
-    last_ready, last_freed = new_barriers(1), new_barriers(1)
-
-    descriptors = (q_desc, k_desc, v_desc)
-    others = (out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold)
-    sequences = (start_ptr, length_ptr, heads, max_length, padded_length)
-    memory = (q_smem, k_smem, v_smem, tile_smem)
-    barriers = (q_ready, q_freed, k_ready, k_freed, v_ready, v_freed, last_ready, last_freed)
+    number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q = Ring(q_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, GROUPS))
+    k = Ring(k_smem, ready=new_barriers(STAGES), freed=new_barriers(STAGES, GROUPS))
+    v = Ring(v_smem, ready=new_barriers(STAGES), freed=new_barriers(STAGES, GROUPS))
+    shared = Shared(q=q, number=number_smem, k=k, v=v, last_ready=new_barriers(1), last_freed=new_barriers(1))
+    sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     gl.warp_specialize(
-        [(attend, (others, sequences, memory, barriers, gl.constexpr(i), DROPOUT)) for i in (0, 1, 2, 3)[:GROUPS]]
-        + [(fetch_tiles, (descriptors, taken_ptr, tiles, sequences, memory, barriers))],
+        [  # no sum of two lists: Triton 3.6 forgets the names in the second one
+            (attend, (
+                out_ptr, softmax_ptr, again_ptr, seed_ptr, index_ptr, total, scale_log2, threshold, sequences, shared,
+                gl.constexpr(i), DROPOUT,
+            )) if i < GROUPS else (fetch_tiles, (q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, shared))
+            for i in (0, 1, 2, 3, 4)[: GROUPS + 1]
+        ],
         [GROUP for _ in (1, 2, 3)[: GROUPS - 1]] + [1],
         [registers(GROUPS) for _ in (1, 2, 3)[: GROUPS - 1]] + [FETCHING],
-    )
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["count", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -305,7 +316,8 @@ def hopper_again_kernel(
             phase ^= 1
             acc, sums, top = sweep_alone(
                 q_smem.index(0), k_desc, v_desc, k_smem, v_smem, start_ptr, gl.cdiv(length, BLOCK_N), start, length,
-                head, first_row, key, scale_log2, threshold, STAGES, False, DROPOUT, True, GROUP,
+                head, first_row, key, scale_log2, threshold,
+                STAGES, LONGEST=False, DROPOUT=DROPOUT, RUNNING=True, num_warps=GROUP,
             )  # fmt: skip
             rows = first_row + gl.arange(0, QUERIES, top.type.layout)
             store_result(
@@ -315,25 +327,23 @@ def hopper_again_kernel(
     keep_barriers(q_ready)
 
 
-def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, name: str) -> tuple[Tensor, Tensor]:
-    """As `forward.launch_forward`, where `tuning.shared_forward` says so, with the tile that has this name."""
+def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
+    """As `launch.launch_forward`."""
     total, heads, head_dim = q.shape
-    dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        rows, columns, _, stages = tuning.tile(name, q.dtype, head_dim, dropout)
-        tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
-        state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
-        taken, again = state[:1], state[4:]
-        descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
-        sequences = problem.start, problem.length, problem.seed, problem.index
-        numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
-        constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=dropout, num_warps=GROUP.value)
-        hopper_shared_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
-            *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
-        )
-        hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
-            *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
-        )
+    rows, columns, _, stages = choice.tile
+    tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
+    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
+    taken, again = state[:1], state[4:]
+    descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
+    sequences = problem.start, problem.length, problem.seed, problem.index
+    numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
+    constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=problem.threshold > 0, num_warps=GROUP.value)
+    hopper_shared_kernel[(min(tiles, multiprocessors(q.device)),)](
+        *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
+    )
+    hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](
+        *descriptors, out, softmax, again, *sequences, len(again), *numbers, STAGES=2, **constants
+    )
     return out, softmax

@@ -1,8 +1,9 @@
 """Backward for Hopper GPUs in Gluon: dK, dV and dQ in one pass over the scores, with products kept in flight.
 
-As in backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to memory by
-TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products with dO
-and Q, which give dV and dK, want them. Where `tuning.use_specialized` says so, hopper_specialized.py has the pass.
+As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to
+memory by TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products
+with dO and Q, which give dV and dK, want them. A pass by `hopper_specialized` has its main part in
+backward_specialized.py.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -25,39 +26,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
-    add_tile,
-    barrier,
-    contiguous_heads,
-    describe,
+from lra.kernels import device
+from lra.kernels.device import multiprocessors
+from lra.kernels.flash.dispatch import Choice, contiguous_heads
+from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
+from lra.kernels.flash.hopper.finish import finish
+from lra.kernels.flash.hopper.tiles import (
     draw_backward,
-    drop_backward,
     dropout_key,
     dropped_score_gradient,
-    following,
-    keep_barriers,
     load_statistics,
-    load_tile,
-    new_barriers,
     place_of,
-    product_layout,
     score_gradient,
     scored_keys,
     sequence_tile,
     shift_of,
     spread_backward,
-    store_accumulator,
     store_tile,
     visit_list,
     visited,
+)
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tiles import LOG2_E, is_extreme
+from lra.kernels.hopper import (
+    add_tile,
+    barrier,
+    describe,
+    drop_backward,
+    following,
+    keep_barriers,
+    load_tile,
+    new_barriers,
+    product_layout,
+    store_accumulator,
     without_others,
     zero_past,
 )
-from lra.kernels.flash.hopper_finish import finish
-from lra.kernels.flash.hopper_specialized import hopper_specialized_kernel
-from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tiles import LOG2_E, is_extreme
 
 FLAT_ROWS = 64
 
@@ -71,7 +75,7 @@ def prepare_kernel(
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
     needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
-    weights come out as 0: `hopper_finish` adds what they contribute.
+    weights come out as 0: `finish` adds what they contribute.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -274,43 +278,39 @@ def hopper_backward_kernel(
 
 
 def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backward.launch_backward`, for what `hopper.takes`. dQ is summed in fp32, in any order."""
+    """As `launch.launch_backward`. dQ is summed in fp32, in any order."""
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
-    dropout = problem.threshold > 0
+    dropout, overlap = problem.threshold > 0, device.overlap(q.device)
     stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    specialized = tuning.use_specialized(head_dim, dropout, problem.pattern)
-    name = "hopper_specialized" if specialized else "hopper_backward"
-    overlap = tuning.overlap(q.device)
-    with torch.cuda.device_of(q):
-        prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
-            out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-            problem.threshold, D=head_dim, ROWS=FLAT_ROWS, OVERLAP=overlap["OVERLAP"],
+    prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
+        out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
+        problem.threshold, D=head_dim, ROWS=FLAT_ROWS, OVERLAP=overlap["OVERLAP"],
+    )  # fmt: skip
+    rows, columns, warps, stages = choice.tile
+    tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
+    scales = problem.scale, problem.scale * LOG2_E
+    if choice.kernel == "hopper_specialized":
+        hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
+            describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
+            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
+            tiles, heads, total, problem.max_length, problem.padded_length, *scales,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
         )  # fmt: skip
-        rows, columns, warps, stages = tuning.tile(name, q.dtype, head_dim, dropout, problem.pattern)
-        tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
-        scales = problem.scale, problem.scale * LOG2_E
-        if specialized:
-            hopper_specialized_kernel[(min(tiles, tuning.multiprocessors(q.device)),)](
-                describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
-                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
-                tiles, heads, total, problem.max_length, problem.padded_length, *scales,
-                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
-            )  # fmt: skip
-        else:
-            *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
-            hopper_backward_kernel[(tiles,)](
-                describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
-                stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-                *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
-                D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
-                num_warps=min(warps, columns // 16), **overlap,
-                maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
-            )  # fmt: skip
+    else:
+        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
+        hopper_backward_kernel[(tiles,)](
+            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
+            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
+            *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            num_warps=min(warps, columns // 16), **overlap,
+            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
+        )  # fmt: skip
     return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lra.kernels.flash import tuning
+from lra.kernels import device
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
@@ -128,14 +128,14 @@ def finish(
 ) -> Tensor:  # fmt: skip
     """dQ, `[T, H, D]`, of its sum; adds to dk and dv what extreme rows contribute.
 
-    `stats` is of `hopper_backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
+    `stats` is of `backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
     """
     total, heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     *visits, longest = problem.visits(SIDE, SIDE, q.device)
     *by_key, longest_by_key = problem.visits(SIDE, SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
-    overlap = tuning.overlap(q.device)
+    overlap = device.overlap(q.device)
     with torch.cuda.device_of(q):
         convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](
             dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED, **overlap

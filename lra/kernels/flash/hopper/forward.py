@@ -1,4 +1,4 @@
-"""Forward for Hopper GPUs in Gluon: the loop of forward.py with its tensor-core products kept in flight.
+"""Forward for Hopper GPUs in Gluon: the loop of flash/forward.py with its tensor-core products kept in flight.
 
 Tiles of K and V arrive by TMA. While the softmax of one tile is computed, the scores of the next tile and the product
 of the previous weights with V run on the tensor cores (the overlap within a warp group of FlashAttention-3, arXiv
@@ -22,26 +22,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lra.kernels.flash import tuning
-from lra.kernels.flash.hopper import (
-    describe,
+from lra.kernels.flash.dispatch import Choice
+from lra.kernels.flash.hopper.tiles import (
     draw_forward,
-    drop_forward,
     dropout_key,
-    following,
     is_extreme,
-    keep_barriers,
-    load_tile,
-    new_barriers,
-    product_layout,
     sequence_tile,
     store_tile,
     visit_list,
     visited,
-    zero_past,
 )
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
+from lra.kernels.hopper import (
+    describe,
+    drop_forward,
+    following,
+    keep_barriers,
+    load_tile,
+    new_barriers,
+    product_layout,
+    zero_past,
+)
 
 
 @gluon.jit
@@ -250,13 +252,13 @@ def hopper_forward_kernel(
         mbarrier.wait(q_ready.index(0), 0)
         acc, sums, top = sweep(
             q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-            key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, False, num_warps,
+            key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, RUNNING=False, num_warps=num_warps,
         )  # fmt: skip
         wrong = unfit(sums, top, scale_log2, dtype)
         if gl.max(gl.where(rows < length, wrong, 0), 0) > 0:
             acc, sums, top = sweep(
                 q_smem.index(0), k_desc, v_desc, k_smem, v_smem, visits_ptr, n, start, length, head, first_row,
-                key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, True, num_warps,
+                key, scale_log2, threshold, STAGES, LONGEST, DROPOUT, RUNNING=True, num_warps=num_warps,
             )  # fmt: skip
 
     store_result(
@@ -266,22 +268,19 @@ def hopper_forward_kernel(
     keep_barriers(q_ready)
 
 
-def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """As `forward.launch_forward`, for what `hopper.takes`."""
+def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
+    """As `launch.launch_forward`."""
     total, heads, head_dim = q.shape
-    dropout = problem.threshold > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        tile = tuning.tile("hopper_forward", q.dtype, head_dim, dropout, problem.pattern)
-        rows, columns, warps, stages = tile
-        *visits, longest = problem.visits(rows, columns, q.device)
-        hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
-            describe(q, rows), describe(k, columns), describe(v, columns), out, softmax,
-            problem.start, problem.length, problem.seed, problem.index, *visits,
-            heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
-            num_warps=min(warps, rows // 16),
-            maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
-        )  # fmt: skip
+    rows, columns, warps, stages = choice.tile
+    *visits, longest = problem.visits(rows, columns, q.device)
+    hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
+        describe(q, rows), describe(k, columns), describe(v, columns), out, softmax,
+        problem.start, problem.length, problem.seed, problem.index, *visits,
+        heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
+        D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=problem.threshold > 0,
+        num_warps=min(warps, rows // 16),
+        maxnreg=168 if head_dim <= 64 else None,  # three programs on a multiprocessor
+    )  # fmt: skip
     return out, softmax

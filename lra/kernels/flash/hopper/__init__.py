@@ -1,0 +1,1 @@
+"""FlashAttention in Gluon for Hopper GPUs (compute capability 9.0)."""

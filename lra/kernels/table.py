@@ -1,0 +1,96 @@
+"""Which kernels compute which calls on a GPU, and why: for `lra doctor`, `lra tune` and docs/kernels.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from lra.kernels.device import Gpu
+from lra.kernels.flash.dispatch import HOPPER_HEAD_DIMS, Choice, choose_backward, choose_forward
+from lra.kernels.flash.layout import Layout
+from lra.kernels.flash.problem import Problem
+from lra.kernels.flash.tuning import SHORT
+from lra.kernels.layers.api import WIDTHS, layer_obstacle
+
+LONG = 4 * SHORT
+HOPPER = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it
+
+
+class Call(NamedTuple):
+    """A kind of call of attention; what is not said is as most calls have it."""
+
+    name: str
+    head_dim: int = 64
+    dropout: bool = False
+    length: int = LONG  # of each sequence
+    dtype: torch.dtype = torch.bfloat16
+    many: bool = True  # sequences: enough for every multiprocessor
+    causal: bool = False
+    deterministic: bool = False
+    layout: Layout | None = None
+    apart: bool = False  # whether a row's heads do not lie side by side
+
+    def choices(self, gpu: Gpu) -> tuple[Choice, Choice]:
+        """The kernels of forward and backward."""
+        rows = 2048 * gpu.multiprocessors if self.many else self.length
+        q = torch.empty(rows, 1, self.head_dim, dtype=self.dtype, device="meta")
+        q = q.expand(-1, 2, -1) if self.apart else q
+        none = torch.empty(0, dtype=torch.int32)
+        problem = Problem(
+            none, none, self.length, False, self.causal, 1.0, 26 * self.dropout,
+            deterministic=self.deterministic, layout=self.layout and self.layout.key,
+        )  # fmt: skip
+        return choose_forward(problem, q, q, q, gpu), choose_backward(problem, q, q, q, gpu)
+
+
+def attention(gpu: Gpu) -> Iterator[tuple[str, Choice, Choice]]:
+    """(Calls, the kernel of the forward, that of the backward), for the current device or one like it."""
+    for call in _calls(gpu):
+        yield (call.name, *call.choices(gpu))
+
+
+def layers(gpu: Gpu) -> Iterator[tuple[str, str]]:
+    """(Layers around attention, what computes them)."""
+    if gpu.refusal:
+        yield "layers", f"PyTorch: {gpu.refusal}"
+        return
+    for width in (*WIDTHS, 96):
+        name = f"layers, width {width}" if width in WIDTHS else "layers, another width"
+        why = layer_obstacle(width, torch.float32, torch.bfloat16)
+        yield name, f"PyTorch: {why}" if why else "embed, project, feed_forward, table_gradient: in 16 bits on Hopper"
+    yield "layers, float32", f"PyTorch: {layer_obstacle(WIDTHS[0], torch.float32, torch.float32)}"
+
+
+def kernels_of(dtype: torch.dtype, head_dim: int, dropout: bool, gpu: Gpu) -> set[str]:
+    """The kernels, of `tuning.KERNELS`, that some call of this kind runs on."""
+    found = set()
+    for length, deterministic, layout in itertools.product((SHORT, LONG), (False, True), (None, _blocks(64))):
+        call = Call("", head_dim, dropout, length, dtype, deterministic=deterministic, layout=layout)
+        for each in (call, call._replace(many=False), call._replace(causal=True, layout=None)):
+            found |= {choice.kernel for choice in each.choices(gpu)}
+    return found | ({"dq"} if "dkdv" in found else set())
+
+
+def _calls(gpu: Gpu) -> Iterator[Call]:
+    if gpu.refusal:
+        yield Call("16 bits")
+    else:
+        for head_dim, dropout, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), (SHORT, LONG)):
+            said = f"d = {head_dim}, {'dropout' if dropout else 'no dropout'}, {length:,} tokens"
+            yield Call(said, head_dim, dropout, length)
+        yield Call("d = 32, few sequences", head_dim=32, many=False)
+        yield Call("blocks of 64 x 64", layout=_blocks(64))
+        yield Call("blocks of 32 x 32", layout=_blocks(32))
+        yield Call("blocks with a band", layout=_blocks(64, band=8))
+        yield Call("causal", causal=True)
+        yield Call("another d", head_dim=48)
+        yield Call("heads not side by side", apart=True)
+    yield Call("16 bits, deterministic", deterministic=True)
+    yield Call("float32", dtype=torch.float32)
+
+
+def _blocks(side: int, band: int | None = None) -> Layout:
+    return Layout(torch.ones(1, 1, 1, dtype=torch.bool), (side, side), band=band)
