@@ -62,8 +62,9 @@ class Request(NamedTuple):
     table: Grid
     options: Options
     resources: Resources
-    fields: list[Override]  # of `lra fit`, for every cell; with speed=true all but that
+    fields: list[Override]  # of `lra fit`, for every cell
     cells: list[Cell]
+    measured: speed.Options | None = None  # with speed=true
 
 
 def parse_fields(name: str, args: Sequence[str]) -> Request:
@@ -74,9 +75,17 @@ def parse_fields(name: str, args: Sequence[str]) -> Request:
     fields = [override for override in others if override not in own]
     asked = resources(own, options.launcher)
     if options.speed == "true":
-        fields = [override for override in overrides if override.field != "speed"]
-        return Request(table, options, asked, fields, speed.parse_fields(table, fields)[2])
+        return _parse_speed(table, options, asked, [each for each in overrides if each.field != "speed"])
     return Request(table, options, asked, fields, choose(table, options, fields))
+
+
+def _parse_speed(table: Grid, options: Options, asked: Resources, overrides: Sequence[Override]) -> Request:
+    for override in overrides:
+        if mend := speed.REFUSED.get(override.field):
+            raise UsageError(f"{override} can't be beside speed=true: {mend}")
+    measured, fields = take(speed.Options, overrides)
+    chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
+    return Request(table, options, asked, fields, chosen, measured)
 
 
 def run(
@@ -95,9 +104,9 @@ def run(
             another configuration.
         SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
     """
-    table, options, asked, fields, chosen = parse_fields(name, args)
-    if options.speed == "true":
-        return speed.run(table, fields, progress, dry_run)
+    table, options, asked, fields, chosen, measured = parse_fields(name, args)
+    if measured:
+        return speed.run(table, measured, fields, chosen, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"

@@ -23,8 +23,8 @@ from lra.bench.files import alone, write
 from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed
-from lra.config.options import refuse_repeats, take
-from lra.config.override import Override, parse_overrides
+from lra.config.options import refuse_repeats
+from lra.config.override import Override
 from lra.errors import UsageError
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
@@ -152,34 +152,22 @@ class Speeds:
         return text and text + max((record.mark for record in used if record), default="")
 
 
-def parse_fields(table: Grid, args: Sequence[str | Override]) -> tuple[Options, list[Override], list[Cell]]:
-    """The options and fields of `lra fit` among the arguments of `run`, and the cells that they are of."""
-    for override in parse_overrides(args):
-        if mend := REFUSED.get(override.field):
-            raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    options, fields = take(Options, args)
-    return options, fields, table.cells(options.tasks, options.attns, 1, options.recipe, fields)
-
-
 def run(
-    table: Grid,
-    args: Sequence[str | Override],
-    progress: Callable[[str], None] = lambda line: None,
-    dry_run: bool = False,
-) -> Reproduction:
+    table: Grid, options: Options, fields: Sequence[Override], asked: Sequence[Cell],
+    progress: Callable[[str], None] = lambda line: None, dry_run: bool = False,
+) -> Reproduction:  # fmt: skip
     """Measures what is lacking, then reports on all of it.
 
     Args:
         table: whose columns, attentions and paper's figures.
-        args: `field=value` of Options and of `lra fit`.
+        fields: of `lra fit`, for the cells that are `asked` for.
         progress: is given a line for each measurement when it is made.
         dry_run: only report what there is and what is left: nothing is measured or written.
 
     Raises:
-        UsageError: before anything is measured, for what is unknown or of no use here, for data that can't be prepared,
-            and for a file of other options or, if something is lacking, of another environment.
+        UsageError: before anything is measured, for data that can't be prepared, and for a file of other options or, if
+            something is lacking, of another environment.
     """
-    options, fields, asked = parse_fields(table, args)
     wanted = [_pending(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
