@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.pages import kernels
 from lra.bench.attention import bench, configure, notes, tables
 from lra.bench.case import BenchmarkCase, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, one_head
@@ -280,18 +281,17 @@ def test_flash_attention_4_is_given_the_blocks_that_are_seen(monkeypatch):
     torch.testing.assert_close(attention.dense(q, k, v), reference(q, k, v, attention.layout))
 
 
-def test_the_readme_has_a_table_of_them(tmp_path, monkeypatch, request):
-    monkeypatch.syspath_prepend(request.config.rootpath / "benchmarks")
-    import readme  # type: ignore[import-not-found]
-
-    assert readme.sparse(tmp_path) == ""
+def test_the_page_of_kernels_has_a_table_of_them(tmp_path):
+    assert kernels.sparse(tmp_path) == ""
     result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]).saved()
     flex = [dict(r) for r in result["cells"] if r["attention"] == BUTTERFLY and not r["dropout"]]
     for record in flex:
         record.update(attention="butterfly@flex:block=16", ms=7.0)
     result["cells"] += flex
-    (tmp_path / "x-butterfly-attention.json").write_text(json.dumps(result))
-    header, _, plain, dropped, *_ = (line.split(" | ") for line in readme.sparse(tmp_path).splitlines())
+    folder = tmp_path / "results/attention/h100"
+    folder.mkdir(parents=True)
+    (folder / "butterfly-x.json").write_text(json.dumps(result))
+    header, _, plain, dropped, *_ = (line.split(" | ") for line in kernels.sparse(tmp_path).splitlines())
     assert header[1:5] == ["N", "block", "density", "dropout"]
     assert plain[1:5] == ["128", "16x16 `impl=gather`", "0.5", "0"] and plain[7] == "7.000 / 7.000"
     ours, flash = result["cells"][0]["ms"], next(r for r in result["cells"] if r["attention"] == "flash")["ms"]
@@ -307,8 +307,8 @@ def test_the_readme_has_a_table_of_them(tmp_path, monkeypatch, request):
     )
     assert plain[9].startswith(f"{own / (0.5 * dense):.2f}")
     alone = result | {"cells": [cell for cell in result["cells"] if cell["pass"] == "forward"]}
-    (tmp_path / "x-butterfly-attention.json").write_text(json.dumps(alone))
-    *_, ratio, both = readme.sparse(tmp_path).splitlines()[2].split(" | ")
+    (folder / "butterfly-x.json").write_text(json.dumps(alone))
+    *_, ratio, both = kernels.sparse(tmp_path).splitlines()[2].split(" | ")
     assert ratio.startswith(f"{ours / (0.5 * flash):.2f}") and both.strip(" |") == ""
     assert dropped[4] == "0.1" and dropped[7] == "" and dropped[8]
-    assert "butterfly" not in readme.speed(tmp_path)
+    assert "butterfly" not in kernels.speed(tmp_path)

@@ -32,7 +32,7 @@ from lra.training.step import Step
 # what a result repeats of its configuration, or reads from a clock or the machine; `attention` names options
 STATED = (
     "attn", "attention", "config", "directory", "environment", "overrides", "recipe", "seed", "wall_seconds",
-    "steps_per_second", "first_step_seconds", "validation_seconds", "task", "train_seconds",
+    "steps_per_second", "first_step_seconds", "validation_seconds", "task", "train_seconds", "provenance",
 )  # fmt: skip
 Group = Sequence[Any]  # values of which one at least has to have an effect
 

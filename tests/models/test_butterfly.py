@@ -151,7 +151,7 @@ def configure(*fields: str) -> Any:
         ("globals=-1", "attn.globals=-1 must be at least 0"),
         ("density=0", "attn.density=0.0 must be above 0 and at most 1"),
         ("density=1.5", "attn.density=1.5 must be above 0 and at most 1"),
-        ("density=.nan", "attn.density=nan must be above 0 and at most 1"),
+        ("density=.nan", "attn.density=.nan: write a number or null"),
         ("impl=sdpa", "attn.impl=sdpa: write auto, triton or gather$"),
     ],
 )
