@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.pages.measured import Measured, link, read, table
@@ -64,6 +65,17 @@ def randomness(root: Path) -> str:
         least = f"{min(min(x, 1 - x) for x in p):.1e}"
         rows.append((where, battery, str(len(streams)), f"{len(p):,}", str(suspect), least))
     return table(("dropout", "battery", "streams", "p-values", "suspect", "nearest to 0 or 1"), rows)
+
+
+def turns(root: Path) -> str:
+    """What the later of two trees takes, and how much more that is than what the earlier one takes."""
+    rows = []
+    for file, result in read(root, "studies/turns/*/*.json"):
+        for case, times in result["ms"].items():
+            before, now = ([median(column) for column in zip(*rows, strict=True)] for rows in times.values())
+            more = (f"{one:.3f} ({100 * (one / other - 1):+.1f}%)" for one, other in zip(now, before, strict=True))
+            rows.append((link(case, file), *more))
+    return table(("bf16, if not fp32", "forward, ms", "backward, ms"), rows)
 
 
 def speed(root: Path) -> str:

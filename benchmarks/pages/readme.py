@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import measured
-from benchmarks.pages.kernels import choices, exactness, memory, profile, randomness, short, sparse, speed, traffic
+from benchmarks.pages.kernels import (
+    choices,
+    exactness,
+    memory,
+    profile,
+    randomness,
+    short,
+    sparse,
+    speed,
+    traffic,
+    turns,
+)
 from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.tables import sections
 from lra.config.recipes import read_recipe, recipes
@@ -149,7 +160,7 @@ def prepare(root: Path) -> str:
 MADE: dict[str, Callable[[Path], str]] = {
     function.__name__: function
     for function in (
-        tasks, attentions, headline, table3, table6, speedup, speed, sparse, short, profile, memory, traffic,
+        tasks, attentions, headline, table3, table6, speedup, speed, sparse, short, profile, memory, traffic, turns,
         learnability, prepare, exactness, randomness, choices,
     )
 }  # fmt: skip
