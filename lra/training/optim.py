@@ -1,8 +1,9 @@
 """Optimisers by name, their parameter groups, and the schedule of the learning rate.
 
 `optim.name=` chooses one of `OPTIMIZERS`. They are PyTorch's own, and each works behind the captured step: its learning
-rate may be a tensor on the GPU, and an update may be left out there without asking the host. PyTorch's others do not:
-Adagrad, Adadelta, ASGD, Rprop and Muon read a number on the host in each step, or train matrices alone.
+rate may be a tensor on the GPU, and an update may be left out there without asking the host. PyTorch's others are left
+out. Adagrad and ASGD read a number on the host in each step. Muon does too, and trains matrices alone. Adadelta needs
+another epsilon than `optim.eps` has by default, and Rprop needs the gradient of all examples in each step.
 """
 
 from __future__ import annotations
