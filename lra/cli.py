@@ -15,6 +15,7 @@ from rich.text import Text
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.errors import UsageError, unusable
+from lra.help import FitCommand
 from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
@@ -24,14 +25,15 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SI
 Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
 Fields = Annotated[
-    list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
+    list[str] | None,
+    typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all fields."),
 ]
 TaskFields = Annotated[
     list[str] | None, typer.Argument(metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.")
 ]
 
 
-@verb(app, parser="lra.training.fit:configure")
+@verb(app, parser="lra.training.fit:configure", command=FitCommand)
 def fit(fields: Fields = None) -> None:
     """Train, then score the test set once with the best checkpoint of validation.
 
@@ -310,12 +312,14 @@ def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
 
 
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
-    table = Table(registry.kind, *(fact.replace("_", " ") for fact in facts), "available", "what")
+    """A row for each component; a narrow terminal folds what it is."""
+    columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
+    table = Table(*columns, "what")
     for entry in registry.catalogue().values():
         cells = (_cell(getattr(registry.declared(entry), fact)) for fact in facts)
-        state = f"needs {', '.join(entry.missing)}" if entry.missing else "yes"
-        table.add_row(entry.name, *cells, state, entry.summary)
-    console.print(table)
+        missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
+        table.add_row(entry.name, *cells, (missing + entry.summary).strip())
+    console.print(table, soft_wrap=False)
 
 
 def _cell(value: Any) -> str:

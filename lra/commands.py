@@ -31,16 +31,19 @@ app.add_typer(results_app, name="results")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def verb(group: typer.Typer, name: str | None = None, parser: str = "") -> Callable[[Function], Function]:
+def verb(
+    group: typer.Typer, name: str | None = None, parser: str = "", command: type[typer.core.TyperCommand] | None = None
+) -> Callable[[Function], Function]:
     """Makes a function a verb of a group, under its own name unless one is given.
 
     Args:
         parser: "module:name" of the function that parses the verb's `fields` and raises UsageError for what is wrong
             with them, or of the dataclass that has them; empty for a verb without fields.
+        command: prints the verb's help; None is Typer's own class.
     """
 
     def add(function: Function) -> Function:
-        group.command(name)(function)
+        group.command(name, cls=command)(function)
         function.parser = parser  # type: ignore[attr-defined]
         return function
 

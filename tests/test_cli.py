@@ -13,7 +13,14 @@ from unittest import mock
 import pytest
 import torch
 
+from lra.cli import app
+from lra.commands import parse_command
+from lra.config import registry
+from lra.config.recipes import recipes
 from lra.data.writer import Writer
+from lra.help import COMMON_FIELDS, EXAMPLE
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
 
@@ -51,14 +58,42 @@ def test_tasks_are_listed():
     done = lra("ls", "tasks")
     assert done.code == 0 and not done.err
     rows = {row[0]: row[1:] for row in done.rows}
-    assert rows["listops"][:4] == ["1", "10", "1999", "yes"] and rows["listops"][4].startswith("ListOps: ")
-    assert rows["text"][:4] == ["1", "2", "4096", "yes"]
+    assert rows["listops"][:3] == ["1", "10", "1999"] and rows["listops"][3].startswith("ListOps: ")
+    assert rows["text"][:3] == ["1", "2", "4096"]
 
 
 def test_attentions_are_listed():
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
-    assert rows["flash"][:5] == ["yes", "yes", "yes", "1-128", "yes"] and "FlashAttention" in rows["flash"][5]
+    assert rows["flash"][:4] == ["yes", "yes", "yes", "1-128"] and "FlashAttention" in rows["flash"][4]
     assert rows["standard"][2] == "no"
+
+
+def test_what_an_attention_needs_is_listed_with_it(monkeypatch):
+    monkeypatch.setattr(registry, "_present", lambda name: False)
+    rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
+    assert rows["flash_attn"][4].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][4]
+
+
+@pytest.mark.parametrize("what", ["tasks", "attns"])
+def test_a_catalogue_fits_100_columns(what):
+    lines = lra("ls", what, width=100).out.splitlines()
+    assert lines and max(map(len, lines)) <= 100
+    words = " ".join(cell for row in lra("ls", what, width=100).rows for cell in row[-1].split())
+    assert all(" ".join(row[-1].split()) in words for row in lra("ls", what).rows)
+
+
+def test_help_of_fit_shows_an_example_and_what_can_be_named():
+    done = lra("fit", "--help")
+    words = done.out.replace(",", " ").split()
+    assert done.code == 0 and EXAMPLE in done.out
+    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipes()} <= set(words)
+    assert {f"{field}=" for field in COMMON_FIELDS} <= set(words) and len(COMMON_FIELDS) == 10
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_the_example_in_the_help_is_a_command_and_its_fields_exist():
+    composed = parse_command(app, EXAMPLE.split()[1:])
+    assert COMMON_FIELDS.keys() <= composed.origin.keys()
 
 
 def test_recipes_are_listed():

@@ -132,12 +132,17 @@ def test_no_advice_names_a_package_index_that_has_no_lra():
     assert files and not [file for file in files if "pip install lra" in file.read_text()]
 
 
-@pytest.mark.parametrize("what", ["tasks", "attns", "recipes"])
-def test_listing_imports_neither_pytorch_nor_lightning(what):
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [(["ls", "tasks"], "listops"), (["ls", "attns"], "flash"), (["ls", "recipes"], "xiong2021"),
+     (["fit", "--help"], "xiong2021")],
+    ids=str,
+)  # fmt: skip
+def test_listing_imports_neither_pytorch_nor_lightning(arguments, printed):
     program = f"""
 import sys
 from lra.cli import main
-sys.argv = ["lra", "ls", "{what}"]
+sys.argv = ["lra", *{arguments}]
 try:
     main()
 finally:
@@ -145,7 +150,7 @@ finally:
 """
     output = run(sys.executable, "-c", program, cwd=ROOT)
     assert output.splitlines()[-1].strip() == "imported:"
-    assert {"tasks": "listops", "attns": "flash", "recipes": "xiong2021"}[what] in output
+    assert printed in output
 
 
 @pytest.mark.parametrize(
