@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer.core
 import typer.main
 
 from lra.config.registry import unknown
+from lra.environment import commit, versions
 from lra.errors import UsageError
 
 app = typer.Typer(
@@ -27,6 +28,27 @@ bench_app = typer.Typer(help="Measure attentions and training steps: speed, memo
 app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
+
+
+def _print_version(asked: bool) -> None:
+    if not asked:
+        return
+    installed = versions()
+    stated = [f"{name} {installed[name] or 'not installed'}" for name in ("lra", "python", "torch", "triton")]
+    if found := commit():
+        stated.insert(1, f"commit {found}")
+    typer.echo(", ".join(stated))
+    raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    version: Annotated[bool, typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the versions of lra, PyTorch and Triton."
+    )] = False,
+) -> None:  # fmt: skip
+    """What `lra` takes before a verb."""
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

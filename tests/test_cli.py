@@ -18,6 +18,7 @@ from lra.commands import parse_command
 from lra.config import registry
 from lra.config.recipes import recipes
 from lra.data.writer import Writer
+from lra.environment import commit, versions
 from lra.help import COMMON_FIELDS, EXAMPLE
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
@@ -80,6 +81,15 @@ def test_a_catalogue_fits_100_columns(what):
     assert lines and max(map(len, lines)) <= 100
     words = " ".join(cell for row in lra("ls", what, width=100).rows for cell in row[-1].split())
     assert all(" ".join(row[-1].split()) in words for row in lra("ls", what).rows)
+
+
+def test_the_versions_are_printed():
+    done = lra("--version")
+    installed = versions()
+    assert done.code == 0 and not done.err
+    assert done.out.startswith(f"lra {installed['lra'] or 'not installed'}")
+    assert f", torch {installed['torch']}, triton {installed['triton'] or 'not installed'}" in done.out
+    assert commit() is None or f"commit {commit()}" in done.out
 
 
 def test_help_of_fit_shows_an_example_and_what_can_be_named():

@@ -135,7 +135,7 @@ def test_no_advice_names_a_package_index_that_has_no_lra():
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [(["ls", "tasks"], "listops"), (["ls", "attns"], "flash"), (["ls", "recipes"], "xiong2021"),
-     (["fit", "--help"], "xiong2021")],
+     (["--version"], "torch"), (["fit", "--help"], "xiong2021")],
     ids=str,
 )  # fmt: skip
 def test_listing_imports_neither_pytorch_nor_lightning(arguments, printed):
