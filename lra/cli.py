@@ -14,6 +14,7 @@ from rich.text import Text
 
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
+from lra.completion import complete
 from lra.errors import UsageError, unusable
 from lra.help import FitCommand
 from lra.streams import guarded
@@ -24,13 +25,12 @@ console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatt
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
-Fields = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all fields."),
-]
-TaskFields = Annotated[
-    list[str] | None, typer.Argument(metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.")
-]
+Fields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.", autocompletion=complete
+)]  # fmt: skip
+TaskFields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete
+)]  # fmt: skip
 
 
 @verb(app, parser="lra.training.fit:configure", command=FitCommand)
@@ -365,7 +365,7 @@ def _main() -> None:
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="lra", standalone_mode=False))
     except Misused as error:
         _refuse(error)
     except UsageError as error:

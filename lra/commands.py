@@ -16,7 +16,7 @@ from lra.errors import UsageError
 
 app = typer.Typer(
     help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
-    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
+    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich",
 )  # fmt: skip
 data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
 ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)

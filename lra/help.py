@@ -7,6 +7,7 @@ from typing import Any
 import typer.core
 from rich.table import Column, Table
 
+from lra.completion import choices
 from lra.terminal import Terminal
 
 EXAMPLE = "lra fit task=listops attn=flash recipe=demo trainer.steps=500"
@@ -41,12 +42,7 @@ class FitCommand(typer.core.TyperCommand):
 
 def sections() -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of two columns, each after its title."""
-    from lra.config.recipes import recipes
-    from lra.models.attention import ATTENTIONS
-    from lra.tasks import TASKS
-
-    names = {"task=": TASKS.catalogue(), "attn=": ATTENTIONS.catalogue(), "recipe=": recipes()}
     return [
-        (f"Example: {EXAMPLE}", [(field, ", ".join(choices)) for field, choices in names.items()]),
+        (f"Example: {EXAMPLE}", [(f"{field}=", ", ".join(names)) for field, names in choices().items()]),
         ("The fields that are set most", [(f"{field}=", what) for field, what in COMMON_FIELDS.items()]),
     ]

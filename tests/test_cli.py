@@ -13,15 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lra.cli import app
-from lra.commands import parse_command
 from lra.config import registry
-from lra.config.recipes import recipes
 from lra.data.writer import Writer
 from lra.environment import commit, versions
-from lra.help import COMMON_FIELDS, EXAMPLE
-from lra.models.attention import ATTENTIONS
-from lra.tasks import TASKS
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
 
@@ -90,20 +84,6 @@ def test_the_versions_are_printed():
     assert done.out.startswith(f"lra {installed['lra'] or 'not installed'}")
     assert f", torch {installed['torch']}, triton {installed['triton'] or 'not installed'}" in done.out
     assert commit() is None or f"commit {commit()}" in done.out
-
-
-def test_help_of_fit_shows_an_example_and_what_can_be_named():
-    done = lra("fit", "--help")
-    words = done.out.replace(",", " ").split()
-    assert done.code == 0 and EXAMPLE in done.out
-    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipes()} <= set(words)
-    assert {f"{field}=" for field in COMMON_FIELDS} <= set(words) and len(COMMON_FIELDS) == 10
-    assert max(map(len, done.out.splitlines())) <= 80
-
-
-def test_the_example_in_the_help_is_a_command_and_its_fields_exist():
-    composed = parse_command(app, EXAMPLE.split()[1:])
-    assert COMMON_FIELDS.keys() <= composed.origin.keys()
 
 
 def test_recipes_are_listed():
