@@ -7,10 +7,12 @@ MIN_PYTHON := 3.11
 ifeq ($(strip $(VENV)),)  # the current environment, as it is
   PY := python3
   READY :=
+  TOOLS :=
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   PY := $(abspath $(VENV))/bin/python
   READY := $(VENV)/.installed
+  TOOLS := $(VENV)/.tools
 endif
 
 # the oldest and the newest Triton that lra runs on, each in a folder that hides the installed one
@@ -40,15 +42,15 @@ SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
 
-test: $(READY)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
+test: $(TOOLS)  ## the tests, without the slow ones (PYTEST_ARGS="-k …")
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # the other versions too, unless some tests are chosen or nothing may be installed
-test-all: $(READY)  ## every test, and make versions; on a GPU host and with LRA_TEST_DATA none is skipped
+test-all: $(TOOLS)  ## every test, and make versions; on a GPU host and with LRA_TEST_DATA none is skipped
 	@$(PYTEST) $(PYTEST_ARGS)
 	@$(if $(strip $(PYTEST_ARGS))$(if $(strip $(VENV)),,none),,$(MAKE) --no-print-directory versions)
 
-versions: $(READY)  ## some tests with the oldest versions that lra supports and with the newest of everything (VERSIONS=newest)
+versions: $(TOOLS)  ## some tests with the oldest versions that lra supports and with the newest of everything (VERSIONS=newest)
 	@[ -n "$(strip $(VENV))" ] || { echo "make versions installs: name a folder for it with VENV=" >&2; exit 1; }
 	@set -e; $(foreach set,$(VERSIONS),python="$(abspath $(VENV))/$(set)/bin/python"; \
 	  [ -x "$$python" ] || $(PY) -m venv --without-pip "$(abspath $(VENV))/$(set)"; \
@@ -56,12 +58,12 @@ versions: $(READY)  ## some tests with the oldest versions that lra supports and
 	  "$$python" -c 'from lra.environment import versions; print("$(set):", *(" ".join(map(str, each)) for each in versions().items()), sep="  ")'; \
 	  "$$python" -m pytest $(PYTEST_OPTIONS) -m "not slow" $(SOME) $(PYTEST_ARGS);)
 
-aot: $(READY) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
+aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
 	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
 
-lint: $(READY)  ## ruff and pyright
+lint: $(TOOLS)  ## ruff and pyright
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
@@ -95,6 +97,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	echo "installing into $(VENV) with $$($$python --version): some minutes, once"; \
 	$$python -m venv "$(VENV)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt setuptools torch
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.installed
+	@echo "installing the development tools"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 

@@ -14,7 +14,9 @@ from rich.text import Text
 
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
+from lra.completion import complete
 from lra.errors import UsageError, unusable
+from lra.help import FitCommand
 from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
@@ -23,15 +25,15 @@ console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatt
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
-Fields = Annotated[
-    list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [field=value …]", help="See lra config show.")
-]
-TaskFields = Annotated[
-    list[str] | None, typer.Argument(metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.")
-]
+Fields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.", autocompletion=complete
+)]  # fmt: skip
+TaskFields = Annotated[list[str] | None, typer.Argument(
+    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete
+)]  # fmt: skip
 
 
-@verb(app, parser="lra.training.fit:configure")
+@verb(app, parser="lra.training.fit:configure", command=FitCommand)
 def fit(fields: Fields = None) -> None:
     """Train, then score the test set once with the best checkpoint of validation.
 
@@ -310,12 +312,14 @@ def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
 
 
 def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
-    table = Table(registry.kind, *(fact.replace("_", " ") for fact in facts), "available", "what")
+    """A row for each component; a narrow terminal folds what it is."""
+    columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
+    table = Table(*columns, "what")
     for entry in registry.catalogue().values():
         cells = (_cell(getattr(registry.declared(entry), fact)) for fact in facts)
-        state = f"needs {', '.join(entry.missing)}" if entry.missing else "yes"
-        table.add_row(entry.name, *cells, state, entry.summary)
-    console.print(table)
+        missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
+        table.add_row(entry.name, *cells, (missing + entry.summary).strip())
+    console.print(table, soft_wrap=False)
 
 
 def _cell(value: Any) -> str:
@@ -361,7 +365,7 @@ def _main() -> None:
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="lra", standalone_mode=False))
     except Misused as error:
         _refuse(error)
     except UsageError as error:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer.core
 import typer.main
 
 from lra.config.registry import unknown
+from lra.environment import commit, versions
 from lra.errors import UsageError
 
 app = typer.Typer(
     help="Train Transformers on the Long Range Arena, with the attention swapped by name.",
-    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich", add_completion=False,
+    no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="rich",
 )  # fmt: skip
 data_app = typer.Typer(help="Prepare, verify and inspect a task's data.", no_args_is_help=True)
 ls_app = typer.Typer(help="List what can be named.", no_args_is_help=True)
@@ -28,19 +29,43 @@ app.add_typer(bench_app, name="bench")
 results_app = typer.Typer(help="Carry results of runs from one machine to another.", no_args_is_help=True)
 app.add_typer(results_app, name="results")
 
+
+def _print_version(asked: bool) -> None:
+    if not asked:
+        return
+    installed = versions()
+    stated = [f"{name} {installed[name] or 'not installed'}" for name in ("lra", "python", "torch", "triton")]
+    if found := commit():
+        stated.insert(1, f"commit {found}")
+    typer.echo(", ".join(stated))
+    raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    version: Annotated[bool, typer.Option(
+        "--version", callback=_print_version, is_eager=True, help="Print the versions of lra, PyTorch and Triton."
+    )] = False,
+) -> None:  # fmt: skip
+    """What `lra` takes before a verb."""
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def verb(group: typer.Typer, name: str | None = None, parser: str = "") -> Callable[[Function], Function]:
+def verb(
+    group: typer.Typer, name: str | None = None, parser: str = "", command: type[typer.core.TyperCommand] | None = None
+) -> Callable[[Function], Function]:
     """Makes a function a verb of a group, under its own name unless one is given.
 
     Args:
         parser: "module:name" of the function that parses the verb's `fields` and raises UsageError for what is wrong
             with them, or of the dataclass that has them; empty for a verb without fields.
+        command: prints the verb's help; None is Typer's own class.
     """
 
     def add(function: Function) -> Function:
-        group.command(name)(function)
+        group.command(name, cls=command)(function)
         function.parser = parser  # type: ignore[attr-defined]
         return function
 

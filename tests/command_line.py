@@ -40,10 +40,10 @@ class Done(NamedTuple):
         return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def lra(*arguments: str) -> Done:
-    """`lra …` in this process, with a wide terminal."""
+def lra(*arguments: str, width: int = 1000) -> Done:
+    """`lra …` in this process, with a terminal of so many columns."""
     out, err = io.StringIO(), io.StringIO()
-    cli.console.width = 1000
+    cli.console.width = width
     with (
         mock.patch.object(sys, "argv", [str(Path(sys.executable).with_name("lra")), *arguments]),
         contextlib.redirect_stdout(out),

@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
+from lra.config import registry
 from lra.data.writer import Writer
+from lra.environment import commit, versions
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
 
@@ -51,14 +53,37 @@ def test_tasks_are_listed():
     done = lra("ls", "tasks")
     assert done.code == 0 and not done.err
     rows = {row[0]: row[1:] for row in done.rows}
-    assert rows["listops"][:4] == ["1", "10", "1999", "yes"] and rows["listops"][4].startswith("ListOps: ")
-    assert rows["text"][:4] == ["1", "2", "4096", "yes"]
+    assert rows["listops"][:3] == ["1", "10", "1999"] and rows["listops"][3].startswith("ListOps: ")
+    assert rows["text"][:3] == ["1", "2", "4096"]
 
 
 def test_attentions_are_listed():
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
-    assert rows["flash"][:5] == ["yes", "yes", "yes", "1-128", "yes"] and "FlashAttention" in rows["flash"][5]
+    assert rows["flash"][:4] == ["yes", "yes", "yes", "1-128"] and "FlashAttention" in rows["flash"][4]
     assert rows["standard"][2] == "no"
+
+
+def test_what_an_attention_needs_is_listed_with_it(monkeypatch):
+    monkeypatch.setattr(registry, "_present", lambda name: False)
+    rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
+    assert rows["flash_attn"][4].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][4]
+
+
+@pytest.mark.parametrize("what", ["tasks", "attns"])
+def test_a_catalogue_fits_100_columns(what):
+    lines = lra("ls", what, width=100).out.splitlines()
+    assert lines and max(map(len, lines)) <= 100
+    words = " ".join(cell for row in lra("ls", what, width=100).rows for cell in row[-1].split())
+    assert all(" ".join(row[-1].split()) in words for row in lra("ls", what).rows)
+
+
+def test_the_versions_are_printed():
+    done = lra("--version")
+    installed = versions()
+    assert done.code == 0 and not done.err
+    assert done.out.startswith(f"lra {installed['lra'] or 'not installed'}")
+    assert f", torch {installed['torch']}, triton {installed['triton'] or 'not installed'}" in done.out
+    assert commit() is None or f"commit {commit()}" in done.out
 
 
 def test_recipes_are_listed():
@@ -190,7 +215,7 @@ REFUSED = {
     "fit task=listops attn=flash model.attn_dropout=0.999": "model.attn_dropout=0.999 .* use at most 0.998",
     "config show task=listops attn=flash model.attn_dropout=0.999": "use at most 0.998",
     "fit task=listops attn=flash trainer.eval_every=10000": "no validation",
-    "fit task=listops attn=flash trainer.steps=5100": "250 must divide trainer.steps=5100: .* last 100 steps",
+    "fit task=listops attn=flash trainer.steps=5003": "250 must divide trainer.steps=5003: .* last 3 steps",
     f"fit task=listops attn=flash name={'x' * 300}": "too long for a folder",
     f"fit task=text attn=flash source={'据' * 80}": "too long for a folder: choose a name=",
     "fit task=listops attn=flash model.d_model=512": "attn=flash supports head dimensions 1 to 128, not 256",

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +26,7 @@ def source_files() -> set[str]:
     """Files of the package in the checkout, relative to it."""
     return {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "*.yaml", "*.json")
+        for pattern in ("*.py", "*.yaml", "*.json", "py.typed")
         for path in (ROOT / "lra").rglob(pattern)
     }
 
@@ -83,7 +85,7 @@ def test_every_module_and_yaml_is_inside(installed):
     _, site = installed
     there = {str(path.relative_to(site)) for path in (site / "lra").rglob("*") if path.is_file()}
     assert there == source_files()
-    assert "lra/configs/task/listops.yaml" in there
+    assert {"lra/configs/task/listops.yaml", "lra/py.typed"} <= there
 
 
 def test_the_command_works_from_another_folder(installed, needs, elsewhere):
@@ -108,12 +110,39 @@ def test_an_editable_install_wins_over_a_clone_that_the_current_folder_holds(tmp
     assert where.strip() == str(clone / "lra" / "__init__.py")
 
 
-@pytest.mark.parametrize("what", ["tasks", "attns", "recipes"])
-def test_listing_imports_neither_pytorch_nor_lightning(what):
+@pytest.mark.parametrize(
+    ("target", "tools"), [("demo", False), ("docs", False), ("test", True), ("lint", True), ("aot", True)]
+)
+def test_only_what_needs_the_development_tools_installs_them(target, tools, tmp_path):
+    steps = run("make", "--dry-run", target, f"VENV={tmp_path / 'new'}", "RECIPE=demo", cwd=ROOT)
+    assert "--no-build-isolation -e .\n" in steps and ("-e '.[dev]'" in steps) == tools
+
+
+def test_the_citation_names_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["title"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]
+    assert all(each["title"] and each["authors"] and each["year"] for each in citation["references"])
+
+
+def test_no_advice_names_a_package_index_that_has_no_lra():
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("lra/**/*.py")]
+    assert files and not [file for file in files if "pip install lra" in file.read_text()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [(["ls", "tasks"], "listops"), (["ls", "attns"], "flash"), (["ls", "recipes"], "xiong2021"),
+     (["--version"], "torch"), (["fit", "--help"], "xiong2021")],
+    ids=str,
+)  # fmt: skip
+def test_listing_imports_neither_pytorch_nor_lightning(arguments, printed):
     program = f"""
 import sys
 from lra.cli import main
-sys.argv = ["lra", "ls", "{what}"]
+sys.argv = ["lra", *{arguments}]
 try:
     main()
 finally:
@@ -121,7 +150,7 @@ finally:
 """
     output = run(sys.executable, "-c", program, cwd=ROOT)
     assert output.splitlines()[-1].strip() == "imported:"
-    assert {"tasks": "listops", "attns": "flash", "recipes": "xiong2021"}[what] in output
+    assert printed in output
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_relative_links_resolve(document):
 
 def test_imports_go_down_the_layers_of_the_picture():
     layers = [
-        "cli", "commands", "experiments", "bench", "training doctor", "tasks", "data models",
+        "cli", "commands help", "completion", "experiments", "bench", "training doctor", "tasks", "data models",
         "kernels config ranks caches", "batch errors environment reading terminal streams",
     ]  # fmt: skip
     level = {name: depth for depth, names in enumerate(layers) for name in names.split()}

@@ -94,7 +94,7 @@ def compose(
     selected |= {"recipe": recipe}
     rules = _rules(label, recipe_yaml.get("start") or (), tree, selected)
     if not (rules and locate and tree.origin["init"] == DEFAULT):
-        return Composed(tree.build(), tree.origin, given)
+        return Composed(tree.finish(), tree.origin, given)
     start = _start(label, rules[0], selected, given)
     started = tree.copy()
     try:
@@ -103,11 +103,11 @@ def compose(
             changes["init"] = locate(start)
         asked = {field: value for field, value in changes.items() if tree.origin.get(field) != GIVEN}
         started.merge((f"{label} start", asked))
-        return Composed(started.build(), started.origin, given, start)
+        return Composed(started.finish(), started.origin, given, start)
     except UsageError as error:
         if error.of_earlier_run:
             raise
-        tree.build()  # what is wrong without the start, too, is said of what was given
+        tree.finish()  # what is wrong without the start, too, is said of what was given
         raise UsageError(f"{error} ({STARTED})", of_earlier_run=True) from None
 
 
@@ -270,6 +270,26 @@ class _Tree:
                 if any("${" in str(part) or part == "???" for part in parts):  # OmegaConf's words for what is elsewhere
                     raise UsageError(f"{label}: {field}={brief(value)}: write the value itself")
                 self.values[field], self.origin[field] = value, label
+
+    def finish(self) -> Any:
+        """The configuration of a new run, with fields of `multiples` made smaller until they divide what was given.
+
+        A field that is given too stays. So does one whose nearest divisor is smaller by a factor of more than ten: the
+        run would validate or log far too often. The configuration then refuses it.
+        """
+        changed = {GIVEN}
+        for whole, part in getattr(self.example, "multiples", ()):
+            if self.origin[whole] not in changed or self.origin[part] == GIVEN:
+                continue
+            multiple, value = self.typed(whole), self.typed(part)
+            largest = min(multiple, value)
+            smaller = range(largest, max(largest // 10, 1) - 1, -1)
+            divisor = next((each for each in smaller if multiple % each == 0), value)
+            if divisor != value:
+                self.values[part] = divisor
+                self.origin[part] += f", made to divide {whole}"
+                changed.add(self.origin[part])
+        return self.build()
 
     def build(self) -> Any:
         """The configuration; UsageError for a value that is none of its field's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +13,8 @@ from lra.errors import UsageError
 
 # fields of tasks that older runs lack, and what they did
 LATER = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
+# The first field of a pair must be a multiple of the second. Where only the first is given, the second becomes smaller.
+MULTIPLES = (("trainer.steps", "trainer.eval_every"), ("trainer.eval_every", "trainer.log_every"))
 
 
 def at_least(limit: int, section: str, config: Any, *names: str) -> None:
@@ -221,6 +223,7 @@ class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
 
     later: ClassVar[Mapping[str, Any]] = LATER
+    multiples: ClassVar[Sequence[tuple[str, str]]] = MULTIPLES
 
     task: Any
     attn: Any

@@ -64,6 +64,41 @@ def test_a_selector_may_stand_beside_a_field_of_its_component():
     assert (config.task.name, config.task.max_length) == ("text", 1000)
 
 
+@pytest.mark.parametrize(("given", "steps"), [
+    (["trainer.steps=100"], (100, 100, 50)),
+    (["trainer.steps=30"], (30, 30, 30)),
+    (["trainer.steps=300"], (300, 150, 50)),
+    (["trainer.steps=75"], (75, 75, 25)),
+    (["trainer.steps=1"], (1, 1, 1)),
+    (["trainer.steps=3000"], (3000, 250, 50)),
+    (["trainer.eval_every=20"], (1500, 20, 20)),
+    (["trainer.steps=40", "trainer.eval_every=20"], (40, 20, 20)),
+    (["trainer.steps=40", "trainer.log_every=5"], (40, 40, 5)),
+])  # fmt: skip
+def test_what_divides_the_steps_follows_them_where_it_is_not_given(given, steps):
+    composed = make(*BASE, "recipe=demo", *given)
+    trainer = composed.config.trainer
+    assert (trainer.steps, trainer.eval_every, trainer.log_every) == steps
+    assert composed.overrides == tuple(Override(*field.split("=")) for field in sorted(given))
+    for whole, part, own in (("steps", "eval_every", 250), ("eval_every", "log_every", 50)):
+        origin, note = composed.origin[f"trainer.{part}"], f"recipe/demo.yaml listops, made to divide trainer.{whole}"
+        assert (origin == note) == (getattr(trainer, part) != own and origin != module.GIVEN)
+
+
+def test_what_is_given_does_not_follow():
+    for given in (["trainer.eval_every=250"], ["trainer.log_every=50"]):
+        with pytest.raises(UsageError, match=given[0]):
+            make(*BASE, "recipe=demo", "trainer.steps=30", *given)
+    with pytest.raises(UsageError, match="must divide trainer.steps=1009"):
+        make(*BASE, "recipe=demo", "trainer.steps=1009")  # a prime: after each step, or once
+
+
+def test_a_saved_configuration_stays_as_it_is():
+    saved = to_dict(make(*BASE, "recipe=demo").config)
+    with pytest.raises(UsageError, match="eval_every=250 is larger than trainer.steps=100"):
+        restore(RunConfig, REGISTRIES, saved, ["trainer.steps=100"])
+
+
 def test_a_field_of_the_task_needs_no_prefix():
     composed = make("task=text", "attn=flash", "protocol=lra")
     assert composed.config.task.protocol == "lra" and composed.overrides == (Override("task.protocol", "lra"),)

@@ -290,7 +290,7 @@ def _submitit() -> Any:
     try:
         return importlib.import_module("submitit")
     except ImportError:
-        raise UsageError("launcher=slurm needs submitit: pip install lra[slurm]") from None
+        raise UsageError("launcher=slurm needs submitit: pip install submitit") from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from lra.training.fit import fit
 from lra.training.run import claim, claimed
 from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
 
-submitit = pytest.importorskip("submitit", reason="needs submitit: pip install lra[slurm]")
+submitit = pytest.importorskip("submitit", reason="needs submitit: pip install submitit")
 
 ROOT = Path(__file__).parents[3]
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -228,7 +228,7 @@ def test_what_is_lacking_is_named(here, monkeypatch, capfd):
     with pytest.raises(UsageError, match="there is no srun here: call it on the cluster"):
         array(cells()).work()
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UsageError, match=r"launcher=slurm needs submitit: pip install lra\[slurm\]"):
+    with pytest.raises(UsageError, match=r"launcher=slurm needs submitit: pip install submitit"):
         array(cells()).work()
 
 

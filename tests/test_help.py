@@ -1,0 +1,25 @@
+"""The help of `lra fit` names what exists, and its example is a command."""
+
+from __future__ import annotations
+
+from lra.cli import app
+from lra.commands import parse_command
+from lra.config.recipes import recipes
+from lra.help import COMMON_FIELDS, EXAMPLE
+from lra.models.attention import ATTENTIONS
+from lra.tasks import TASKS
+from tests.command_line import lra
+
+
+def test_help_of_fit_shows_an_example_and_what_can_be_named():
+    done = lra("fit", "--help")
+    words = done.out.replace(",", " ").split()
+    assert done.code == 0 and EXAMPLE in done.out
+    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipes()} <= set(words)
+    assert {f"{field}=" for field in COMMON_FIELDS} <= set(words) and len(COMMON_FIELDS) == 10
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_the_example_in_the_help_is_a_command_and_its_fields_exist():
+    composed = parse_command(app, EXAMPLE.split()[1:])
+    assert COMMON_FIELDS.keys() <= composed.origin.keys()
