@@ -21,7 +21,8 @@ def test_a_pipe_cuts_nothing():
     done = process("ls", "attns")
     rows = {row[0]: row[-1] for row in done.rows}
     assert done.code == 0 and not done.err and max(map(len, rows.values())) > 80
-    assert rows == {name: entry.summary for name, entry in ATTENTIONS.catalogue().items()}
+    assert rows.keys() == ATTENTIONS.catalogue().keys()
+    assert all(rows[name].endswith(entry.summary) for name, entry in ATTENTIONS.catalogue().items())
 
 
 def test_what_an_output_can_not_encode_is_replaced(monkeypatch):
