@@ -21,7 +21,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.results.archive import Run
 from lra.training import checkpoints
-from lra.training.run import RUNS
+from lra.training.run_directory import RUNS
 
 FILES = ("config.yaml", "model.safetensors", "result.json")
 

@@ -20,7 +20,7 @@ from lra.commands import parse_command
 from lra.config.compose import differences
 from lra.experiments.grid import grid
 from lra.experiments.results import ledger
-from lra.training.run import COMPUTING
+from lra.training.run_directory import COMPUTING
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted(measured.BENCHMARKS.rglob("*.json"))

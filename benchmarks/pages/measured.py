@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
-from lra.training.saved import clean
+from lra.training.run_files import clean
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"  # results/ and studies/

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.pages import measured
 from lra.experiments.results import ledger
 from lra.experiments.results.ledger import Entry
-from lra.training.run import spent
+from lra.training.run_directory import spent
 
 PAGE = measured.BENCHMARKS / "results" / "runs.csv"
 # overrides that change only where a run reads, writes or goes on, or what another column shows

@@ -19,7 +19,7 @@ from lra.experiments.grid import grid, plan
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.results import ledger, report
-from lra.training.run import spent
+from lra.training.run_directory import spent
 
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
 HEAD = (

@@ -26,7 +26,7 @@ from lra.experiments.grid.launch import Local, States, slots
 from lra.experiments.grid.slurm import Resources, Slurm, resources
 from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, number
-from lra.training.run import FIRST_FAILURE, LOG
+from lra.training.run_directory import FIRST_FAILURE, LOG
 
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
 

@@ -39,7 +39,7 @@ from lra.experiments.reproduction import (
 from lra.training.assembly import build, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.lightning import quiet
-from lra.training.run import RUNS
+from lra.training.run_directory import RUNS
 
 Key = tuple[str, str, str]  # column, attention and way
 STANDARD = "standard"  # what the paper's speed is compared with

@@ -241,7 +241,7 @@ class TaskModule(pl.LightningModule):
         self.run, self.step = run, step
         self.model: Any = self.network()
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
-        self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.seen`
+        self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.leakage`
         self.provenance: dict[str, Any] = {}  # which runs these weights come from: `lra.training.provenance`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})

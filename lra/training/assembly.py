@@ -21,6 +21,7 @@ from lra.tasks.batches import Collation, Rank
 from lra.tasks.masked import masked
 from lra.training.clock import Clock
 from lra.training.curves import Curves
+from lra.training.early_validation import Rehearsal
 from lra.training.faults import Faults
 from lra.training.hardware import hardware
 from lra.training.lightning import Onward, WholeFiles, silence_signals
@@ -29,8 +30,7 @@ from lra.training.optim import groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
-from lra.training.rehearsal import Rehearsal
-from lra.training.run import CURVES, RunDirectory
+from lra.training.run_directory import CURVES, RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
 

@@ -19,10 +19,10 @@ from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
 from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
-from lra.training import provenance, seen
+from lra.training import leakage, provenance
 from lra.training.provenance import digest
-from lra.training.run import replacing
-from lra.training.saved import whole_record
+from lra.training.run_directory import replacing
+from lra.training.run_files import whole_record
 
 # fields without which weights mean something else, or have another shape
 SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
@@ -209,7 +209,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     check(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
-    module.seen, module.provenance = seen.seen_before(identity), provenance.of(identity)
+    module.seen, module.provenance = leakage.seen_before(identity), provenance.of(identity)
 
 
 def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:

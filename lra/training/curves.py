@@ -14,8 +14,8 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra.errors import UsageError, naming
 from lra.reading import read_csv
-from lra.training import events
-from lra.training.run import replacing, write
+from lra.training import tensorboard
+from lra.training.run_directory import replacing, write
 
 COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
@@ -41,7 +41,7 @@ class Curves(Logger):
         with naming(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
         with naming(self.events), self.events.open("ab") as file:
-            file.write(events.row(row, step))
+            file.write(tensorboard.row(row, step))
 
     def _start(self, step: int) -> Path:
         rows = read(self.path) if self.path.exists() else []
@@ -57,10 +57,10 @@ class Curves(Logger):
         """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
         with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
-            before, when = [*self.folder.glob(events.PATTERN)], events.times(self.folder)
-        path = self.folder / events.file_name()
+            before, when = [*self.folder.glob(tensorboard.PATTERN)], tensorboard.times(self.folder)
+        path = self.folder / tensorboard.file_name()
         with replacing(path) as file:
-            file.write(events.opening(kept, when))
+            file.write(tensorboard.opening(kept, when))
         for old in before:
             if old != path:
                 old.unlink()

@@ -36,7 +36,7 @@ from lra.training.output import console
 from lra.training.preemption import Preemption
 from lra.training.progress import bar
 from lra.training.rendezvous import RendezvousError
-from lra.training.run import COMPUTING, RunDirectory, replacing
+from lra.training.run_directory import COMPUTING, RunDirectory, replacing
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}

@@ -19,7 +19,7 @@ import torch
 
 from lra import environment
 from lra.tasks.base import TaskModule
-from lra.training.saved import UNKNOWN, Record, mapping, read_result
+from lra.training.run_files import UNKNOWN, Record, mapping, read_result
 
 
 def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:

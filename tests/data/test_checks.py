@@ -12,7 +12,7 @@ import pytest
 
 from lra.data import image, listops, text
 from lra.errors import UsageError
-from lra.training.data import info, prepare, task_data
+from lra.training.data_verbs import info, prepare, task_data
 from tests.fixtures import pngs, write_aan_pairs, write_cifar10, write_imdb, write_pathfinder
 
 

@@ -27,7 +27,7 @@ from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.launch import Local
 from lra.experiments.grid.watch import Pace, Watch
-from lra.training.run import claim
+from lra.training.run_directory import claim
 from tests.experiments.runs import GRID, TINY, cells, made, stub, until
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.batches import Rank
-from lra.training.data import info, prepare, verify
+from lra.training.data_verbs import info, prepare, verify
 from lra.training.fit import build, configure
 from lra.training.lightning import quiet
 from lra.training.step import Step

@@ -14,7 +14,7 @@ import lra
 from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.training.data import info, prepare, show, verify
+from lra.training.data_verbs import info, prepare, show, verify
 from lra.training.fit import configure
 from lra.training.fit import test as score
 from tests.fixtures import pngs, write_aan_papers, write_cifar10, write_imdb

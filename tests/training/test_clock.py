@@ -13,7 +13,7 @@ from lra.training import clock as clock_module
 from lra.training.clock import RUNS_PER_DEVICE, Clock
 from lra.training.lightning import WholeFiles
 from lra.training.narrator import Narrator
-from lra.training.run import spent
+from lra.training.run_directory import spent
 from tests.training.test_fit import interrupt_at
 
 ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model

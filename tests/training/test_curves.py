@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 from tensorboardX.record_writer import masked_crc32c
 
 from lra.errors import UsageError
-from lra.training import curves, events
+from lra.training import curves, tensorboard
 from lra.training.curves import COLUMNS, Curves, read
 from tests.training.test_fit import interrupt_at
 
@@ -24,7 +24,7 @@ HEADER = ",".join(COLUMNS)
 def logged(folder: Path) -> dict[tuple[int, str], float]:
     """All values in TensorBoard's files, by step and tag; each must be there once, and every record be sound."""
     found: dict[tuple[int, str], float] = {}
-    for file in folder.glob(events.PATTERN):
+    for file in folder.glob(tensorboard.PATTERN):
         content, place = file.read_bytes(), 0
         while place < len(content):
             size = int.from_bytes(content[place : place + 8], "little")
@@ -73,7 +73,7 @@ def test_a_session_keeps_what_lies_before_it_with_its_times_and_drops_the_rest(t
     Curves(tmp_path / "metrics.csv").log_metrics({"train/loss": 7.0}, 3)
     assert logged(folder) == {(1, "train/loss"): 1.0, (2, "train/loss"): 2.0, (3, "train/loss"): 7.0}
     assert rows(first.path) == logged(folder)
-    assert events.times(folder) == {1: 1000.0, 2: 1000.0, 3: 500.0}
+    assert tensorboard.times(folder) == {1: 1000.0, 2: 1000.0, 3: 500.0}
 
 
 def test_what_a_thread_of_an_older_lra_lost_is_there_again(tmp_path):

@@ -18,7 +18,7 @@ import lra
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
 from lra.training.clock import Clock
-from lra.training.run import at_rest, claim, claimed
+from lra.training.run_directory import at_rest, claim, claimed
 from lra.training.step import Step
 from tests.training.conftest import arguments
 

@@ -10,7 +10,7 @@ from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import faults
 from lra.training.clock import RUNS_PER_DEVICE
-from lra.training.rehearsal import Rehearsal
+from lra.training.early_validation import Rehearsal
 from lra.training.step import Step
 from tests.training.test_faults import inject
 

@@ -10,7 +10,7 @@ import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.training import checkpoints, fit, provenance, transfer
-from lra.training.saved import UNKNOWN, chain, clean, lacking
+from lra.training.run_files import UNKNOWN, chain, clean, lacking
 
 from .conftest import arguments
 

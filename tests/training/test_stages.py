@@ -19,7 +19,7 @@ from lra.experiments.grid.grid import read
 from lra.experiments.grid.launch import Local
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
-from lra.training.run import claim
+from lra.training.run_directory import claim
 from tests.composing import composed
 from tests.experiments.runs import made, stub
 from tests.training.conftest import arguments

@@ -7,9 +7,9 @@ import pytest
 import lra
 from lra.errors import UsageError
 from lra.tasks import TASKS, version_of, versioned
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 from lra.training.fit import configure
-from lra.training.run import RunDirectory, read_config
+from lra.training.run_directory import RunDirectory, read_config
 from tests.training.test_transfer import FEW, MODEL, STEPS
 
 RUN = ("task=pathfinder", "attn=flash", *MODEL, *FEW, *STEPS)

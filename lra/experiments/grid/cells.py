@@ -12,8 +12,8 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell
 from lra.training import curves
-from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
-from lra.training.saved import End, read_config, read_result
+from lra.training.run_directory import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
+from lra.training.run_files import End, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
 SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}

@@ -26,7 +26,7 @@ from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
 from lra.training.clock import RUNS_PER_DEVICE
-from lra.training.run import CLAIMED, LOG, claim
+from lra.training.run_directory import CLAIMED, LOG, claim
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on

@@ -17,8 +17,8 @@ from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.output import duration
-from lra.training.run import RUNS, unshared
-from lra.training.saved import read_result
+from lra.training.run_directory import RUNS, unshared
+from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
 NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")

@@ -31,7 +31,7 @@ from lra.experiments.grid import cells
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.launch import FIT, Local, States, caught, slots
 from lra.reading import read_json
-from lra.training.run import RUNS, write
+from lra.training.run_directory import RUNS, write
 
 FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
 PATIENCE_S = 10.0  # for another command that submits, before a line says so

@@ -19,7 +19,7 @@ from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import spread
 from lra.terminal import Terminal
 from lra.training.output import duration
-from lra.training.run import RUNS, write
+from lra.training.run_directory import RUNS, write
 
 FILE_S = 3.0  # between two versions of the text file
 

@@ -23,7 +23,7 @@ from lra.config.options import parse
 from lra.errors import UsageError, disk_full
 from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
-from lra.training.run import (
+from lra.training.run_directory import (
     CLAIM,
     COMPUTING,
     FIRST_FAILURE,
@@ -35,7 +35,7 @@ from lra.training.run import (
     unshared,
     vacant,
 )
-from lra.training.saved import ENDS, End, read_config, whole_result
+from lra.training.run_files import ENDS, End, read_config, whole_result
 
 ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next

@@ -21,8 +21,8 @@ from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
 from lra.tasks import versioned
-from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
-from lra.training.saved import chain, clean, lacking, mapping
+from lra.training.run_directory import COMPUTING, FIRST_FAILURE, spent, unshared
+from lra.training.run_files import chain, clean, lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (

@@ -28,7 +28,7 @@ from lra.experiments.results import html, ledger
 from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.terminal import visible
-from lra.training.run import RUNS, write
+from lra.training.run_directory import RUNS, write
 
 
 @dataclass(frozen=True)

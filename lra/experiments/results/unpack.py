@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from lra.errors import UsageError
-from lra.training.run import FIRST_FAILURE
+from lra.training.run_directory import FIRST_FAILURE
 
 SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
 CHECKPOINTS = {

@@ -9,7 +9,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments.grid import grid
 from lra.experiments.grid.cells import State, clear, counted, look, reached, settled, with_stages
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, stub, until
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -16,7 +16,7 @@ from lra.errors import UsageError
 from lra.experiments.grid import launch
 from lra.experiments.grid.cells import look, with_stages
 from lra.experiments.grid.launch import Local, slots
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim, claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 
 

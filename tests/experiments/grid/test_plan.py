@@ -15,7 +15,7 @@ import torch
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.grid import grid
-from lra.training.run import claim
+from lra.training.run_directory import claim
 from tests.experiments.runs import made
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"

@@ -22,7 +22,7 @@ from lra.experiments.grid import launch, slurm
 from lra.experiments.grid.cells import look
 from lra.experiments.grid.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim, claimed
 from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
 
 submitit = pytest.importorskip("submitit", reason="needs submitit: pip install submitit")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import pack
 from lra.training.curves import COLUMNS
-from lra.training.run import CLAIM, FIRST_FAILURE
+from lra.training.run_directory import CLAIM, FIRST_FAILURE
 from tests.experiments.results.test_ledger import cell, result
 
 DONE, FAILED, GOING = (

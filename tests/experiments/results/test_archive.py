@@ -21,7 +21,7 @@ from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments.results import archive
 from lra.experiments.results.archive import merge, pack
-from lra.training.run import CLAIM, FIRST_FAILURE, LOG, claim
+from lra.training.run_directory import CLAIM, FIRST_FAILURE, LOG, claim
 from tests.experiments.results.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
 
 CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
@@ -85,7 +85,7 @@ def test_nobody_begins_with_a_run_while_it_is_packed(runs, monkeypatch):
     begun, add = [], tarfile.TarFile.addfile
     started = lambda: [claim(runs / name) for name in (FAILED, GOING)]  # noqa: E731
     monkeypatch.setattr(tarfile.TarFile, "addfile", lambda *args: begun.append(started()) or add(*args))
-    monkeypatch.setattr("lra.training.run.PATIENCE_S", 0)
+    monkeypatch.setattr("lra.training.run_directory.PATIENCE_S", 0)
     packed(runs, "checkpoints=last")
     assert len(begun) > 10 and all(found == [None, None] for found in begun)
     for file in started():

@@ -14,7 +14,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import merge
-from lra.training.run import FIRST_FAILURE
+from lra.training.run_directory import FIRST_FAILURE
 from tests.experiments.results.archives import DONE, SMALL, packed
 
 

@@ -24,7 +24,7 @@ from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
-from lra.training.saved import End, read_config, read_environments, whole_result
+from lra.training.run_files import End, read_config, read_environments, whole_result
 
 RUNS = Path("checkpoints") / "runs"
 CURVES = "metrics.csv"

@@ -12,7 +12,7 @@ import yaml
 
 from lra.errors import UsageError
 from lra.training import fit
-from lra.training.run import (
+from lra.training.run_directory import (
     RunDirectory,
     at_rest,
     claim,
@@ -201,7 +201,7 @@ def test_a_directory_is_opened_by_one_process_and_cleaned(directory):
 
 
 def test_a_claim_is_of_one_process_and_ends_with_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("lra.training.run.PATIENCE_S", 0.0)
+    monkeypatch.setattr("lra.training.run_directory.PATIENCE_S", 0.0)
     assert not claimed(tmp_path / "none")
     held = claim(tmp_path / "run")
     assert held is not None and claim(tmp_path / "run") is None and claimed(tmp_path / "run")
