@@ -21,7 +21,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.results.archive import Run
 from lra.training import checkpoints
-from lra.training.run_directory import RUNS
+from lra.training.run_directory import RUNS_FOLDER
 
 FILES = ("config.yaml", "model.safetensors", "result.json")
 
@@ -33,7 +33,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     that it starts from is not known, or if there is such a folder.
     """
     target = releases / name
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS.name:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS_FOLDER.name:
         raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
     if target.exists():
         raise UsageError(f"{target} is there already: remove it first, or choose another name")

@@ -39,7 +39,7 @@ from lra.experiments.reproduction import (
 from lra.training.assembly import build, resolve_attention
 from lra.training.hardware import hardware
 from lra.training.lightning import quiet
-from lra.training.run_directory import RUNS
+from lra.training.run_directory import RUNS_FOLDER
 
 Key = tuple[str, str, str]  # column, attention and way
 STANDARD = "standard"  # what the paper's speed is compared with
@@ -204,7 +204,7 @@ def run(
 
 def file_of(table: Grid) -> Path:
     """Where its measurements are by default."""
-    return RUNS.parent / f"{table.name}-speed.json"
+    return RUNS_FOLDER.parent / f"{table.name}-speed.json"
 
 
 def named(table: Grid, file: Path, recipe: str) -> Result:

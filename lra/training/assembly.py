@@ -30,7 +30,7 @@ from lra.training.optim import groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
-from lra.training.run_directory import CURVES, RunDirectory
+from lra.training.run_directory import CURVES_FILE, RunDirectory
 from lra.training.seeding import derive
 from lra.training.step import Step
 
@@ -105,7 +105,7 @@ def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=Curves(folder / CURVES),
+        logger=Curves(folder / CURVES_FILE),
         callbacks=[
             clock,
             Onward(),

@@ -21,7 +21,7 @@ from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
 from lra.training.provenance import digest
-from lra.training.run_directory import replacing
+from lra.training.run_directory import replace_file
 from lra.training.run_files import whole_record
 
 # fields without which weights mean something else, or have another shape
@@ -37,7 +37,7 @@ TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of lea
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a `.ckpt` beside its place and moves it there when it is whole."""
-    with replacing(path) as file:
+    with replace_file(path) as file:
         torch.save(checkpoint, file)
 
 
@@ -235,5 +235,5 @@ def save_weights(module: TaskModule, path: Path) -> None:
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
     identity = module.identity()
     identity["sha256"] = digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
-    with replacing(path) as file:  # save_file would make one that only its owner can read
+    with replace_file(path) as file:  # save_file would make one that only its owner can read
         file.write(save(weights, metadata={"lra": json.dumps(identity)}))

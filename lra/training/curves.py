@@ -15,7 +15,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from lra.errors import UsageError, naming
 from lra.reading import read_csv
 from lra.training import tensorboard
-from lra.training.run_directory import replacing, write
+from lra.training.run_directory import replace_file, write_text
 
 COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
@@ -50,7 +50,7 @@ class Curves(Logger):
         writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
         writer.writerows(kept)
-        write(self.path, text.getvalue())
+        write_text(self.path, text.getvalue())
         return self._start_events(kept)
 
     def _start_events(self, kept: list[dict[str, str]]) -> Path:
@@ -59,7 +59,7 @@ class Curves(Logger):
             self.folder.mkdir(exist_ok=True)
             before, when = [*self.folder.glob(tensorboard.PATTERN)], tensorboard.times(self.folder)
         path = self.folder / tensorboard.file_name()
-        with replacing(path) as file:
+        with replace_file(path) as file:
             file.write(tensorboard.opening(kept, when))
         for old in before:
             if old != path:

@@ -36,11 +36,11 @@ from lra.training.output import console
 from lra.training.preemption import Preemption
 from lra.training.progress import bar
 from lra.training.rendezvous import RendezvousError
-from lra.training.run_directory import COMPUTING, RunDirectory, replacing
+from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
+MAY_CHANGE = ("name", "trainer.steps", *HARDWARE_FIELDS)  # where a checkpoint is gone on from
 # fields that change no score of trained weights, beside those of optim
 OF_TRAINING = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
@@ -174,7 +174,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
 
 def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Beginning, what: str) -> None:
     if begun.best and parts.trainer.is_global_zero:
-        with replacing(directory.best) as file:
+        with replace_file(directory.best) as file:
             file.write(begun.best.read_bytes())
     onward = f"\ngoes on after step {begun.done:,} of {run.trainer.steps:,}" if begun.checkpoint else ""
     _say(f"{directory.path}: {what}{onward}", *parts.data.differences())

@@ -26,17 +26,17 @@ from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
 from lra.training.run_files import End, read_config, read_environments, whole_result
 
-RUNS = Path("checkpoints") / "runs"
-CURVES = "metrics.csv"
+RUNS_FOLDER = Path("checkpoints") / "runs"
+CURVES_FILE = "metrics.csv"
 # what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
-CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
-CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
-PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
+CLAIM_FILE, LOG_FILE, FIRST_FAILURE_FILE = "claim", "log.txt", "failed.json"
+CLAIM_VARIABLE = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
+CLAIM_PATIENCE_S = 0.5  # `is_claimed` is in a claim's way for an instant
 # fields of what computes, in which portions: the same steps of the same global batches, and the same scores
-COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
+HARDWARE_FIELDS = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
 # fields that choose or continue a run, or that may be others when it goes on: none of them names its directory. The
 # version of the task does not either: a run of an older one stays where it is
-NOT_NAMED = ("seed", "name", "resume", "draws", "task.version", *COMPUTING)
+UNNAMED_FIELDS = ("seed", "name", "resume", "draws", "task.version", *HARDWARE_FIELDS)
 
 
 class RunDirectory:
@@ -44,11 +44,11 @@ class RunDirectory:
 
     def __init__(self, composed: Composed):
         run = composed.config
-        overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
+        overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
-        self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
+        self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
-        self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES
+        self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
         self.config = run.saved()
         self.task = versioned(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
@@ -91,7 +91,7 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := differences(saved, self.config, COMPUTING):
+            if changed := differences(saved, self.config, HARDWARE_FIELDS):
                 more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
@@ -152,8 +152,8 @@ class RunDirectory:
             checkpoint: what `checkpoint` said when the run was prepared, which may have taken hours.
             step: how many steps it has behind it.
         """
-        inherited = os.environ.get(CLAIMED) == str(self.path)
-        held = None if inherited else claim(self.path)
+        inherited = os.environ.get(CLAIM_VARIABLE) == str(self.path)
+        held = None if inherited else claim_directory(self.path)
         if held is None and not inherited:
             raise UsageError(f"another process works in {self.path}: wait for it, or choose another name=")
         try:
@@ -176,7 +176,7 @@ class RunDirectory:
             if content is None:
                 file.unlink(missing_ok=True)
             else:
-                with replacing(file) as out:
+                with replace_file(file) as out:
                     out.write(content)
 
     def _open(self, step: int) -> None:
@@ -189,29 +189,29 @@ class RunDirectory:
             files = (self.path / name for name in ("result.json", "env.json", "config.yaml"))
             self._before = {file: file.read_bytes() if file.exists() else None for file in files}
             (self.path / "result.json").unlink(missing_ok=True)
-            write(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
-            write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+            write_text(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
+            write_text(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
             raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
 
     def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""
         result = {"status": status, "directory": str(self.path)} | result
-        write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        write_text(self.path / "result.json", json.dumps(result, indent=2) + "\n")
         return result
 
 
-def claim(path: Path) -> int | None:
+def claim_directory(path: Path) -> int | None:
     """The descriptor of a file that holds the claim on a run's directory, or None if somebody works there.
 
     Creates the directory. Close it, or hand it to the process that does the work.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + CLAIM_PATIENCE_S
     while not _lock(file, fcntl.LOCK_EX, path):
         if time.monotonic() > until:
             os.close(file)
@@ -220,10 +220,10 @@ def claim(path: Path) -> int | None:
     return file
 
 
-def claimed(path: Path) -> bool:
+def is_claimed(path: Path) -> bool:
     """Whether somebody works in a run's directory."""
     try:
-        file = os.open(path / CLAIM, os.O_RDONLY)
+        file = os.open(path / CLAIM_FILE, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -233,10 +233,10 @@ def claimed(path: Path) -> bool:
 
 
 @contextmanager
-def at_rest(path: Path) -> Iterator[bool]:
+def locked_shared(path: Path) -> Iterator[bool]:
     """Whether nobody works in a run's directory; then nobody begins to until the end."""
     try:
-        file = os.open(path / CLAIM, os.O_RDONLY | os.O_CREAT, 0o666)
+        file = os.open(path / CLAIM_FILE, os.O_RDONLY | os.O_CREAT, 0o666)
     except OSError:  # there is no claim, and none can be made: of somebody else's runs, which may only be read
         yield True
         return
@@ -252,35 +252,37 @@ def _lock(file: int, kind: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        raise UsageError(f"{path}/{CLAIM} can't be locked ({error.strerror}): start on another file system") from None
+        raise UsageError(
+            f"{path}/{CLAIM_FILE} can't be locked ({error.strerror}): start on another file system"
+        ) from None
     return True
 
 
-def vacant(path: Path) -> bool:
+def is_vacant(path: Path) -> bool:
     """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
-    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
+    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM_FILE, LOG_FILE})
 
 
-def unshared(result: Mapping[str, Any]) -> bool:
+def had_gpu_alone(result: Mapping[str, Any]) -> bool:
     """Whether a run had its GPU to itself: its speed and its want of memory are its own. Not known of old results."""
     return result.get("runs_per_device") == 1
 
 
-def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
+def time_and_memory(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
     """(seconds of the whole run, most bytes of a GPU). Old results of resumed runs know those of the last session."""
     if "wall_seconds" in result:
         return result["wall_seconds"], result.get("peak_gpu_bytes")
     return (None, None) if result.get("resumed") else (result.get("session_seconds"), result.get("peak_gpu_bytes"))
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces a file of text, as `replacing` does."""
-    with replacing(path) as file:
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file of text, as `replace_file` does."""
+    with replace_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` in one step when all is written: a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -13,7 +13,7 @@ from lra.training import clock as clock_module
 from lra.training.clock import RUNS_PER_DEVICE, Clock
 from lra.training.lightning import WholeFiles
 from lra.training.narrator import Narrator
-from lra.training.run_directory import spent
+from lra.training.run_directory import time_and_memory
 from tests.training.test_fit import interrupt_at
 
 ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
@@ -76,9 +76,9 @@ def test_what_a_run_took_before_it_was_counted_is_unknown():
     clock = Clock()
     clock.load_state_dict({"seconds": 1.0, "steps": 2})
     assert clock.wall() is None
-    assert spent({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
-    assert spent({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
-    assert spent({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
+    assert time_and_memory({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
+    assert time_and_memory({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
+    assert time_and_memory({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
 
 
 def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):

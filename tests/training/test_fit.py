@@ -18,7 +18,7 @@ import lra
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
 from lra.training.clock import Clock
-from lra.training.run_directory import at_rest, claim, claimed
+from lra.training.run_directory import claim_directory, is_claimed, locked_shared
 from lra.training.step import Step
 from tests.training.conftest import arguments
 
@@ -154,7 +154,7 @@ def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn, options
 
 def test_one_process_works_on_a_run(small):
     path = Path("checkpoints/runs/listops/flash/mine-s0")
-    held = claim(path)
+    held = claim_directory(path)
     assert held is not None
     with pytest.raises(UsageError, match=r"another process works in \S*mine-s0: wait for it, or choose another name="):
         small("name=mine")
@@ -165,10 +165,10 @@ def test_one_process_works_on_a_run(small):
 
 def test_who_looks_whether_a_run_is_worked_on_keeps_nobody_from_it(tmp_path):
     with ExitStack() as looking:
-        assert looking.enter_context(at_rest(tmp_path))
+        assert looking.enter_context(locked_shared(tmp_path))
         threading.Timer(0.1, looking.close).start()
-        held = claim(tmp_path)
-    assert held is not None and claimed(tmp_path)
+        held = claim_directory(tmp_path)
+    assert held is not None and is_claimed(tmp_path)
     os.close(held)
 
 

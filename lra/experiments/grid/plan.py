@@ -17,7 +17,7 @@ from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.output import duration
-from lra.training.run_directory import RUNS, unshared
+from lra.training.run_directory import RUNS_FOLDER, had_gpu_alone
 from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
@@ -94,7 +94,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
 def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
     """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
     run = cell.composed.config
-    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    results = map(read_result, sorted((RUNS_FOLDER / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
         result
         for result in results
@@ -102,7 +102,7 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         and result["steps_per_second"] > 0
         and _same(result["config"], cell)
     ]  # fmt: skip
-    if single := [result for result in found if unshared(result)]:
+    if single := [result for result in found if had_gpu_alone(result)]:
         return statistics.median(result["steps_per_second"] for result in single), _finished(single)
     if (pace := alone.pace(cell)) is not None:
         return pace, alone.source

@@ -19,7 +19,7 @@ from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import spread
 from lra.terminal import Terminal
 from lra.training.output import duration
-from lra.training.run_directory import RUNS, write
+from lra.training.run_directory import RUNS_FOLDER, write_text
 
 FILE_S = 3.0  # between two versions of the text file
 
@@ -79,7 +79,7 @@ class Watch:
     def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
         self.console = console or Terminal()
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self.file, self.title = RUNS.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
+        self.file, self.title = RUNS_FOLDER.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
         self.say = self.console.print if self.live else say  # above the table
         self.paces: dict[Cell, Pace] = {}
         self.seen: States = {}
@@ -149,7 +149,7 @@ class Watch:
         plain = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write(self.file, plain)
+            write_text(self.file, plain)
         except OSError as error:  # not worth stopping the runs for
             if not self.failing:
                 self.say(f"{self.file} can't be written: {error.strerror}")

@@ -21,13 +21,13 @@ from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
 from lra.tasks import versioned
-from lra.training.run_directory import COMPUTING, FIRST_FAILURE, spent, unshared
+from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, time_and_memory
 from lra.training.run_files import chain, clean, lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
     "name", "resume", "draws",  # where a run writes, and how it was called
-    *COMPUTING,
+    *HARDWARE_FIELDS,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
 NAMED = 5  # results of no cell, at most
@@ -126,7 +126,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if cell is None:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
-        if entry.result["status"] == "oom" and not unshared(entry.result):
+        if entry.result["status"] == "oom" and not had_gpu_alone(entry.result):
             ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
             continue
         if entry.task != tasks[cell]:
@@ -156,7 +156,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
     """Every result below `folder`, and a note for each file that is none and should be one."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
-        if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if path.name == FIRST_FAILURE_FILE or any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue  # of a first try, or being written
         try:
             content = read_json(path)
@@ -190,13 +190,13 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     if (entry := found.entries.get(cell)) is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
-    made_with, (_, peak) = result["environment"], spent(result)
+    made_with, (_, peak) = result["environment"], time_and_memory(result)
     micro = mapping(result["config"].get("batch")).get("micro")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
-        "train_seconds": result.get("train_seconds") if unshared(result) else None,
-        "steps_per_second": result.get("steps_per_second") if unshared(result) else None,
+        "train_seconds": result.get("train_seconds") if had_gpu_alone(result) else None,
+        "steps_per_second": result.get("steps_per_second") if had_gpu_alone(result) else None,
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
@@ -260,7 +260,7 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
         wanted, defaults, _ = _identities(cell.stages)
         newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
         last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
-        if last and last.result["status"] == "oom" and unshared(last.result):
+        if last and last.result["status"] == "oom" and had_gpu_alone(last.result):
             found[cell] = last
     return found
 

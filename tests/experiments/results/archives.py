@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import pack
 from lra.training.curves import COLUMNS
-from lra.training.run_directory import CLAIM, FIRST_FAILURE
+from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE
 from tests.experiments.results.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -47,7 +47,7 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
 
 def listed(folder: Path) -> dict[str, bytes]:
     """The files below a folder, but for claims, which say nothing of a run."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CLAIM]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CLAIM_FILE]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -68,4 +68,4 @@ def names(file: Path) -> dict[str, set[str]]:
     return found
 
 
-SMALL = set(unpack.SMALL) - {FIRST_FAILURE}
+SMALL = set(unpack.SMALL) - {FIRST_FAILURE_FILE}
