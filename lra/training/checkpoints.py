@@ -22,7 +22,7 @@ from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
 from lra.training.provenance import digest
 from lra.training.run_directory import replace_file
-from lra.training.run_files import whole_record
+from lra.training.run_files import is_provenance
 
 # fields without which weights mean something else, or have another shape
 SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
@@ -127,7 +127,7 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*stated.values()]
     if not all(isinstance(each, str) for each in names) or not all(isinstance(each, str | int) for each in fields):
         raise TypeError(names, fields)
-    if not whole_record(identity.get("provenance")):
+    if not is_provenance(identity.get("provenance")):
         raise TypeError(identity["provenance"])
     # to OmegaConf these are an interpolation, of environment variables too, and a missing value
     if live := [name for name, value in flatten(config) if "${" in str(value) or value == "???"]:
@@ -209,7 +209,7 @@ def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[st
     check(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
-    module.seen, module.provenance = leakage.seen_before(identity), provenance.of(identity)
+    module.seen, module.provenance = leakage.sets_before_run(identity), provenance.of(identity)
 
 
 def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 
 from lra.errors import UsageError
 
-DRAWS: dict[str, int] = {
+DRAW_VERSIONS: dict[str, int] = {
     "seeds": 1,  # of a purpose and step: training/seeding.py
     "weights": 1,  # before the first step
     "order": 1,  # of the training rows: data/order.py
@@ -23,17 +23,19 @@ DRAWS: dict[str, int] = {
     "hiding": 1,  # of pretrain=masked: tasks/masked.py
 }
 
-Session = dict[str, Any]  # `step`: how many steps were done when its draws began; `draws`: None where they are unknown
+DrawSession = dict[
+    str, Any
+]  # `step`: how many steps were done when its draws began; `draws`: None where they are unknown
 
 
-UNKNOWN: list[Session] = [{"step": 0, "draws": None}]  # of a checkpoint that an older lra wrote
+UNKNOWN_DRAWS: list[DrawSession] = [{"step": 0, "draws": None}]  # of a checkpoint that an older lra wrote
 
 
-class Draws(pl.Callback):
+class DrawHistory(pl.Callback):
     """Keeps in a run's checkpoints which draws made it, and from which step; by default these, from the first one."""
 
-    def __init__(self, sessions: list[Session] | None = None) -> None:
-        self.sessions = sessions or [{"step": 0, "draws": dict(DRAWS)}]
+    def __init__(self, sessions: list[DrawSession] | None = None) -> None:
+        self.sessions = sessions or [{"step": 0, "draws": dict(DRAW_VERSIONS)}]
 
     def go_on(self, checkpoint: Path, step: int, changed: bool) -> None:
         """Goes on from a checkpoint; UsageError if other draws made it, unless they may be `changed`.
@@ -42,7 +44,7 @@ class Draws(pl.Callback):
             step: how many steps it has behind it.
         """
         before = self.sessions[-1]["draws"]
-        if before == DRAWS:
+        if before == DRAW_VERSIONS:
             return
         if not changed:
             raise UsageError(
@@ -51,7 +53,7 @@ class Draws(pl.Callback):
                 "these, which result.json then states, or begin another run, name="
             )
         kept = (each for each in self.sessions if each["step"] < step)
-        self.sessions = [*kept, {"step": step, "draws": dict(DRAWS)}]
+        self.sessions = [*kept, {"step": step, "draws": dict(DRAW_VERSIONS)}]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["draws"] = self.sessions
@@ -60,5 +62,7 @@ class Draws(pl.Callback):
 def _compared(before: dict[str, int] | None) -> str:
     if before is None:
         return "it states none"
-    names = [name for name in {**DRAWS, **before} if before.get(name) != DRAWS.get(name)]
-    return ", ".join(f"{name} {before.get(name, 'not stated')}, here {DRAWS.get(name, 'unknown')}" for name in names)
+    names = [name for name in {**DRAW_VERSIONS, **before} if before.get(name) != DRAW_VERSIONS.get(name)]
+    return ", ".join(
+        f"{name} {before.get(name, 'not stated')}, here {DRAW_VERSIONS.get(name, 'unknown')}" for name in names
+    )

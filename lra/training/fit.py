@@ -29,7 +29,7 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble, build, rank_of, resolve_attention, resolve_engine
-from lra.training.draws import UNKNOWN, Draws
+from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
 from lra.training.hardware import crowding, hardware, join
 from lra.training.lightning import quiet
 from lra.training.output import console
@@ -132,7 +132,7 @@ class Beginning:
     done: int  # steps it has behind it
     best: Path | None  # the best checkpoint so far, which lies in another directory: nothing after it may be better
     origin: transfer.Origin
-    draws: Draws
+    draws: DrawHistory
 
 
 def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginning:
@@ -140,10 +140,10 @@ def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginnin
     if (checkpoint := directory.checkpoint()) is not None:
         return _resume(run, directory, parts.module, checkpoint)
     if not run.init:
-        return Beginning(None, 0, None, transfer.Origin(), Draws())
+        return Beginning(None, 0, None, transfer.Origin(), DrawHistory())
     moved = transfer.start(parts.module, run.init)
     _say(moved.describe(run.init), *moved.notes)
-    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), Draws())
+    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 
 
 def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
@@ -166,7 +166,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
     scoring = own and directory.best.exists()  # may be what is left to do
     if done >= run.trainer.steps and not scoring:
         raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
-    draws = Draws(drawn or UNKNOWN)
+    draws = DrawHistory(drawn or UNKNOWN_DRAWS)
     if done < run.trainer.steps:  # else nothing more is drawn
         draws.go_on(checkpoint, done, run.draws == "changed")
     return Beginning(checkpoint, done, None if own else best, transfer.Origin(), draws)

@@ -4,7 +4,7 @@ A run has a record of plain values. `run` is its directory. `began` is the diges
 and `ended` that of the weights that were scored, which are those of `model.safetensors`. `commit` names the commit of
 every session that trained. `ancestors` are the records of the runs before, the first one first: the `ended` of an
 ancestor is the digest of the weights that the next run took. What an older lra did not state is None, and a commit that
-is not known is `UNKNOWN`.
+is not known is `UNKNOWN_COMMIT`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from lra import environment
 from lra.tasks.base import TaskModule
-from lra.training.run_files import UNKNOWN, Record, mapping, read_result
+from lra.training.run_files import UNKNOWN_COMMIT, ProvenanceRecord, as_mapping, read_result
 
 
 def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
@@ -35,7 +35,7 @@ def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
     return found.hexdigest()
 
 
-def of(identity: Mapping[str, Any]) -> Record:
+def of(identity: Mapping[str, Any]) -> ProvenanceRecord:
     """The record in a checkpoint; of an older one, no more than the name of the run before it."""
     if stated := identity.get("provenance"):
         return copy.deepcopy(stated)
@@ -43,7 +43,7 @@ def of(identity: Mapping[str, Any]) -> Record:
     return {"ancestors": [_ancestor(str(init))] if init else []}
 
 
-def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path) -> Record:
+def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path) -> ProvenanceRecord:
     """The record of a model that takes these weights, before it begins a run."""
     parent = of(identity)
     run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(Path(path), identity)
@@ -53,9 +53,9 @@ def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], 
 def begin(module: TaskModule, run: Path, resumed: bool) -> None:
     """States that a session of a run begins with the weights that the module has."""
     before = module.provenance
-    commit = environment.commit() or UNKNOWN
+    commit = environment.commit() or UNKNOWN_COMMIT
     if resumed:
-        stated = (before.get("commit") or UNKNOWN).split(", ")
+        stated = (before.get("commit") or UNKNOWN_COMMIT).split(", ")
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))
     else:
         began = digest(module.model.state_dict())
@@ -63,12 +63,14 @@ def begin(module: TaskModule, run: Path, resumed: bool) -> None:
     module.provenance = {"run": str(run), "began": began, "ended": None, "commit": commit, "ancestors": ancestors}
 
 
-def end(module: TaskModule, record: Record) -> None:
+def end(module: TaskModule, record: ProvenanceRecord) -> None:
     """States that the run of a record ends with the weights that the module has."""
     module.provenance = record | {"ended": digest(module.model.state_dict())}
 
 
-def _ancestor(run: str, began: str | None = None, ended: str | None = None, commit: str | None = None) -> Record:
+def _ancestor(
+    run: str, began: str | None = None, ended: str | None = None, commit: str | None = None
+) -> ProvenanceRecord:
     return {"run": run, "began": began, "ended": ended, "commit": commit}
 
 
@@ -77,4 +79,4 @@ def _commit_beside(path: Path, identity: Mapping[str, Any]) -> str | None:
     result = read_result((path if path.is_dir() else path.parent) / "result.json")
     if result is None or result["config"] != identity["config"]:
         return None
-    return mapping(result["environment"]).get("commit")
+    return as_mapping(result["environment"]).get("commit")

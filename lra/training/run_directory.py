@@ -24,7 +24,7 @@ from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
-from lra.training.run_files import End, read_config, read_environments, whole_result
+from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
 RUNS_FOLDER = Path("checkpoints") / "runs"
 CURVES_FILE = "metrics.csv"
@@ -61,7 +61,7 @@ class RunDirectory:
         """The result of a run that ended by itself, which lies here now; UsageError if it is not whole."""
         file = self.path / "result.json"
         try:
-            return whole_result(file) | {"directory": str(self.path)}
+            return read_whole_result(file) | {"directory": str(self.path)}
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -194,7 +194,7 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
 
-    def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, status: EndStatus, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""
         result = {"status": status, "directory": str(self.path)} | result
         write_text(self.path / "result.json", json.dumps(result, indent=2) + "\n")

@@ -10,12 +10,12 @@ from lra import environment
 from lra.errors import UsageError
 from lra.reading import is_number, read_json, read_yaml
 
-End = Literal["finished", "oom", "failed"]  # how a run ended by itself
-ENDS: tuple[End, ...] = get_args(End)
-Record = dict[str, Any]  # where a run's weights come from, as `lra.training.provenance` states it
-UNKNOWN = "unknown"  # there, in place of a commit
+EndStatus = Literal["finished", "oom", "failed"]  # how a run ended by itself
+END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
+ProvenanceRecord = dict[str, Any]  # where a run's weights come from, as `lra.training.provenance` states it
+UNKNOWN_COMMIT = "unknown"  # there, in place of a commit
 # numbers of a result that may be lacking, as in results of older versions
-NUMBERS = (
+OPTIONAL_NUMBERS = (
     "steps", "steps_per_second", "train_seconds", "wall_seconds", "session_seconds", "peak_gpu_bytes", "world_size",
     "runs_per_device",
 )  # fmt: skip
@@ -33,17 +33,17 @@ def read_config(file: Path) -> dict[str, Any] | None:
 def read_result(file: Path) -> dict[str, Any] | None:
     """The content of a run's `result.json`; None if there is none, or it is not whole."""
     try:
-        return whole_result(file)
+        return read_whole_result(file)
     except (FileNotFoundError, ValueError):
         return None
 
 
-def whole_result(file: Path) -> dict[str, Any]:
+def read_whole_result(file: Path) -> dict[str, Any]:
     """The content of a run's `result.json`; ValueError that says why it is not whole."""
     result = read_json(file)
     if not isinstance(result, dict):
         raise ValueError("it is no mapping")
-    if lacks := lacking(result):
+    if lacks := missing_fields(result):
         raise ValueError(f"it lacks {lacks}")
     return result
 
@@ -65,35 +65,35 @@ def read_environments(file: Path) -> list[dict[str, Any]]:
     return sessions
 
 
-def lacking(content: Mapping[str, Any]) -> str:
+def missing_fields(content: Mapping[str, Any]) -> str:
     """What a run's result lacks of what every one has; empty if nothing. Whoever reads a result relies on this."""
-    config, environment, test = (mapping(content.get(name)) for name in ("config", "environment", "test"))
+    config, environment, test = (as_mapping(content.get(name)) for name in ("config", "environment", "test"))
     there = {
-        f"a status of {', '.join(ENDS)}": content.get("status") in ENDS,
+        f"a status of {', '.join(END_STATUSES)}": content.get("status") in END_STATUSES,
         "a config with task and attn": all(
-            isinstance(mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
+            isinstance(as_mapping(config.get(name)).get("name"), str) for name in ("task", "attn")
         ),
         "task": isinstance(content.get("task"), str),
         "environment.date": isinstance(environment.get("date"), str),
     }
     if content.get("status") == "finished":
         there["test with all scores"] = _scored(test)
-        there["val.accuracy"] = "val" not in content or is_number(mapping(content["val"]).get("accuracy"))
-        sets = {name: score for name, score in content.items() if name == "fresh" or "plus_minus" in mapping(score)}
-        there |= {f"{name} with all scores": _scored(mapping(score)) for name, score in sets.items()}
-    for name in NUMBERS:
+        there["val.accuracy"] = "val" not in content or is_number(as_mapping(content["val"]).get("accuracy"))
+        sets = {name: score for name, score in content.items() if name == "fresh" or "plus_minus" in as_mapping(score)}
+        there |= {f"{name} with all scores": _scored(as_mapping(score)) for name, score in sets.items()}
+    for name in OPTIONAL_NUMBERS:
         there[f"a number as {name}"] = content.get(name) is None or (is_number(content[name]) and content[name] >= 0)
     for name in ("engine", "directory"):
         there[f"a text as {name}"] = isinstance(content.get(name), str | None)
     for name in ("gpu", "commit"):
         there[f"a text as environment.{name}"] = isinstance(environment.get(name), str | None)
-    there["a whole provenance"] = whole_record(content.get("provenance"))
+    there["a whole provenance"] = is_provenance(content.get("provenance"))
     return ", ".join(what for what, found in there.items() if not found)
 
 
-def whole_record(value: Any) -> bool:
+def is_provenance(value: Any) -> bool:
     """Whether a value is what `lra.training.provenance` writes of a run; None and an empty one state nothing."""
-    record = mapping(value)
+    record = as_mapping(value)
     if not record:
         return value is None or value == {}
     before = record.get("ancestors")
@@ -104,37 +104,37 @@ def whole_record(value: Any) -> bool:
     )  # fmt: skip
 
 
-def clean(result: Mapping[str, Any]) -> bool:
+def has_clean_commits(result: Mapping[str, Any]) -> bool:
     """Whether the code is known that made a result and, as far as they are named, the runs before it.
 
     So it is if each commit that is stated is one of an unchanged tree, and none is lacking.
     """
-    record = mapping(result.get("provenance"))
+    record = as_mapping(result.get("provenance"))
     stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
     return all(map(environment.clean, [*stated, *([record.get("commit")] if record else [])]))
 
 
-def chain(result: Mapping[str, Any]) -> str:
+def describe_ancestry(result: Mapping[str, Any]) -> str:
     """The runs that led to a result, the first one first: each by its directory, its last weights and its commit.
 
     Weights are named by the first 12 digits of their digest. Empty if the result does not state them.
     """
-    record = mapping(result.get("provenance"))
+    record = as_mapping(result.get("provenance"))
     runs = [*record["ancestors"], record] if record.get("run") else []
     return " > ".join(
-        f"{each.get('run')} {(each.get('ended') or UNKNOWN)[:12]} (commit {each.get('commit') or UNKNOWN})"
+        f"{each.get('run')} {(each.get('ended') or UNKNOWN_COMMIT)[:12]} (commit {each.get('commit') or UNKNOWN_COMMIT})"
         for each in runs
     )
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     """A value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def _scored(test: Mapping[str, Any]) -> bool:
     """Whether a test set has its accuracy as a share, its bound, size and baselines."""
-    baselines = mapping(test.get("baselines"))
+    baselines = as_mapping(test.get("baselines"))
     shares = [test.get("accuracy"), test.get("plus_minus"), *baselines.values()]
     size = test.get("n", 1)
     counted = isinstance(size, int) and is_number(size) and size >= 0

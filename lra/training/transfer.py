@@ -77,9 +77,9 @@ def apply(
     """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
-    trained, module.seen = leakage.saved_task(there["task"]), leakage.seen_by(identity)
+    trained, module.seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
     module.provenance = provenance.descended(weights, identity, path)
-    leakage.refuse_seen(run.task, module.seen, path, "test" if score else "validation")
+    leakage.refuse_leakage(run.task, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
         for name, before, here in (
@@ -125,7 +125,7 @@ def apply(
         scale=weights[SCALE].tolist() if SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
-        notes=leakage.unknowns(run.task, module.seen, path),
+        notes=leakage.unknown_overlaps(run.task, module.seen, path),
     )
 
 

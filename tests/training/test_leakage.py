@@ -148,7 +148,7 @@ def test_what_is_not_known_is_said(chain, tmp_path):
 )
 def test_the_words_of_an_older_checkpoint_are_read(chain, name, now):
     path = forget(chain(("pathfinder", *FEW)), seen={name: 300})
-    assert leakage.seen_before(checkpoints.read(path)[1]) == {now: 300}
+    assert leakage.sets_before_run(checkpoints.read(path)[1]) == {now: 300}
     asked(path, "path64", *FEW)
 
 
@@ -157,6 +157,6 @@ def test_released_weights_say_what_they_do_not_know():
     folder = Path(__file__).parents[2] / "checkpoints" / "pathfinder"
     module = lra.load(folder)
     assert module.run.task.version == 1 and module.identity()["task"] == "pathfinder@1"
-    known = leakage.seen_by(checkpoints.read(folder)[1])
+    known = leakage.sets_of_checkpoint(checkpoints.read(folder)[1])
     assert known["pathfinder@1, data_seed=0"] == 160000
-    assert str(known[leakage.UNSTATED]).endswith("intermediate,task.tokens=lit-s0")
+    assert str(known[leakage.UNSTATED_SET]).endswith("intermediate,task.tokens=lit-s0")

@@ -10,7 +10,7 @@ import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.training import checkpoints, fit, provenance, transfer
-from lra.training.run_files import UNKNOWN, chain, clean, lacking
+from lra.training.run_files import UNKNOWN_COMMIT, describe_ancestry, has_clean_commits, missing_fields
 
 from .conftest import arguments
 
@@ -87,14 +87,14 @@ def test_a_session_of_an_unknown_commit_is_not_passed_over(at):
     for commit, resumed in (("a" * 12, False), (None, True), ("a" * 12, True), ("b" * 12, True)):
         at(commit)
         provenance.begin(module, Path("here"), resumed)
-    assert module.provenance["commit"] == f"{'a' * 12}, {UNKNOWN}, {'b' * 12}"
+    assert module.provenance["commit"] == f"{'a' * 12}, {UNKNOWN_COMMIT}, {'b' * 12}"
 
 
 def test_what_an_older_lra_did_not_state_is_not_made_up(finished, at, tmp_path):
     weights, identity = checkpoints.read(finished)
     result = json.loads((finished / "result.json").read_text())
     del identity["provenance"], result["provenance"]
-    assert not lacking(result) and chain(result) == ""
+    assert not missing_fields(result) and describe_ancestry(result) == ""
     (tmp_path / "result.json").write_text(json.dumps(result))
     unknown = dict.fromkeys(FIELDS[1:])
     own = {"run": f"{tmp_path}/x.ckpt", "ended": provenance.digest(weights)}
@@ -106,18 +106,24 @@ def test_what_an_older_lra_did_not_state_is_not_made_up(finished, at, tmp_path):
     module.provenance = provenance.of(identity)
     at("a" * 12)
     provenance.begin(module, Path("here"), resumed=True)
-    assert module.provenance["began"] is None and module.provenance["commit"] == f"{UNKNOWN}, {'a' * 12}"
+    assert module.provenance["began"] is None and module.provenance["commit"] == f"{UNKNOWN_COMMIT}, {'a' * 12}"
 
 
 def test_a_result_is_clean_if_all_that_led_to_it_is():
     record = {"run": "two", "ended": "f" * 64, "commit": "a" * 12, "ancestors": [{"run": "one", "commit": "b" * 12}]}
     result = {"environment": {"commit": "a" * 12}, "provenance": record}
-    assert clean(result) and chain(result) == f"one {UNKNOWN} (commit {'b' * 12}) > two {'f' * 12} (commit {'a' * 12})"
-    assert clean(result | {"provenance": {}}) and clean({"environment": {"commit": "a" * 12}})
-    for commit in (None, "", UNKNOWN, "a" * 12 + "+", f"{'b' * 12}, {'c' * 12}+"):
-        assert not clean(result | {"environment": {"commit": commit}})
-        assert not clean(result | {"provenance": record | {"commit": commit}})
-        assert not clean(result | {"provenance": record | {"ancestors": [{"run": "one", "commit": commit}]}})
+    assert (
+        has_clean_commits(result)
+        and describe_ancestry(result)
+        == f"one {UNKNOWN_COMMIT} (commit {'b' * 12}) > two {'f' * 12} (commit {'a' * 12})"
+    )
+    assert has_clean_commits(result | {"provenance": {}}) and has_clean_commits({"environment": {"commit": "a" * 12}})
+    for commit in (None, "", UNKNOWN_COMMIT, "a" * 12 + "+", f"{'b' * 12}, {'c' * 12}+"):
+        assert not has_clean_commits(result | {"environment": {"commit": commit}})
+        assert not has_clean_commits(result | {"provenance": record | {"commit": commit}})
+        assert not has_clean_commits(
+            result | {"provenance": record | {"ancestors": [{"run": "one", "commit": commit}]}}
+        )
 
 
 @pytest.mark.parametrize("broken", [
@@ -126,7 +132,7 @@ def test_a_result_is_clean_if_all_that_led_to_it_is():
 ])  # fmt: skip
 def test_what_is_no_record_is_refused(finished, tmp_path, broken):
     result = json.loads((finished / "result.json").read_text())
-    assert lacking(result | {"provenance": broken}) == "a whole provenance"
+    assert missing_fields(result | {"provenance": broken}) == "a whole provenance"
     weights, identity = checkpoints.read(finished)
     with pytest.raises(UsageError, match="can't be read as a checkpoint of lra"):
         checkpoints.read(save(tmp_path, weights, identity | {"provenance": broken}))

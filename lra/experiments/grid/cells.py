@@ -13,10 +13,10 @@ from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell
 from lra.training import curves
 from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, is_claimed, is_vacant
-from lra.training.run_files import End, read_config, read_result
+from lra.training.run_files import EndStatus, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
-SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
+SHOWN: dict[EndStatus, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from lra.training.run_directory import (
     locked_shared,
     replace_file,
 )
-from lra.training.run_files import ENDS, End, read_config, whole_result
+from lra.training.run_files import END_STATUSES, EndStatus, read_config, read_whole_result
 
 ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
@@ -84,15 +84,15 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
-        return self._ended("result.json", ENDS)
+        return self._ended("result.json", END_STATUSES)
 
     def failure(self) -> dict[str, Any] | None:
         """The first result of a run that failed and was tried again; UsageError if it is another one."""
         return self._ended(FIRST_FAILURE_FILE, ("failed",))
 
-    def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
+    def _ended(self, name: str, ends: Sequence[EndStatus]) -> dict[str, Any] | None:
         try:
-            result = whole_result(self.path / name)
+            result = read_whole_result(self.path / name)
             if result["status"] not in ends:
                 raise ValueError(f"it lacks a status of {', '.join(ends)}")
         except FileNotFoundError:

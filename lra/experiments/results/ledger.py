@@ -22,7 +22,7 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
 from lra.tasks import versioned
 from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, time_and_memory
-from lra.training.run_files import chain, clean, lacking, mapping
+from lra.training.run_files import as_mapping, describe_ancestry, has_clean_commits, missing_fields
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
@@ -165,7 +165,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
             continue
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
             continue  # some other measurement
-        if lacks := lacking(content):
+        if lacks := missing_fields(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
         else:
             entries.append(Entry(path, content))
@@ -186,12 +186,17 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
-        known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
+        known |= {
+            "status": "oom",
+            "clean": has_clean_commits(stage.result),
+            "date": stage.date,
+            "result": str(stage.path),
+        }
     if (entry := found.entries.get(cell)) is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], time_and_memory(result)
-    micro = mapping(result["config"].get("batch")).get("micro")
+    micro = as_mapping(result["config"].get("batch")).get("micro")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
@@ -202,8 +207,8 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "engine": result.get("engine") or "",
         "micro": micro,
         "commit": made_with.get("commit") or "",
-        "clean": clean(result),
-        "chain": chain(result),
+        "clean": has_clean_commits(result),
+        "chain": describe_ancestry(result),
         "date": entry.date,
         "result": str(entry.path),
     }
