@@ -41,7 +41,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     result = finished.finished()
     if result is None:
         raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
-    weights = checkpoints.read(run)[1]["config"]
+    weights = checkpoints.read_checkpoint(run)[1]["config"]
     for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
         if changed := differences(config, result["config"]):
             raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")

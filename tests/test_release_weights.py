@@ -88,7 +88,7 @@ def test_the_time_of_a_resumed_run_is_said_where_all_of_it_was_counted(wall, kno
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_release_is_of_one_run_and_whole(name):
-    weights, identity = checkpoints.read(folder(name))
+    weights, identity = checkpoints.read_checkpoint(folder(name))
     module, result = lra.load(folder(name)), RELEASED[name]
     assert identity["config"] == result["config"] and not module.training
     assert sum(p.numel() for p in module.parameters()) == result["parameters"]
@@ -139,7 +139,7 @@ def test_the_commands_for_its_use_are_valid(name):
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
     _, module = fit.build(run)
-    assert not transfer.start(module, folder(name)).fresh
+    assert not transfer.transfer_from(module, folder(name)).fresh
 
 
 def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
     result = lra.fit(*start, *few, *steps, *CPU)
     assert result["status"] == "finished" and result["steps"] == 1
     assert result["transfer"]["task"] == "pathfinder@1" and not result["transfer"]["fresh"]
-    assert result["transfer"]["same"] == len(checkpoints.read(folder("pathfinder"))[0])
+    assert result["transfer"]["same"] == len(checkpoints.read_checkpoint(folder("pathfinder"))[0])
 
 
 def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):

@@ -20,34 +20,37 @@ from lra.errors import UsageError, failing, system_error
 from lra.tasks import TASKS, versioned
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
-from lra.training.provenance import digest
+from lra.training.provenance import weights_digest
 from lra.training.run_directory import replace_file
 from lra.training.run_files import is_provenance
 
 # fields without which weights mean something else, or have another shape
-SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
+SHAPE_FIELDS = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
 # of a run's checkpoints, those that stand in for a damaged one
-OTHERS = {
+STAND_INS = {
     "last.ckpt": ("best.ckpt",),
     "best.ckpt": ("model.safetensors", "last.ckpt"),
     "model.safetensors": ("best.ckpt", "last.ckpt"),
 }
-TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
+POSITION_TABLES, POSITION_SCALE = (
+    "encoder.positions.tables.",
+    "encoder.positions.scale",
+)  # of learned, and of computed positions
 
 
-def write(checkpoint: dict[str, Any], path: Path) -> None:
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Writes a `.ckpt` beside its place and moves it there when it is whole."""
     with replace_file(path) as file:
         torch.save(checkpoint, file)
 
 
-def verify(path: Path) -> None:
+def verify_checkpoint(path: Path) -> None:
     """UsageError if a `.ckpt` is not as it was written, naming another file of its run that is whole."""
-    if what := fault(path):
+    if what := find_damage(path):
         raise _unreadable(path, what)
 
 
-def fault(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a file, by its checksums: torch.load takes flipped bits for weights without a word."""
     try:
         if path.suffix == ".safetensors":
@@ -72,8 +75,8 @@ def _raise_of_machine(error: BaseException, path: Path) -> None:
 def _unreadable(path: Path, what: str) -> UsageError:
     last = path.name == "last.ckpt"
     mend = "without it, resume=auto begins anew" if last else "choose another checkpoint"
-    for other in map(path.with_name, OTHERS.get(path.name, ())):
-        if not fault(other):
+    for other in map(path.with_name, STAND_INS.get(path.name, ())):
+        if not find_damage(other):
             on = f"resume={other} goes on there, " if last else ""  # no run goes on whose best checkpoint is lost
             mend = f"{other} is whole: {on}init={other} takes its weights"
             break
@@ -82,7 +85,7 @@ def _unreadable(path: Path, what: str) -> UsageError:
     )
 
 
-def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Model weights and identity of a run's directory, a `.ckpt` or a `.safetensors` file.
 
     UsageError if it is damaged or of another program, or has weights that are not finite, which only `fault.pt` may.
@@ -91,7 +94,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
     if not os.path.isfile(path):
-        for other in (given / name for name in OTHERS["model.safetensors"]):
+        for other in (given / name for name in STAND_INS["model.safetensors"]):
             if os.path.isfile(other):
                 raise UsageError(f"{given} has no model.safetensors, which a run writes at its end: give {other}")
         if os.path.isfile(given / "result.json"):  # merged from an archive
@@ -110,7 +113,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
-    broken = {layers_together(key) for key, value in weights.items() if not value.isfinite().all()}
+    broken = {layerless_name(key) for key, value in weights.items() if not value.isfinite().all()}
     if broken and path.suffix != ".pt":  # fault.pt is there to find that
         names = ", ".join(sorted(broken))
         raise UsageError(f"{path} has weights that are NaN or infinite ({names}): choose another checkpoint")
@@ -124,7 +127,7 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     names += [config["task"]["name"], config["attn"]["name"]]
     stated = dict(identity.get("seen", {}))
     names += [*stated]
-    fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*stated.values()]
+    fields = [config["model"][name] for name in (*SHAPE_FIELDS, "pooling")] + [*stated.values()]
     if not all(isinstance(each, str) for each in names) or not all(isinstance(each, str | int) for each in fields):
         raise TypeError(names, fields)
     if not is_provenance(identity.get("provenance")):
@@ -142,13 +145,16 @@ def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     weights = load_weights(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identity = dict(json.loads(header["__metadata__"]["lra"]))
-    if identity.pop("sha256", None) not in (None, digest(weights, json.dumps(identity))):  # None: of an earlier lra
+    if identity.pop("sha256", None) not in (
+        None,
+        weights_digest(weights, json.dumps(identity)),
+    ):  # None: of an earlier lra
         raise _unreadable(path, "checksum")
     return weights, identity
 
 
 def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    verify(path)
+    verify_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(checkpoint, dict):
         raise TypeError(type(checkpoint))
@@ -164,30 +170,30 @@ def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> N
         raise UsageError(f"{other}: choose a checkpoint of this task")
 
 
-def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
+def check_model(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
     """UsageError if a checkpoint is of another vocabulary, or naming all fields in which it is of another model."""
     check_vocabulary(module.run.task, identity, path)
     there, model = identity["config"]["model"], vars(module.run.model)
-    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE if there[name] != model[name]]
+    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE_FIELDS if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
     # where a pretraining begins or ends the head is fresh, and CLS can be
-    if a_token_more and pretraining(identity) == module.run.pretrain:
+    if a_token_more and pretraining_of(identity) == module.run.pretrain:
         wrong.append(f"model.pooling {there['pooling']} here {model['pooling']}")
     if wrong:
         raise UsageError(f"{path} does not fit this model: {', '.join(wrong)}; use the model fields of its config.yaml")
 
 
-def pretraining(identity: dict[str, Any]) -> str:
+def pretraining_of(identity: dict[str, Any]) -> str:
     """`pretrain` of the run that a checkpoint is of."""
     return identity["config"].get("pretrain", "none")  # said only where it is not
 
 
 def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], path: str | Path) -> None:
     """UsageError naming every tensor that is missing, superfluous or of another shape."""
-    wrong = {layers_together(key): "missing" for key in own.keys() - weights.keys() - {SCALE}}
-    wrong |= {layers_together(key): "unknown here" for key in weights.keys() - own.keys()}
+    wrong = {layerless_name(key): "missing" for key in own.keys() - weights.keys() - {POSITION_SCALE}}
+    wrong |= {layerless_name(key): "unknown here" for key in weights.keys() - own.keys()}
     wrong |= {
-        layers_together(key): f"{list(weights[key].shape)} here {list(own[key].shape)}"
+        layerless_name(key): f"{list(weights[key].shape)} here {list(own[key].shape)}"
         for key in own.keys() & weights.keys()
         if own[key].shape != weights[key].shape
     }
@@ -199,20 +205,20 @@ def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
         raise UsageError(f"{path} does not fit this model: {what}; {mend}")
 
 
-def layers_together(key: str) -> str:
+def layerless_name(key: str) -> str:
     """A tensor's name for people, the same in every layer."""
     return re.sub(r"blocks\.\d+\.", "blocks.*.", key.removeprefix("encoder."))
 
 
-def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[str, Any], path: str | Path) -> None:
+def load_into(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[str, Any], path: str | Path) -> None:
     """Puts weights into the model that they are of; UsageError naming what does not fit."""
-    check(module, identity, path)
+    check_model(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
     module.model.load_state_dict(weights)
-    module.seen, module.provenance = leakage.sets_before_run(identity), provenance.of(identity)
+    module.seen, module.provenance = leakage.sets_before_run(identity), provenance.read_provenance(identity)
 
 
-def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
+def read_progress(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
     """What a `.ckpt` has behind it: optimisation steps, the best checkpoint so far, which lies beside it, and draws.
 
     The draws are as `lra.training.draws` writes them; a checkpoint of an older lra states none.
@@ -234,6 +240,6 @@ def save_weights(module: TaskModule, path: Path) -> None:
     """The model alone, as safetensors that carry their identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
     identity = module.identity()
-    identity["sha256"] = digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
+    identity["sha256"] = weights_digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
     with replace_file(path) as file:  # save_file would make one that only its owner can read
         file.write(save(weights, metadata={"lra": json.dumps(identity)}))

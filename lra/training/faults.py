@@ -91,7 +91,7 @@ class Faults(pl.Callback):
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
                 fault["batches"].append([plain(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
-            checkpoints.write(fault, self.file)
+            checkpoints.write_checkpoint(fault, self.file)
             try:
                 what = culprit(module, fault)
             except Exception as error:

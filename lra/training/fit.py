@@ -69,7 +69,7 @@ def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
     if given.get("init") in (None, "null") or "recipe" in given:
         return None
     try:
-        recipe = checkpoints.read(given["init"])[1]["config"]["recipe"]
+        recipe = checkpoints.read_checkpoint(given["init"])[1]["config"]["recipe"]
         return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
     except UsageError:  # no checkpoint, or of a recipe that is no more: what reads its weights says so
         return None
@@ -106,7 +106,7 @@ def fit(*args: str) -> dict[str, Any]:
     begun = _begin(run, directory, parts)
     if first:
         environment.warn_unclean()
-        provenance.begin(parts.module, directory.path, resumed=begun.checkpoint is not None)
+        provenance.begin_provenance(parts.module, directory.path, resumed=begun.checkpoint is not None)
     parts.data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
     parts.data.check_ranks(parts.trainer.world_size)
     what = _described(run, parts)
@@ -141,7 +141,7 @@ def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginnin
         return _resume(run, directory, parts.module, checkpoint)
     if not run.init:
         return Beginning(None, 0, None, transfer.Origin(), DrawHistory())
-    moved = transfer.start(parts.module, run.init)
+    moved = transfer.transfer_from(parts.module, run.init)
     _say(moved.describe(run.init), *moved.notes)
     return Beginning(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 
@@ -149,15 +149,15 @@ def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginnin
 def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
     """Goes on from a checkpoint; UsageError if it is of another run, or has nothing left to do."""
     # Lightning loads it again, and says less well what does not fit
-    weights, identity = checkpoints.read(checkpoint)
+    weights, identity = checkpoints.read_checkpoint(checkpoint)
     if identity["task"] != directory.task and directory.same_task(identity["task"]):
         mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
         raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
     _refuse_other(identity["config"], directory.config, checkpoint)
-    checkpoints.load(module, weights, identity, checkpoint)
+    checkpoints.load_into(module, weights, identity, checkpoint)
     own = checkpoint.parent.resolve() == directory.path.resolve()
-    done, best, drawn = checkpoints.behind(checkpoint)
-    if best and checkpoints.fault(best):
+    done, best, drawn = checkpoints.read_progress(checkpoint)
+    if best and checkpoints.find_damage(best):
         over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
         raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
             f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
@@ -190,14 +190,16 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     """
     data, module, trainer = parts.data, parts.module, parts.trainer
     _say(f"scoring {_sets(data)}")
-    checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
+    checkpoints.verify_checkpoint(
+        directory.best
+    )  # if it is gone by now, `read_checkpoint` would ask its user for another
     record = module.provenance  # of all sessions, also of those after the best checkpoint
     # not by Lightning, which would take what the callbacks have counted back to that step, too
-    checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
+    checkpoints.load_into(module, *checkpoints.read_checkpoint(directory.best), directory.best)
     trainer.test(module, datamodule=data, verbose=False)
     if not trainer.is_global_zero:
         return {}
-    provenance.end(module, record)
+    provenance.end_provenance(module, record)
     checkpoints.save_weights(module, directory.weights)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
     return {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
@@ -292,8 +294,8 @@ def test(*args: str) -> dict[str, Any]:
     """
     given = parse_test(args)
     path = given["init"].text
-    weights, identity = checkpoints.read(path)
-    saved = transfer.without_origin(identity["config"])
+    weights, identity = checkpoints.read_checkpoint(path)
+    saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
     run = restore(RunConfig, REGISTRIES, saved, given.values())
@@ -306,7 +308,7 @@ def test(*args: str) -> dict[str, Any]:
     )
     step = Step(run)
     data, module = build(run, rank_of(trainer), step=step)
-    moved = transfer.apply(module, weights, identity, path, score=True)
+    moved = transfer.transfer_weights(module, weights, identity, path, score=True)
     if not moved.fresh and "seed" in given:
         raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
@@ -332,9 +334,9 @@ def test(*args: str) -> dict[str, Any]:
 
 def load(path: str | Path) -> TaskModule:
     """The task's LightningModule with the weights of a run's directory or checkpoint, in evaluation mode."""
-    weights, identity = checkpoints.read(path)
+    weights, identity = checkpoints.read_checkpoint(path)
     _, module = build(restore(RunConfig, REGISTRIES, identity["config"]))
-    checkpoints.load(module, weights, identity, path)
+    checkpoints.load_into(module, weights, identity, path)
     return module.eval()
 
 

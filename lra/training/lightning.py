@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lra.training.checkpoints import verify, write
+from lra.training.checkpoints import verify_checkpoint, write_checkpoint
 
 
 def silence_signals(trainer: pl.Trainer) -> None:
@@ -51,10 +51,10 @@ class WholeFiles(TorchCheckpointIO):
         self.home = os.path.realpath(home)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        write(checkpoint, Path(path))
+        write_checkpoint(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        verify(Path(path))
+        verify_checkpoint(Path(path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         for state in checkpoint.get("callbacks", {}).values():
             if there := state.get("dirpath"):

@@ -22,7 +22,7 @@ from lra.tasks.base import TaskModule
 from lra.training.run_files import UNKNOWN_COMMIT, ProvenanceRecord, as_mapping, read_result
 
 
-def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
+def weights_digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
     """SHA-256 of a model's tensors, 64 hex digits: of each one, by name, its name, dtype, shape and bytes.
 
     Args:
@@ -35,7 +35,7 @@ def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
     return found.hexdigest()
 
 
-def of(identity: Mapping[str, Any]) -> ProvenanceRecord:
+def read_provenance(identity: Mapping[str, Any]) -> ProvenanceRecord:
     """The record in a checkpoint; of an older one, no more than the name of the run before it."""
     if stated := identity.get("provenance"):
         return copy.deepcopy(stated)
@@ -43,14 +43,16 @@ def of(identity: Mapping[str, Any]) -> ProvenanceRecord:
     return {"ancestors": [_ancestor(str(init))] if init else []}
 
 
-def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path) -> ProvenanceRecord:
+def inherit_provenance(
+    weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path
+) -> ProvenanceRecord:
     """The record of a model that takes these weights, before it begins a run."""
-    parent = of(identity)
+    parent = read_provenance(identity)
     run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(Path(path), identity)
-    return {"ancestors": [*parent["ancestors"], _ancestor(run, parent.get("began"), digest(weights), commit)]}
+    return {"ancestors": [*parent["ancestors"], _ancestor(run, parent.get("began"), weights_digest(weights), commit)]}
 
 
-def begin(module: TaskModule, run: Path, resumed: bool) -> None:
+def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:
     """States that a session of a run begins with the weights that the module has."""
     before = module.provenance
     commit = environment.commit() or UNKNOWN_COMMIT
@@ -58,14 +60,14 @@ def begin(module: TaskModule, run: Path, resumed: bool) -> None:
         stated = (before.get("commit") or UNKNOWN_COMMIT).split(", ")
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))
     else:
-        began = digest(module.model.state_dict())
+        began = weights_digest(module.model.state_dict())
     ancestors = before.get("ancestors", [])
     module.provenance = {"run": str(run), "began": began, "ended": None, "commit": commit, "ancestors": ancestors}
 
 
-def end(module: TaskModule, record: ProvenanceRecord) -> None:
+def end_provenance(module: TaskModule, record: ProvenanceRecord) -> None:
     """States that the run of a record ends with the weights that the module has."""
-    module.provenance = record | {"ended": digest(module.model.state_dict())}
+    module.provenance = record | {"ended": weights_digest(module.model.state_dict())}
 
 
 def _ancestor(

@@ -16,10 +16,10 @@ from lra.models.positions import resize
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, leakage, provenance
-from lra.training.checkpoints import SCALE, TABLES
+from lra.training.checkpoints import POSITION_SCALE, POSITION_TABLES
 
-EMBEDDING = "encoder.embedding.weight"
-Grid = tuple[int, int]
+EMBEDDING_KEY = "encoder.embedding.weight"
+ImageSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class Origin(pl.Callback):
         self.transfer = state["transfer"]
 
 
-def without_origin(config: dict[str, Any]) -> dict[str, Any]:
+def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
     """A run's saved configuration without where its own weights came from, and how."""
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
 
 
-def start(module: TaskModule, path: str | Path) -> Transfer:
+def transfer_from(module: TaskModule, path: str | Path) -> Transfer:
     """Starts from another run's weights, as `head` and `positions` of the configuration say; UsageError if it can't."""
-    return apply(module, *checkpoints.read(path), path)
+    return transfer_weights(module, *checkpoints.read_checkpoint(path), path)
 
 
-def apply(
+def transfer_weights(
     module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
 ) -> Transfer:
-    """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
-    checkpoints.check(module, identity, path)
+    """As `transfer_from`, of weights that were read. To `score` them at once, no parameter may be fresh."""
+    checkpoints.check_model(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained, module.seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
-    module.provenance = provenance.descended(weights, identity, path)
+    module.provenance = provenance.inherit_provenance(weights, identity, path)
     leakage.refuse_leakage(run.task, module.seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
@@ -86,7 +86,7 @@ def apply(
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
-            ("pretrain", checkpoints.pretraining(identity), run.pretrain),
+            ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
         )
         if before is not None and here is not None and before != here  # None is of a task without it
     }
@@ -113,16 +113,18 @@ def apply(
     weights = {key: value for key, value in weights.items() if key not in left}
     tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
     resized = _resize(run, weights, own, old, new)
-    if SCALE in own:
-        weights[SCALE] = weights.get(SCALE, torch.ones_like(own[SCALE])) * _ratio(run, old, new)
+    if POSITION_SCALE in own:
+        weights[POSITION_SCALE] = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE])) * _ratio(
+            run, old, new
+        )
     checkpoints.check_shapes(own, weights | {key: own[key] for key in fresh}, path)
     module.model.load_state_dict(own | weights)
     return Transfer(
         task=identity["task"],
         changed=changed,
-        same=sum(not (key in tokens.changed or (resized and key.startswith(TABLES))) for key in weights),
+        same=sum(not (key in tokens.changed or (resized and key.startswith(POSITION_TABLES))) for key in weights),
         resized=resized,
-        scale=weights[SCALE].tolist() if SCALE in weights else None,
+        scale=weights[POSITION_SCALE].tolist() if POSITION_SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
         notes=leakage.unknown_overlaps(run.task, module.seen, path),
@@ -149,27 +151,31 @@ def _tokens(
     there, here = (
         [name for name, has in (("CLS", pooling == "cls"), ("MASK", pretrain != "none")) if has]
         for pooling, pretrain in (
-            (identity["config"]["model"]["pooling"], checkpoints.pretraining(identity)),
+            (identity["config"]["model"]["pooling"], checkpoints.pretraining_of(identity)),
             (run.model.pooling, run.pretrain),
         )
     )
     fresh, left = tuple(x for x in here if x not in there), tuple(x for x in there if x not in here)
     theirs, ours = (
         {name: table[size + place :][:1] for place, name in enumerate(names)}
-        for names, table in ((there, weights[EMBEDDING]), (here, own[EMBEDDING]))
+        for names, table in ((there, weights[EMBEDDING_KEY]), (here, own[EMBEDDING_KEY]))
     )
-    weights[EMBEDDING] = torch.cat((weights[EMBEDDING][:size], *(theirs.get(name, ours[name]) for name in here)))
-    table = f"{TABLES}0"
+    weights[EMBEDDING_KEY] = torch.cat(
+        (weights[EMBEDDING_KEY][:size], *(theirs.get(name, ours[name]) for name in here))
+    )
+    table = f"{POSITION_TABLES}0"
     if "CLS" not in (*fresh, *left) or run.model.axes == 2 or table not in own:
-        return _Tokens(fresh, left, (EMBEDDING,))
+        return _Tokens(fresh, left, (EMBEDDING_KEY,))
     kept = weights[table][int("CLS" in left) :]
     weights[table] = torch.cat((own[table][:1], kept)) if "CLS" in fresh else kept
-    return _Tokens(fresh, left, (EMBEDDING, table))
+    return _Tokens(fresh, left, (EMBEDDING_KEY, table))
 
 
-def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: Grid, new: Grid) -> str | None:
+def _resize(
+    run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: ImageSize, new: ImageSize
+) -> str | None:
     """Brings the tables of learned positions in `weights` to this model's size; says what it did."""
-    tables, asked = sorted(key for key in own if key.startswith(TABLES)), run.positions.resize
+    tables, asked = sorted(key for key in own if key.startswith(POSITION_TABLES)), run.positions.resize
     if not tables or old == new:
         if asked:
             raise UsageError(f"positions.resize={asked}: nothing is resized, both have {_text(new)}; leave it out")
@@ -188,7 +194,7 @@ def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], 
     return f"{how}, {_text(old)} to {_text(new)}"
 
 
-def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
+def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
     """By what this transfer multiplies the coordinates of computed positions, per axis."""
     if run.positions.scale != "image":
         return torch.ones(run.model.axes)
@@ -200,12 +206,12 @@ def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
     return ratio if run.model.axes == 2 else ratio.prod(0, keepdim=True)
 
 
-def _size(task: Any) -> Grid:
+def _size(task: Any) -> ImageSize:
     """Height and width of a task's images; 1 and the longest length of its sequences."""
     return TASKS.get(task.name).grid(task) or (1, task.max_length)
 
 
-def _text(size: Grid) -> str:
+def _text(size: ImageSize) -> str:
     return f"{size[1]} tokens" if size[0] == 1 else f"{size[0]}x{size[1]} pixels"
 
 
@@ -217,7 +223,7 @@ def _names(keys: set[str]) -> list[str]:
     """Tensors for people: those of all layers together, the head and a pretraining's decoder each as a whole."""
     return sorted(
         {
-            part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layers_together(key)
+            part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layerless_name(key)
             for key in keys
         }
     )

@@ -238,7 +238,7 @@ def test_a_run_from_uploaded_data_is_the_run_from_the_host(tmp_path, monkeypatch
         monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
         results[name] = lra.fit(*LISTOPS, *FEW_STEPS, f"name={name}")
     assert places == ["data on the host"] * 2 + ["data on the GPU"] * 2  # of fit and of test
-    one, other = (checkpoints.read(result["directory"])[0] for result in results.values())
+    one, other = (checkpoints.read_checkpoint(result["directory"])[0] for result in results.values())
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert results["host"]["test"] == results["there"]["test"]
 

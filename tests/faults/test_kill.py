@@ -345,13 +345,13 @@ def test_what_a_damaged_checkpoint_names_can_be_scored(tmp_path, monkeypatch, wh
 def test_any_flipped_bit_is_noticed_or_without_effect(tmp_path, broken):
     file, draw = tmp_path / "some.ckpt", random.Random(0)
     shutil.copy(broken / RUN / "last.ckpt", file)
-    data, (weights, identity) = file.read_bytes(), checkpoints.read(file)
+    data, (weights, identity) = file.read_bytes(), checkpoints.read_checkpoint(file)
     size, noticed = len(data), 0
     anywhere = [draw.randrange(size) for _ in range(20)]
     for at in anywhere + [draw.randrange(size - 9000, size) for _ in range(20)]:  # and in the directory at the end
         flipped(file, at)
         try:
-            there, who = checkpoints.read(file)
+            there, who = checkpoints.read_checkpoint(file)
         except UsageError as error:
             assert "damaged" in str(error)
             noticed += 1

@@ -322,7 +322,7 @@ def test_resuming_a_pretraining_changes_nothing(pretrained, monkeypatch):
         interrupt_at(3, patch)
         pretrained("name=parts", "model.dropout=0.1")
     parts = pretrained("name=parts", "model.dropout=0.1", "resume=true")
-    a, b = (checkpoints.read(result["directory"])[0] for result in (whole, parts))
+    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
     assert parts["test"] == whole["test"]
 

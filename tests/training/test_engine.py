@@ -20,7 +20,7 @@ from lra.models.attention import ATTENTIONS
 from lra.training import assembly
 from lra.training import fit as fit_module
 from lra.training import step as step_module
-from lra.training.checkpoints import read
+from lra.training.checkpoints import read_checkpoint
 from lra.training.clock import Clock
 from lra.training.compiling import INDUCTOR, compile_batched
 from lra.training.engine import CapturedStep
@@ -70,7 +70,7 @@ def broken(small, monkeypatch, *args: str) -> dict[str, Any]:
 
 def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
     whole, parts = small("name=whole"), broken(small, monkeypatch)
-    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -167,7 +167,7 @@ def test_data_that_is_uploaded_goes_through_static_buffers(small, without_graphs
     host = small("name=host")
     monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
     there = small("name=there")
-    a, b = (read(result["directory"])[0] for result in (host, there))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (host, there))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

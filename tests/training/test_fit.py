@@ -46,8 +46,8 @@ def test_checkpoints_are_plain_and_hold_their_identity(finished):
     for name in ("best.ckpt", "last.ckpt"):
         identity = torch.load(finished / name, weights_only=True)["lra"]
         assert identity["task"] == "listops@1" and identity["config"]["model"]["d_model"] == 32
-    weights, identity = checkpoints.read(finished)
-    best, _ = checkpoints.read(finished / "best.ckpt")
+    weights, identity = checkpoints.read_checkpoint(finished)
+    best, _ = checkpoints.read_checkpoint(finished / "best.ckpt")
     assert weights.keys() == best.keys() and all(torch.equal(weights[key], best[key]) for key in best)
 
 
@@ -62,7 +62,7 @@ def test_only_weights_go_back_to_the_best_step(small, monkeypatch):
     again = small("resume=auto", "batch.micro=4")  # nothing is computed by it any more
     best, last = (torch.load(path / name, weights_only=True) for name in ("best.ckpt", "last.ckpt"))
     assert (best["global_step"], last["global_step"]) == (4, 12)
-    scored, _ = checkpoints.read(path)
+    scored, _ = checkpoints.read_checkpoint(path)
     assert all(torch.equal(value, best["state_dict"][f"model.{name}"]) for name, value in scored.items())
     assert not all(torch.equal(value, last["state_dict"][f"model.{name}"]) for name, value in scored.items())
     clock = last["callbacks"]["Clock"]
@@ -88,14 +88,14 @@ def test_test_scores_a_checkpoint_as_fit_did(finished):
 
 
 def test_a_checkpoint_is_scored_whatever_it_was_trained_on_and_for(finished, monkeypatch):
-    read = checkpoints.read
+    read = checkpoints.read_checkpoint
 
     def trained_otherwise(path):
         weights, identity = read(path)
         identity["config"]["trainer"] |= {"steps": 10, "eval_every": 4, "devices": 2}
         return weights, identity
 
-    monkeypatch.setattr(checkpoints, "read", trained_otherwise)
+    monkeypatch.setattr(checkpoints, "read_checkpoint", trained_otherwise)
     assert lra.test(f"init={finished}")["test"]["n"] == 20
 
 
@@ -195,7 +195,7 @@ def test_what_goes_on_elsewhere_keeps_the_best_so_far(small):
     longer = small(*fields)
     assert longer["val"]["accuracy"] == 0.875
     assert Path(longer["directory"], "best.ckpt").read_bytes() == best.read_bytes()
-    weights, scored_weights = (checkpoints.read(folder)[0] for folder in (first, longer["directory"]))
+    weights, scored_weights = (checkpoints.read_checkpoint(folder)[0] for folder in (first, longer["directory"]))
     assert all(torch.equal(value, weights[key]) for key, value in scored_weights.items())
 
 
@@ -276,14 +276,14 @@ def test_nothing_to_resume_is_an_error_for_true_and_none_for_auto(small, tmp_pat
 
 
 def test_init_starts_from_another_run(small, finished):
-    weights, _ = checkpoints.read(finished)
+    weights, _ = checkpoints.read_checkpoint(finished)
     started = small(f"init={finished}", "optim.lr=1e-12", "optim.weight_decay=0")
-    after, _ = checkpoints.read(started["directory"])
+    after, _ = checkpoints.read_checkpoint(started["directory"])
     assert all(torch.allclose(weights[key], after[key], atol=1e-6) for key in weights)
 
 
 def test_every_tensor_that_does_not_fit_is_named(finished):
-    weights, identity = checkpoints.read(finished)
+    weights, identity = checkpoints.read_checkpoint(finished)
     bias, scale = weights.pop("head.2.bias"), weights["encoder.norm.weight"]
     weights |= {"tail.bias": bias, "encoder.norm.weight": scale[1:]}
     there, here = len(scale) - 1, len(scale)
@@ -291,7 +291,7 @@ def test_every_tensor_that_does_not_fit_is_named(finished):
         rf"w does not fit this model: head.2.bias missing, norm.weight \[{there}\] here \[{here}\], tail.bias unknown"
     )
     with pytest.raises(UsageError, match=message):
-        checkpoints.load(lra.load(finished), weights, identity, "w")
+        checkpoints.load_into(lra.load(finished), weights, identity, "w")
 
 
 def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):

@@ -17,7 +17,7 @@ from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 from lra.tasks.base import TaskModule
 from lra.training import optim
-from lra.training.checkpoints import read
+from lra.training.checkpoints import read_checkpoint
 from lra.training.fit import build, configure
 from lra.training.optim import OPTIMIZERS, learning_rate
 from tests.training.conftest import arguments
@@ -186,7 +186,7 @@ def test_a_mark_gives_a_parameter_its_own_rate_and_decay(small, monkeypatch, req
     plain = small(*one, "name=plain")
     marked(monkeypatch, lr=0.0)
     still = small(*one, "name=still")
-    a, b = (read(result["directory"])[0] for result in (plain, still))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (plain, still))
     name = "head.2.bias"
     assert torch.equal(b[name], start[name]) and not torch.equal(a[name], start[name])
     assert any(not torch.equal(b[key], start[key]) for key in b)
@@ -292,7 +292,7 @@ def test_a_run_of_every_optimiser_moves_to_a_gpu_and_back(small, name, engine):
 def test_a_mark_is_obeyed_in_a_captured_step(small, monkeypatch):
     marked(monkeypatch, lr=0.0, weight_decay=0.0)
     gpu = ("trainer.accelerator=gpu", "engine=captured", "optim.lr=0.01", "optim.weight_decay=0.5", "name=marked")
-    weights = read(small(*gpu)["directory"])[0]
+    weights = read_checkpoint(small(*gpu)["directory"])[0]
     start = build(lra.load("checkpoints/runs/listops/flash/marked-s0").run)[1].model.state_dict()
     name = "head.2.bias"
     assert torch.equal(weights[name], start[name]) and not all(torch.equal(weights[k], start[k]) for k in start)

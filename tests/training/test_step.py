@@ -16,7 +16,7 @@ from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training import step as step_module
-from lra.training.checkpoints import read
+from lra.training.checkpoints import read_checkpoint
 from lra.training.fit import build, configure
 from lra.training.optim import learning_rate
 from lra.training.seeding import derive
@@ -68,7 +68,7 @@ def test_accumulation_does_not_change_the_run(small):
     # would make steps without a larger eps
     shared = ("model.attn_dropout=0", "optim.eps=1e-5")
     whole, parts = small(*shared, "name=whole", "trainer.log_every=1"), small(*shared, "batch.micro=3", "name=parts")
-    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
     each, pairs = (losses(result) for result in (whole, parts))
     assert pairs == pytest.approx([(one + two) / 2 for one, two in zip(each[::2], each[1::2], strict=True)], rel=1e-4)
@@ -138,7 +138,8 @@ def test_clipping_bounds_the_update(small):
     start = build(lra.load(clipped["directory"]).run)[1].model.state_dict()
     free = small("name=free", "optim.clip=null", "optim.eps=1", "optim.weight_decay=0")
     moved = {
-        r["directory"]: sum((w - start[k]).norm() for k, w in read(r["directory"])[0].items()) for r in (clipped, free)
+        r["directory"]: sum((w - start[k]).norm() for k, w in read_checkpoint(r["directory"])[0].items())
+        for r in (clipped, free)
     }
     assert moved[clipped["directory"]] < 1e-6 < moved[free["directory"]]
 
@@ -184,6 +185,6 @@ def test_weight_decay_takes_its_share_of_the_weights(small):
     one = (*ONE, "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0")
     runs = [small(*one, f"optim.weight_decay={decay}") for decay in (0.0, 0.5)]
     start = build(lra.load(runs[0]["directory"]).run)[1].model.state_dict()
-    free, decayed = (read(run["directory"])[0] for run in runs)
+    free, decayed = (read_checkpoint(run["directory"])[0] for run in runs)
     assert all(torch.allclose(decayed[key], free[key] - 0.1 * 0.5 * start[key], atol=1e-6) for key in free)
     assert any(not torch.equal(decayed[key], free[key]) for key in free)

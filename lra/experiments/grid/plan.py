@@ -129,5 +129,5 @@ def _steps(cell: Cell, state: State) -> int:
         done = cells.reached(cell)[0]
     elif state.resumes:
         with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
-            done = checkpoints.behind(cell.directory.last)[0]
+            done = checkpoints.read_progress(cell.directory.last)[0]
     return cell.composed.config.trainer.steps - done

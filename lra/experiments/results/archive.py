@@ -118,7 +118,7 @@ class Run:
     def steps(self) -> int:
         """Up to where it can be continued: those behind its last.ckpt."""
         try:
-            return checkpoints.behind(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
+            return checkpoints.read_progress(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 
@@ -134,7 +134,7 @@ class Run:
     def check_weights(self, config: dict[str, Any]) -> None:
         """UsageError if its model.safetensors is damaged, or another run's."""
         try:
-            _, identity = checkpoints.read(self.path / "model.safetensors")
+            _, identity = checkpoints.read_checkpoint(self.path / "model.safetensors")
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
         if changed := differences(config, identity["config"], HARDWARE_FIELDS):
