@@ -17,7 +17,7 @@ from lra.reading import read_csv
 from lra.training import tensorboard
 from lra.training.run_directory import replace_file, write_text
 
-COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
+CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
 
 class Curves(Logger):
@@ -28,26 +28,26 @@ class Curves(Logger):
         self.path, self.folder = path, path.with_name("tensorboard")
         self.events: Path | None = None  # this session's file, once a row is logged
         if path.exists():
-            read(path)  # refused now, not after the first steps
+            read_curves(path)  # refused now, not after the first steps
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row = {key: value for key, value in metrics.items() if key in COLUMNS}
+        row = {key: value for key, value in metrics.items() if key in CURVE_COLUMNS}
         if not row:
             return
         assert step is not None
         if self.events is None:
             self.events = self._start(step)
         with naming(self.path), self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
+            csv.DictWriter(file, CURVE_COLUMNS).writerow(row | {"step": step})
         with naming(self.events), self.events.open("ab") as file:
-            file.write(tensorboard.row(row, step))
+            file.write(tensorboard.encode_row(row, step))
 
     def _start(self, step: int) -> Path:
-        rows = read(self.path) if self.path.exists() else []
-        kept = [{name: row[name] for name in COLUMNS if name in row} for row in rows if int(row["step"]) < step]
+        rows = read_curves(self.path) if self.path.exists() else []
+        kept = [{name: row[name] for name in CURVE_COLUMNS if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, CURVE_COLUMNS)
         writer.writeheader()
         writer.writerows(kept)
         write_text(self.path, text.getvalue())
@@ -57,10 +57,10 @@ class Curves(Logger):
         """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
         with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
-            before, when = [*self.folder.glob(tensorboard.PATTERN)], tensorboard.times(self.folder)
-        path = self.folder / tensorboard.file_name()
+            before, when = [*self.folder.glob(tensorboard.EVENT_FILES)], tensorboard.read_times(self.folder)
+        path = self.folder / tensorboard.event_file_name()
         with replace_file(path) as file:
-            file.write(tensorboard.opening(kept, when))
+            file.write(tensorboard.start_events(kept, when))
         for old in before:
             if old != path:
                 old.unlink()
@@ -78,14 +78,14 @@ class Curves(Logger):
         return ""
 
 
-def record(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+def log_row(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     """Writes one row to every logger, under the number of updates done."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read_curves(path: Path) -> list[dict[str, str]]:
     """The whole rows, which have a step and numbers; columns of others are there, too, as they are.
 
     What a kill or a power cut leaves of the last row is left out. UsageError for any other file.
@@ -105,7 +105,7 @@ def _is_row(row: dict[str, str]) -> bool:
     if not (step.isascii() and step.isdecimal() and len(step) <= 12):
         return False
     try:
-        numbers = {name: float(row[name].encode("ascii")) for name in COLUMNS if row.get(name)}
+        numbers = {name: float(row[name].encode("ascii")) for name in CURVE_COLUMNS if row.get(name)}
     except ValueError:
         return False
     return math.isfinite(numbers.get("val/accuracy", 0.0))

@@ -18,7 +18,7 @@ from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
 from lra.training.lightning import leave
-from lra.training.output import say
+from lra.training.output import print_line
 from lra.training.seeding import seed_generators
 from lra.training.step import Step
 from lra.training.tally import Counts
@@ -71,7 +71,7 @@ class Faults(pl.Callback):
         elif counts.skipped > self.told:
             new, self.told = counts.skipped - self.told, counts.skipped
             what = f"{new} update{'s' * (new > 1)} skipped, as the loss or a gradient was not finite"
-            say(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
+            print_line(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
                 f"{counts.first + 1}")  # fmt: skip
 
     def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:

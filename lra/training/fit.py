@@ -34,7 +34,7 @@ from lra.training.hardware import crowding, hardware, join
 from lra.training.lightning import quiet
 from lra.training.output import console
 from lra.training.preemption import Preemption
-from lra.training.progress import bar
+from lra.training.progress import progress_options
 from lra.training.rendezvous import RendezvousError
 from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
 from lra.training.step import Step
@@ -202,7 +202,7 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     provenance.end_provenance(module, record)
     checkpoints.save_weights(module, directory.weights)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-    return {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
+    return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)
 
 
 def _facts(composed: Composed, parts: Assembly, begun: Beginning) -> dict[str, Any]:
@@ -212,13 +212,17 @@ def _facts(composed: Composed, parts: Assembly, begun: Beginning) -> dict[str, A
         "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
         "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
     }  # fmt: skip
-    return result.facts(composed, parts.module, parts.trainer, parts.clock) | known | result.spent(parts.clock)
+    return (
+        result.result_facts(composed, parts.module, parts.trainer, parts.clock)
+        | known
+        | result.result_costs(parts.clock)
+    )
 
 
 def _described(run: RunConfig, parts: Assembly) -> str:
     """What computes the run and in which portions, for people; the speed of steps depends on it."""
     return ", ".join((
-        f"attention {parts.attention}", f"{result.count(parts.module):,} parameters",
+        f"attention {parts.attention}", f"{result.count_parameters(parts.module):,} parameters",
         f"batch {_batch(run, parts.trainer)}", run.trainer.precision, f"engine {parts.engine}", _device(parts.trainer),
     ))  # fmt: skip
 
@@ -304,7 +308,11 @@ def test(*args: str) -> dict[str, Any]:
     quiet()
     atexit.register(_leave_process_group)
     trainer = pl.Trainer(
-        **hardware(run), logger=False, enable_checkpointing=False, enable_model_summary=False, **bar(console)
+        **hardware(run),
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **progress_options(console),
     )
     step = Step(run)
     data, module = build(run, rank_of(trainer), step=step)
@@ -329,7 +337,7 @@ def test(*args: str) -> dict[str, Any]:
         raise UsageError(_smaller(run, trainer)) from None
     if not trainer.is_global_zero:
         return {}
-    return {"checkpoint": path, "transfer": asdict(moved)} | result.scores(module, data, trainer)
+    return {"checkpoint": path, "transfer": asdict(moved)} | result.test_scores(module, data, trainer)
 
 
 def load(path: str | Path) -> TaskModule:

@@ -12,9 +12,9 @@ import pytorch_lightning as pl
 from lra.config.schema import RunConfig
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock, synchronize
-from lra.training.curves import record
+from lra.training.curves import log_row
 from lra.training.estimate import Estimate
-from lra.training.output import duration, memory, say
+from lra.training.output import format_duration, format_gpu_memory, print_line
 from lra.training.step import Step
 
 
@@ -53,7 +53,7 @@ class Narrator(pl.Callback):
         left = took * (self.run.trainer.steps - trainer.global_step)
         if left >= self.LONG_S:
             mend = "set fewer trainer.steps" if self.run.recipe == "demo" else "recipe=demo takes minutes on a CPU"
-            say(trainer, f"a step takes {took:.1f} s on this CPU: about {duration(left)} in all; {mend}")
+            print_line(trainer, f"a step takes {took:.1f} s on this CPU: about {format_duration(left)} in all; {mend}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         assert self.estimate is not None
@@ -85,10 +85,10 @@ class Narrator(pl.Callback):
         if step == self.run.trainer.steps or not self.estimate.due(now, step):
             return
         training, scoring = self.estimate.tell(now, step)
-        parts = f"{duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
+        parts = f"{format_duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
         again = "now " if self._told else ""
-        say(trainer, f"{again}expect {duration(training + scoring)}: {parts}, {duration(scoring)} of scoring"
-            f"{memory(trainer)}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]  # fmt: skip
+        print_line(trainer, f"{again}expect {format_duration(training + scoring)}: {parts}, {format_duration(scoring)} of scoring"
+            f"{format_gpu_memory(trainer)}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]  # fmt: skip
         self._told = True
 
     def on_validation_start(self, *_: Any) -> None:
@@ -96,10 +96,10 @@ class Narrator(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
-        record(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
+        log_row(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
         if trainer.is_global_zero:
             done = f"step {trainer.global_step}/{self.run.trainer.steps}"
-            say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
+            print_line(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
         if self.estimate is not None:
             self.estimate.example = (self.clock.validation - self._validated) / self.estimate.validation
             self._tell(trainer)

@@ -17,7 +17,7 @@ import torch
 from lra.config.schema import RunConfig
 from lra.training.clock import Clock
 from lra.training.lightning import leave
-from lra.training.output import say
+from lra.training.output import print_line
 
 
 class Ranks:
@@ -137,7 +137,7 @@ class Preemption(pl.Callback):
 
     def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
         kept = "add resume=auto to go on" if self.last.exists() else "nothing is kept yet, resume=auto starts over"
-        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: {kept}")
+        print_line(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: {kept}")
         launcher = trainer.strategy.launcher
         if launcher is not None and not self.training:  # ranks that wait for this one
             launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]

@@ -13,23 +13,23 @@ from rich.text import Text
 
 from lra.tasks.base import TaskModule
 
-MEMORY_S = 600.0  # the speed is of these last seconds: of many steps, or of a few slow ones
+SPEED_WINDOW_S = 600.0  # the speed is of these last seconds: of many steps, or of a few slow ones
 
 
-class Pace(progress.ProgressColumn):
+class SpeedColumn(progress.ProgressColumn):
     """Steps per second, or seconds per step."""
 
     def render(self, task: progress.Task) -> Text:
-        return Text(pace(task.speed))
+        return Text(format_speed(task.speed))
 
 
-def pace(speed: float | None) -> str:
+def format_speed(speed: float | None) -> str:
     if not speed:
         return ""
     return f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each"
 
 
-class Bars(progress.Progress):
+class LiveBars(progress.Progress):
     """Asks the trainer for its step whenever it draws."""
 
     def __init__(self, trainer: pl.Trainer, module: TaskModule, console: Console):
@@ -37,9 +37,9 @@ class Bars(progress.Progress):
         self.training: progress.TaskID | None = None
         super().__init__(
             progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), Pace(),
+            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), SpeedColumn(),
             progress.TextColumn("{task.fields[said]}"),
-            console=console, refresh_per_second=4, speed_estimate_period=MEMORY_S, transient=True,
+            console=console, refresh_per_second=4, speed_estimate_period=SPEED_WINDOW_S, transient=True,
         )  # fmt: skip
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -56,7 +56,7 @@ class Progress(ProgressBar):
     def __init__(self, console: Console):
         super().__init__()
         self.console = console
-        self.bars: Bars | None = None
+        self.bars: LiveBars | None = None
         self._scoring: progress.TaskID | None = None
 
     def disable(self) -> None:
@@ -66,7 +66,7 @@ class Progress(ProgressBar):
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.bars is None:
-            self.bars = Bars(trainer, cast(TaskModule, module), self.console)
+            self.bars = LiveBars(trainer, cast(TaskModule, module), self.console)
             self.bars.start()
 
     def stop(self) -> None:
@@ -122,7 +122,7 @@ class Progress(ProgressBar):
             self._scoring = None
 
 
-def bar(console: Console) -> dict[str, Any]:
+def progress_options(console: Console) -> dict[str, Any]:
     """What a trainer that only scores is given: a bar, in a terminal."""
     shown = console.is_terminal
     return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}

@@ -15,7 +15,7 @@ from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
 
-def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
+def result_facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
     """What every result says, however the run ended."""
     identity, run = module.identity(), composed.config
     return {
@@ -25,7 +25,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         # how a run was called last is nothing that it computes
         "overrides": [str(override) for override in composed.overrides if override.field not in ("resume", "draws")],
         "seed": run.seed,
-        "parameters": count(module),
+        "parameters": count_parameters(module),
         "steps": trainer.global_step,
         "train_seconds": round(clock.elsewhere + clock.seconds, 1),
         # of what computed the last steps: a run may have begun on another device
@@ -42,13 +42,13 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
     }
 
 
-def spent(clock: Clock) -> dict[str, Any]:
+def result_costs(clock: Clock) -> dict[str, Any]:
     """What the run took so far, over all its sessions: seconds, and the most memory of one GPU."""
     wall = clock.wall()
     return {"wall_seconds": None if wall is None else round(wall, 1), "peak_gpu_bytes": clock.peak()}
 
 
-def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
+def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
     """Per test set: accuracy, its 95% bound from sampling, loss, size, and what the baselines reach on it.
 
     Of a pretraining run these are of hidden tokens, the bound as if those of one sequence were independent.
@@ -85,5 +85,5 @@ def _name(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() else source
 
 
-def count(module: TaskModule) -> int:
+def count_parameters(module: TaskModule) -> int:
     return sum(p.numel() for p in module.parameters())

@@ -19,7 +19,7 @@ from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training import optim
 from lra.training.compiling import compile_batched
-from lra.training.curves import record
+from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
 from lra.training.optim import Optimizer, learning_rate, trained
 from lra.training.seeding import derive, seed_generators
@@ -127,7 +127,7 @@ class Step:
         self.counts = counts = reading.counts()
         self.logged = counts.total / counts.taken if counts.taken else math.nan
         # not by module.log: Lightning would fetch it from the device in every step
-        record(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
+        log_row(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
 
     def seeds(self, step: int, rank: int) -> tuple[int, int]:
         """Of a step: the seed of PyTorch's generator, and the one that batches carry."""

@@ -18,10 +18,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
-PATTERN = "events.out.tfevents.*"
+EVENT_FILES = "events.out.tfevents.*"
 
 
-def opening(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
+def start_events(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
     """The beginning of a file: rows of earlier sessions, in place of all that TensorBoard has read of the run.
 
     Args:
@@ -30,20 +30,20 @@ def opening(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> by
     """
     now = time.time()
     start = Event(wall_time=now, session_log=SessionLog(status=SessionLog.START))
-    events = [record(Event(wall_time=now, file_version="brain.Event:2")), record(start)]
+    events = [frame_event(Event(wall_time=now, file_version="brain.Event:2")), frame_event(start)]
     for each in rows:
         values = {tag: float(value) for tag, value in each.items() if tag != "step" and value}
-        events.append(row(values, int(each["step"]), times.get(int(each["step"]), now)))
+        events.append(encode_row(values, int(each["step"]), times.get(int(each["step"]), now)))
     return b"".join(events)
 
 
-def row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
+def encode_row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
     """One step's values."""
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-    return record(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
+    return frame_event(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
 
 
-def record(event: Event) -> bytes:
+def frame_event(event: Event) -> bytes:
     """An event as the file has it: length and content, each with its checksum."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
@@ -51,10 +51,10 @@ def record(event: Event) -> bytes:
     return length + checks[0] + content + checks[1]
 
 
-def times(folder: Path) -> dict[int, float]:
+def read_times(folder: Path) -> dict[int, float]:
     """When each step was logged, as the files of a folder say; damaged parts are passed over."""
     found: dict[int, float] = {}
-    for file in sorted(folder.glob(PATTERN)):
+    for file in sorted(folder.glob(EVENT_FILES)):
         content, place = file.read_bytes(), 0
         while place + 16 <= len(content):
             end = place + 12 + int.from_bytes(content[place : place + 8], "little")
@@ -68,6 +68,6 @@ def times(folder: Path) -> dict[int, float]:
     return found
 
 
-def file_name() -> str:
+def event_file_name() -> str:
     """The name of a session's file; TensorBoard looks for its second word."""
-    return PATTERN.replace("*", f"{int(time.time())}.{socket.gethostname()}")
+    return EVENT_FILES.replace("*", f"{int(time.time())}.{socket.gethostname()}")

@@ -151,7 +151,7 @@ def inspect(folder: Path, whole: Path) -> None:
         assert (run / "model.safetensors").read_bytes() == (whole / RUN / "model.safetensors").read_bytes()
         load_file(run / "model.safetensors")
     if (run / "metrics.csv").exists():
-        rows, wanted = curves.read(run / "metrics.csv"), curves.read(whole / RUN / "metrics.csv")
+        rows, wanted = curves.read_curves(run / "metrics.csv"), curves.read_curves(whole / RUN / "metrics.csv")
         assert rows == wanted[: len(rows)]
     if (run / "config.yaml").exists():
         assert yaml.safe_load((run / "config.yaml").read_text()) == result(whole)["config"]
@@ -175,7 +175,7 @@ def same(folder: Path, whole: Path) -> None:
 def test_the_same_command_twice_computes_the_same(tmp_path, whole):
     assert fit(tmp_path, *FIELDS)[0] == 0
     same(tmp_path, whole)
-    steps = [int(row["step"]) for row in curves.read(tmp_path / RUN / "metrics.csv") if row["train/loss"]]
+    steps = [int(row["step"]) for row in curves.read_curves(tmp_path / RUN / "metrics.csv") if row["train/loss"]]
     assert steps == [*range(1, 13)]
 
 
@@ -373,6 +373,6 @@ def test_half_a_row_of_the_curves_is_none(tmp_path, whole, broken):
     copy(broken, tmp_path)
     with (tmp_path / RUN / "metrics.csv").open("a") as file:
         file.write("11,2.30417370")
-    assert curves.read(tmp_path / RUN / "metrics.csv") == curves.read(broken / RUN / "metrics.csv")
+    assert curves.read_curves(tmp_path / RUN / "metrics.csv") == curves.read_curves(broken / RUN / "metrics.csv")
     assert fit(tmp_path, *FIELDS, "resume=auto")[0] == 0
     same(tmp_path, whole)

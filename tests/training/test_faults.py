@@ -187,7 +187,7 @@ def test_a_run_that_dies_has_logged_what_was_counted(small, monkeypatch, step):
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
         interrupt_at(step, patch)
         small("name=bad", "trainer.log_every=3", "trainer.eval_every=12")
-    assert [row["step"] for row in curves.read(RUN / "bad-s0/metrics.csv")] == ["3"]
+    assert [row["step"] for row in curves.read_curves(RUN / "bad-s0/metrics.csv")] == ["3"]
 
 
 def test_a_tally_counts_on_from_where_it_was():

@@ -175,7 +175,7 @@ def test_who_looks_whether_a_run_is_worked_on_keeps_nobody_from_it(tmp_path):
 def test_a_finished_run_goes_on_with_more_steps(small):
     first = small()["directory"]
     longer = small("trainer.steps=20", f"resume={first}/last.ckpt")
-    rows = curves.read(Path(longer["directory"], "metrics.csv"))
+    rows = curves.read_curves(Path(longer["directory"], "metrics.csv"))
     assert longer["steps"] == 20 and [int(row["step"]) for row in rows if row["val/accuracy"]] == [16, 20]
 
 

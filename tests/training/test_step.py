@@ -76,7 +76,7 @@ def test_accumulation_does_not_change_the_run(small):
 
 def losses(result: dict[str, Any]) -> list[float]:
     """As a run has logged them."""
-    rows = curves.read(Path(result["directory"], "metrics.csv"))
+    rows = curves.read_curves(Path(result["directory"], "metrics.csv"))
     return [float(row["train/loss"]) for row in rows if row["train/loss"]]
 
 
@@ -126,7 +126,7 @@ def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
 
     genuine = Step.forward_backward
     monkeypatch.setattr(Step, "forward_backward", noted)
-    monkeypatch.setattr(step_module, "record", lambda trainer, metrics, step: done.append(f"log {step}"))
+    monkeypatch.setattr(step_module, "log_row", lambda trainer, metrics, step: done.append(f"log {step}"))
     small("trainer.steps=8")
     assert done[:8] == ["step 1", "step 2", "step 3", "log 2", "step 4", "log 4", "step 5", "step 6"]
     assert done[8:] == ["step 7", "log 6", "step 8", "log 8"]
@@ -175,7 +175,7 @@ def test_one_score_that_is_no_number_is_enough(small, monkeypatch):
 def test_a_run_has_the_rates_of_its_schedule_and_says_the_mean_loss(small):
     """AdamW and clipping would hide a factor of the loss."""
     result = small("optim.warmup=2", "trainer.steps=4", "trainer.eval_every=4", "trainer.log_every=1")
-    logged = [row for row in curves.read(Path(result["directory"], "metrics.csv")) if row["train/loss"]]
+    logged = [row for row in curves.read_curves(Path(result["directory"], "metrics.csv")) if row["train/loss"]]
     config = OptimConfig(**result["config"]["optim"])
     assert [float(row["lr"]) for row in logged] == pytest.approx([learning_rate(config, step, 4) for step in range(4)])
     assert abs(float(logged[0]["train/loss"]) - math.log(10)) < 0.7

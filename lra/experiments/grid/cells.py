@@ -145,7 +145,7 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
     """
     step, validated, best = 0, 0, None
     try:
-        rows = curves.read(cell.directory.curves)
+        rows = curves.read_curves(cell.directory.curves)
     except (OSError, UsageError):
         return 0, 0, None
     for row in rows:

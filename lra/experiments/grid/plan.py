@@ -16,7 +16,7 @@ from lra.experiments.grid.grid import SAME, Cell
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
-from lra.training.output import duration
+from lra.training.output import format_duration
 from lra.training.run_directory import RUNS_FOLDER, had_gpu_alone
 from lra.training.run_files import read_result
 
@@ -67,7 +67,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
             if known is not None:
                 pace, source = known
                 seconds = _steps(cell, state) / pace
-                text = duration(seconds)
+                text = format_duration(seconds)
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
                     sources[source] = None
@@ -77,7 +77,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
         # one run is in one place, and a chain of stages one after the other
         waits = times | elsewhere
         chains = [sum(waits.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
-        spent = duration(max(*chains, sum(times.values()) / places))
+        spent = format_duration(max(*chains, sum(times.values()) / places))
         lines.append(
             f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
         )

@@ -18,7 +18,7 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import spread
 from lra.terminal import Terminal
-from lra.training.output import duration
+from lra.training.output import format_duration
 from lra.training.run_directory import RUNS_FOLDER, write_text
 
 FILE_S = 3.0  # between two versions of the text file
@@ -57,7 +57,7 @@ class Pace:
         if self.best is not None:
             parts.append(f"val {100 * self.best:.2f}")
         if rate := self.rate:
-            parts += [f"{rate:,.1f}/s", f"{duration((steps - self.step) / rate)} left"]
+            parts += [f"{rate:,.1f}/s", f"{format_duration((steps - self.step) / rate)} left"]
         return ", ".join(parts)
 
     def _written(self) -> float | None:

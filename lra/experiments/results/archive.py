@@ -125,7 +125,7 @@ class Run:
     def check_curves(self) -> None:
         """UsageError if it has a metrics.csv that reports could not read."""
         try:
-            curves.read(self.path / "metrics.csv")
+            curves.read_curves(self.path / "metrics.csv")
         except FileNotFoundError:
             return
         except UsageError:
