@@ -138,7 +138,7 @@ def test_the_commands_for_its_use_are_valid(name):
     assert scored == [f"init=checkpoints/{name}", *linear(name)]
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
-    _, module = fit.build(run)
+    _, module = fit.build_modules(run)
     assert not transfer.transfer_from(module, folder(name)).fresh
 
 
@@ -283,7 +283,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     """With one head its probabilities times v are the layer's output."""
     fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
-    module = fit.build(run)[1].eval()
+    module = fit.build_modules(run)[1].eval()
     drawing = draw(law(32, "hard"), seed=0, index=3)  # its row and column differ
     query: tuple[int, int] = tuple(drawing.markers[0].tolist())
     seen, prefix = [], int(pooling == "cls")
@@ -308,7 +308,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
 
 def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
     def build(*fields):
-        return fit.build(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
+        return fit.build_modules(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
 
     pixels = draw(law(32, "hard"), seed=0, index=0).pixels.ravel()
     with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):

@@ -21,17 +21,17 @@ from lra.tasks.batches import Collation, Rank
 from lra.tasks.masked import masked
 from lra.training.clock import Clock
 from lra.training.curves import Curves
-from lra.training.early_validation import Rehearsal
-from lra.training.faults import Faults
-from lra.training.hardware import hardware
-from lra.training.lightning import Onward, WholeFiles, silence_signals
+from lra.training.early_validation import EarlyValidation
+from lra.training.faults import NonFiniteGuard
+from lra.training.hardware import trainer_hardware
+from lra.training.lightning import ResetLastBatch, WholeCheckpointIO, silence_signals
 from lra.training.narrator import Narrator
-from lra.training.optim import groups
+from lra.training.optim import parameter_groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
 from lra.training.run_directory import CURVES_FILE, RunDirectory
-from lra.training.seeding import derive
+from lra.training.seeding import derive_seed
 from lra.training.step import Step
 
 
@@ -52,8 +52,8 @@ def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     """All that trains a run; UsageError if it can't be trained here."""
     trainer, clock = make_trainer(run, directory.path)
     step = Step(run)
-    data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
-    groups(run.optim, module)  # what is refused is refused now
+    data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
+    parameter_groups(run.optim, module)  # what is refused is refused now
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     device = trainer.strategy.root_device
@@ -61,7 +61,7 @@ def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     return Assembly(data, module, step, trainer, clock, attention, engine)
 
 
-def build(
+def build_modules(
     run: RunConfig, rank: Rank | None = None, number: Callable[[], int] = lambda: 0, step: Step | None = None
 ) -> tuple[TaskData, TaskModule]:
     """The data module and the freshly initialised LightningModule of a run.
@@ -73,7 +73,7 @@ def build(
     """
     cls = TASKS.get(run.task.name)
     cls = masked(cls) if run.pretrain == "masked" else cls
-    torch.manual_seed(derive(run.seed, "weights"))
+    torch.manual_seed(derive_seed(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)
     if rank is None:
@@ -82,7 +82,7 @@ def build(
     return cls.Data(run, collation), module
 
 
-def rank_of(trainer: pl.Trainer) -> Rank:
+def make_rank(trainer: pl.Trainer) -> Rank:
     return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
@@ -95,7 +95,7 @@ def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
     }
     clock = Clock()
     trainer = pl.Trainer(
-        **hardware(run, WholeFiles(folder)),
+        **trainer_hardware(run, WholeCheckpointIO(folder)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
@@ -108,9 +108,9 @@ def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
         logger=Curves(folder / CURVES_FILE),
         callbacks=[
             clock,
-            Onward(),
-            Faults(folder),
-            Rehearsal(clock),
+            ResetLastBatch(),
+            NonFiniteGuard(folder),
+            EarlyValidation(clock),
             Narrator(run, clock),
             *([Progress(console)] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),

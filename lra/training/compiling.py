@@ -13,7 +13,7 @@ from lra import environment
 from lra.batch import Batch
 
 # a hash of dropout is computed in the kernel that asks for it, never written
-INDUCTOR: dict[str, Any] = {"realize_opcount_threshold": 100}
+INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 100}
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
@@ -25,8 +25,8 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache("inductor")))
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # shapes; what comes after them would not be compiled
-        return torch.compile(function, dynamic=False, options=INDUCTOR | {"deterministic": True})
-    compiled = torch.compile(function, options=INDUCTOR)
+        return torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS | {"deterministic": True})
+    compiled = torch.compile(function, options=INDUCTOR_OPTIONS)
 
     def run(batch: Batch) -> Tensor:
         for rows in () if batch.padded else (batch.tokens, batch.positions):

@@ -13,7 +13,7 @@ from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock, synchronize
 
 
-class Rehearsal(pl.Callback):
+class EarlyValidation(pl.Callback):
     """Scores a batch of validation soon after the start: if there is no memory for it, an hour is not lost first.
 
     Before training there would be room: what its steps hold comes with them.

@@ -22,7 +22,7 @@ from lra.data.collated import Collated
 from lra.training.optim import Optimizer
 
 
-class Graph:
+class CapturedFunction:
     """A function without arguments or result. Its second call captures it; from then on it is replayed."""
 
     def __init__(self, function: Callable[[], None], pool: Any):
@@ -118,8 +118,10 @@ class CapturedStep:
         parts = self.flat[:-1].split(sizes)
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         optimizer.make_capturable(device)
-        self.micro_batches: dict[tuple[int, ...], tuple[Tensor, Graph]] = {}  # of each shape, where a batch lies packed
-        self.updating = Graph(self._update, self.pool)
+        self.micro_batches: dict[
+            tuple[int, ...], tuple[Tensor, CapturedFunction]
+        ] = {}  # of each shape, where a batch lies packed
+        self.updating = CapturedFunction(self._update, self.pool)
 
     @property
     def made(self) -> int:
@@ -137,7 +139,7 @@ class CapturedStep:
         """Adds the gradients of a micro-batch: of one split, and collated with the same options as all others."""
         if batch.shape not in self.micro_batches:
             there = torch.empty(batch.nbytes, dtype=torch.uint8, device=self.flat.device)
-            self.micro_batches[batch.shape] = there, Graph(lambda: self._add(batch.unpack(there)), self.pool)
+            self.micro_batches[batch.shape] = there, CapturedFunction(lambda: self._add(batch.unpack(there)), self.pool)
         there, graph = self.micro_batches[batch.shape]
         there.copy_(batch.pack(pinned=there.is_cuda), non_blocking=True)
         graph()

@@ -17,16 +17,16 @@ from lra.batch import Batch
 from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
-from lra.training.lightning import leave
+from lra.training.lightning import exit_rank
 from lra.training.output import print_line
 from lra.training.seeding import seed_generators
 from lra.training.step import Step
-from lra.training.tally import Counts
+from lra.training.tally import StepCounts
 
-ADVICE = "lower optim.lr, or set optim.clip=1"
+FAULT_ADVICE = "lower optim.lr, or set optim.clip=1"
 
 
-class Faults(pl.Callback):
+class NonFiniteGuard(pl.Callback):
     """Ends a run, or tells its user, when steps were not finite; keeps the step's counts in checkpoints.
 
     Args:
@@ -90,18 +90,18 @@ class Faults(pl.Callback):
             }
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
-                fault["batches"].append([plain(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
+                fault["batches"].append([batch_to_dict(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
             checkpoints.write_checkpoint(fault, self.file)
             try:
-                what = culprit(module, fault)
+                what = find_culprit(module, fault)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
                 what = "the training loss or a gradient is not finite"
-            message = f"{what} at step {step + 1}: {ADVICE}; {self.file} has the batch and the weights before it"
+            message = f"{what} at step {step + 1}: {FAULT_ADVICE}; {self.file} has the batch and the weights before it"
         message = trainer.strategy.broadcast(message)
         if not trainer.is_global_zero:
-            leave(trainer, 2)
+            exit_rank(trainer, 2)
         raise UsageError(message)
 
     def on_save_checkpoint(
@@ -117,7 +117,7 @@ class Faults(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if counts := checkpoint.get("counts"):
-            _step(pl_module).restore(Counts(**counts))
+            _step(pl_module).restore(StepCounts(**counts))
             self.told = counts["skipped"]
 
 
@@ -125,14 +125,14 @@ def _step(module: pl.LightningModule) -> Step:
     return cast(Step, cast(TaskModule, module).step)
 
 
-def plain(batch: Batch) -> dict[str, Any]:
+def batch_to_dict(batch: Batch) -> dict[str, Any]:
     """A batch as `torch.load(weights_only=True)` reads it."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     # clones: they may be views of one transfer, of several types
     return {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in fields.items()}
 
 
-def culprit(module: TaskModule, fault: Mapping[str, Any]) -> str:
+def find_culprit(module: TaskModule, fault: Mapping[str, Any]) -> str:
     """What is not finite in a step, done once more eagerly and without an update.
 
     Args:

@@ -28,10 +28,10 @@ from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints, provenance, result, transfer
-from lra.training.assembly import Assembly, assemble, build, rank_of, resolve_attention, resolve_engine
+from lra.training.assembly import Assembly, assemble, build_modules, make_rank, resolve_attention, resolve_engine
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
-from lra.training.hardware import crowding, hardware, join
-from lra.training.lightning import quiet
+from lra.training.hardware import crowding_note, join_launch, trainer_hardware
+from lra.training.lightning import silence_lightning
 from lra.training.output import console
 from lra.training.preemption import Preemption
 from lra.training.progress import progress_options
@@ -40,14 +40,14 @@ from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_fi
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-MAY_CHANGE = ("name", "trainer.steps", *HARDWARE_FIELDS)  # where a checkpoint is gone on from
+RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # where a checkpoint is gone on from
 # fields that change no score of trained weights, beside those of optim
-OF_TRAINING = (
+TRAINING_ONLY_FIELDS = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
 )  # fmt: skip
 
-OF_STAGE = "(a run before this one: init=null leaves it out, name= does not reach it)"
+EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
 def _locate(args: Iterable[Override]) -> str:
@@ -91,13 +91,13 @@ def fit(*args: str) -> dict[str, Any]:
     """
     composed = configure(args)
     run: RunConfig = composed.config
-    first = join(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
+    first = join_launch(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
     directory = RunDirectory(composed)
     if first:  # the other ranks arrive in the directory that it opened
         directory.check()
     if directory.finished:
         return (directory.result() or {}) if first else {}
-    quiet()
+    silence_lightning()
     atexit.register(_leave_process_group)
     if composed.start and directory.checkpoint() is None:
         assemble(run, directory).data.prepare_data()  # what is refused is refused before another run trains for hours
@@ -125,7 +125,7 @@ def fit(*args: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartingPoint:
     """Where a run begins: anew, from a checkpoint of its own or another one's, or with another run's weights."""
 
     checkpoint: Path | None  # to resume
@@ -135,18 +135,18 @@ class Beginning:
     draws: DrawHistory
 
 
-def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginning:
+def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> StartingPoint:
     """Puts the weights that a run begins with into its module; UsageError if it can't go on from a checkpoint."""
     if (checkpoint := directory.checkpoint()) is not None:
         return _resume(run, directory, parts.module, checkpoint)
     if not run.init:
-        return Beginning(None, 0, None, transfer.Origin(), DrawHistory())
+        return StartingPoint(None, 0, None, transfer.Origin(), DrawHistory())
     moved = transfer.transfer_from(parts.module, run.init)
     _say(moved.describe(run.init), *moved.notes)
-    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
+    return StartingPoint(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 
 
-def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
+def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> StartingPoint:
     """Goes on from a checkpoint; UsageError if it is of another run, or has nothing left to do."""
     # Lightning loads it again, and says less well what does not fit
     weights, identity = checkpoints.read_checkpoint(checkpoint)
@@ -169,16 +169,16 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
     draws = DrawHistory(drawn or UNKNOWN_DRAWS)
     if done < run.trainer.steps:  # else nothing more is drawn
         draws.go_on(checkpoint, done, run.draws == "changed")
-    return Beginning(checkpoint, done, None if own else best, transfer.Origin(), draws)
+    return StartingPoint(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
 
-def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Beginning, what: str) -> None:
+def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: StartingPoint, what: str) -> None:
     if begun.best and parts.trainer.is_global_zero:
         with replace_file(directory.best) as file:
             file.write(begun.best.read_bytes())
     onward = f"\ngoes on after step {begun.done:,} of {run.trainer.steps:,}" if begun.checkpoint else ""
     _say(f"{directory.path}: {what}{onward}", *parts.data.differences())
-    if crowd := crowding(run):
+    if crowd := crowding_note(run):
         _say(crowd)
     parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=begun.checkpoint, weights_only=True)
 
@@ -205,7 +205,7 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)
 
 
-def _facts(composed: Composed, parts: Assembly, begun: Beginning) -> dict[str, Any]:
+def _facts(composed: Composed, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
     """What result.json says, however the run ends."""
     counts = parts.step.counts
     known = {
@@ -228,8 +228,8 @@ def _described(run: RunConfig, parts: Assembly) -> str:
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
-    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
-    if changed := differences(there, here, MAY_CHANGE):
+    """UsageError if a checkpoint is of a run that differs in more than `RESUME_FIELDS`."""
+    if changed := differences(there, here, RESUME_FIELDS):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
@@ -243,7 +243,7 @@ def _before(args: Iterable[Override]) -> None:
     except UsageError as error:
         if error.of_earlier_run:  # of the one before that one
             raise
-        raise UsageError(f"{error} {OF_STAGE}", of_earlier_run=True) from None
+        raise UsageError(f"{error} {EARLIER_RUN_NOTE}", of_earlier_run=True) from None
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # rank 0 has just written its result
     gc.collect()
@@ -284,7 +284,7 @@ def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
     given = {override.field: override for override in parse_overrides(args)}
     if "init" not in given:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [str(given[field]) for field in given if field in OF_TRAINING or field.startswith("optim.")]:
+    if ignored := [str(given[field]) for field in given if field in TRAINING_ONLY_FIELDS or field.startswith("optim.")]:
         raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
     return given
 
@@ -303,19 +303,19 @@ def test(*args: str) -> dict[str, Any]:
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
     run = restore(RunConfig, REGISTRIES, saved, given.values())
-    join(run, "trainer.devices" in given)
+    join_launch(run, "trainer.devices" in given)
     checkpoints.check_vocabulary(run.task, identity, path)  # whose model may not even be possible
-    quiet()
+    silence_lightning()
     atexit.register(_leave_process_group)
     trainer = pl.Trainer(
-        **hardware(run),
+        **trainer_hardware(run),
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
         **progress_options(console),
     )
     step = Step(run)
-    data, module = build(run, rank_of(trainer), step=step)
+    data, module = build_modules(run, make_rank(trainer), step=step)
     moved = transfer.transfer_weights(module, weights, identity, path, score=True)
     if not moved.fresh and "seed" in given:
         raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
@@ -328,7 +328,7 @@ def test(*args: str) -> dict[str, Any]:
     try:
         data.setup("test")
         _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
-        if crowd := crowding(run):
+        if crowd := crowding_note(run):
             _say(crowd)
         trainer.test(module, datamodule=data, verbose=False)
     except Exception as error:
@@ -343,7 +343,7 @@ def test(*args: str) -> dict[str, Any]:
 def load(path: str | Path) -> TaskModule:
     """The task's LightningModule with the weights of a run's directory or checkpoint, in evaluation mode."""
     weights, identity = checkpoints.read_checkpoint(path)
-    _, module = build(restore(RunConfig, REGISTRIES, identity["config"]))
+    _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
     checkpoints.load_into(module, weights, identity, path)
     return module.eval()
 

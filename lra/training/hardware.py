@@ -16,10 +16,10 @@ from lra.errors import UsageError
 from lra.ranks import Launch
 from lra.training.rendezvous import Cluster, RankStrategy
 
-CROWD = 8  # processes for each core of a CPU, of which more can't be meant
+MOST_PROCESSES = 8  # processes for each core of a CPU, of which more can't be meant
 
 
-def join(run: RunConfig, given: bool = False) -> Launch:
+def join_launch(run: RunConfig, given: bool = False) -> Launch:
     """The launch that this process belongs to; UsageError where what was asked for is not what was started.
 
     Lightning's functions for rank 0 ask this, too, and not the environment's variables.
@@ -34,9 +34,9 @@ def join(run: RunConfig, given: bool = False) -> Launch:
     return launch
 
 
-def hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
+def trainer_hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
     """What Lightning's trainer is told of devices and ranks; UsageError if they can't be had here."""
-    launch = join(run)
+    launch = join_launch(run)
     starts = launch.by == "lra" and launch.rank == 0 and launch.world > 1 and not torch.distributed.is_initialized()
     if starts and not _starts_again():
         raise UsageError(
@@ -53,9 +53,9 @@ def hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def crowding(run: RunConfig) -> str | None:
+def crowding_note(run: RunConfig) -> str | None:
     """What is to be said of a run whose processes have less than a core of the CPU each."""
-    launch, cores = join(run), _cores()
+    launch, cores = join_launch(run), _cores()
     if launch.local <= cores or (run.trainer.accelerator != "cpu" and torch.cuda.is_available()):
         return None
     return f"trainer.devices={launch.local}: so many processes share {cores} core{'s' * (cores > 1)} of this CPU"
@@ -77,7 +77,7 @@ def _accelerator(run: RunConfig, launch: Launch) -> str:
         if launch.by == "srun":
             mend = "let each task see all GPUs of its node, with --gres=gpu: and without --gpus-per-task"
         raise UsageError(f"trainer.devices={launch.local}, but this machine has {gpus} GPUs: {mend}")
-    if accelerator == "cpu" and launch.local > CROWD * cores:
+    if accelerator == "cpu" and launch.local > MOST_PROCESSES * cores:
         raise UsageError(f"trainer.devices={launch.local}, but this CPU has {cores} cores: set trainer.devices={cores}")
     return accelerator
 

@@ -28,7 +28,7 @@ def silence_signals(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-class Onward(pl.Callback):
+class ResetLastBatch(pl.Callback):
     """Lets a run of more steps go on from a finished one.
 
     The checkpoint of a finished run says that its last batch was the last one, and Lightning 2.6 believes it.
@@ -38,7 +38,7 @@ class Onward(pl.Callback):
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
 
-class WholeFiles(TorchCheckpointIO):
+class WholeCheckpointIO(TorchCheckpointIO):
     """Writes whole checkpoints and reads no damaged one.
 
     Lightning 2.6 writes a checkpoint in /tmp and copies it where that is another file system: a run that is killed
@@ -64,7 +64,7 @@ class WholeFiles(TorchCheckpointIO):
         return checkpoint
 
 
-def quiet() -> None:
+def silence_lightning() -> None:
     """Switches off the greetings of Lightning 2.6, and warnings about what is done on purpose."""
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -75,7 +75,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions
 
 
-def leave(trainer: pl.Trainer, code: int) -> NoReturn:
+def exit_rank(trainer: pl.Trainer, code: int) -> NoReturn:
     """Ends this rank with SystemExit.
 
     Where lra started the other ranks, only the first one ends with `code`: when another rank ends with a code, the

@@ -20,9 +20,12 @@ from lra.config.schema import OptimConfig, OptimizerName
 from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 
-PIECE, PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; into how many pieces a large model is cut
-MARKS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
-INITIAL = {"mu_product": 1.0}  # a state's value before the first update, where it is not 0
+PIECE_SIZE, MOST_PIECES = (
+    1 << 13,
+    1 << 9,
+)  # elements that a block updates at a time; into how many pieces a large model is cut
+MARK_FIELDS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
+INITIAL_STATE = {"mu_product": 1.0}  # a state's value before the first update, where it is not 0
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -103,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         super().step()
         out = left_out.bool()
         for key, tensor in self._tensors():
-            old = before[key] if key in before else torch.full_like(tensor, INITIAL.get(key[1], 0.0))
+            old = before[key] if key in before else torch.full_like(tensor, INITIAL_STATE.get(key[1], 0.0))
             tensor.copy_(torch.where(out, old, tensor))
 
     def _tensors(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
@@ -117,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
                             yield (parameter, name), value
 
 
-class InPieces(Optimizer):
+class PiecewiseUpdate(Optimizer):
     """Adam or AdamW, whose fused kernel is given tensors in pieces.
 
     The kernel has a block for each 65,536 elements of a tensor. Few models here have that many: one block then updates
@@ -144,7 +147,7 @@ class InPieces(Optimizer):
         if not steps:
             return
         torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
-        size = max(PIECE, sum(weight.numel() for weight in updated[0]) // PIECES)
+        size = max(PIECE_SIZE, sum(weight.numel() for weight in updated[0]) // MOST_PIECES)
         cut = [[tensor.view(-1).split(size) for tensor in each] for each in updated]
         pieces = [list(itertools.chain.from_iterable(each)) for each in cut]
         of_pieces = [step for parts, step in zip(cut[0], steps, strict=True) for _ in parts]
@@ -159,10 +162,10 @@ class InPieces(Optimizer):
             torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
 
 
-class AdamW(InPieces, torch.optim.AdamW): ...
+class AdamW(PiecewiseUpdate, torch.optim.AdamW): ...
 
 
-class Adam(InPieces, torch.optim.Adam): ...
+class Adam(PiecewiseUpdate, torch.optim.Adam): ...
 
 
 class Adamax(Optimizer, torch.optim.Adamax): ...
@@ -184,14 +187,14 @@ OPTIMIZERS: dict[str, Any] = {cls.__name__.lower(): cls for cls in (AdamW, Adam,
 assert (*OPTIMIZERS,) == get_args(OptimizerName)
 
 
-def build(config: OptimConfig, module: nn.Module) -> Optimizer:
+def make_optimizer(config: OptimConfig, module: nn.Module) -> Optimizer:
     """The optimiser of a module's trained parameters, for the device where they are."""
-    cls, on_gpu = OPTIMIZERS[config.name], trained(module)[0].is_cuda
-    how = ("fused",) if issubclass(cls, InPieces | SGD) else ("foreach", "capturable")
-    return cls(groups(config, module), **config.options(), **dict.fromkeys(how, on_gpu))
+    cls, on_gpu = OPTIMIZERS[config.name], trained_parameters(module)[0].is_cuda
+    how = ("fused",) if issubclass(cls, PiecewiseUpdate | SGD) else ("foreach", "capturable")
+    return cls(parameter_groups(config, module), **config.options(), **dict.fromkeys(how, on_gpu))
 
 
-def groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
     """Trained parameters that have learning rate and weight decay in common, in their order: usually one group.
 
     A parameter may be marked with its own, as code of state-space models does: `parameter._optim = {"lr": 1e-3,
@@ -219,12 +222,14 @@ def _mark(name: str, parameter: nn.Parameter) -> dict[str, float]:
     """What a parameter is marked with; UsageError if that is not understood."""
     mark = getattr(parameter, "_optim", None) or {}
     for key, value in mark.items():
-        if key not in MARKS:
-            raise UsageError(f"{name} is marked with _optim['{key}']: a mark has {' and '.join(MARKS)}, leave it out")
+        if key not in MARK_FIELDS:
+            raise UsageError(
+                f"{name} is marked with _optim['{key}']: a mark has {' and '.join(MARK_FIELDS)}, leave it out"
+            )
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(f"{name} is marked with _optim['{key}']={value}: write a finite number, at least 0")
     return mark
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -16,11 +16,11 @@ import torch
 
 from lra.config.schema import RunConfig
 from lra.training.clock import Clock
-from lra.training.lightning import leave
+from lra.training.lightning import exit_rank
 from lra.training.output import print_line
 
 
-class Ranks:
+class RankPoll:
     """The highest of the numbers that all ranks gave when last asked: no host waits for the present answer."""
 
     def __init__(self, device: torch.device):
@@ -39,7 +39,7 @@ class Ranks:
         return last
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def start_compilers() -> None:
@@ -50,7 +50,7 @@ def start_compilers() -> None:
     """
     from torch._inductor.async_compile import AsyncCompile  # takes a second, which only a GPU's run needs
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process has its parent's mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)  # a new process has its parent's mask
     try:
         AsyncCompile.warm_pool()
     finally:
@@ -74,7 +74,7 @@ class Preemption(pl.Callback):
         self.run, self.last, self.clock = run, last, clock
         self.arrived, self.when = 0, 0.0
         self.training = False
-        self.ranks: Ranks | None = None
+        self.ranks: RankPoll | None = None
 
     @contextmanager
     def listening(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -99,7 +99,7 @@ class Preemption(pl.Callback):
 
         # a shell has Ctrl-C ignored for a job in the background
         ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else set()
-        before = {number: signal.signal(number, handle) for number in SIGNALS if number not in ignored}
+        before = {number: signal.signal(number, handle) for number in HANDLED_SIGNALS if number not in ignored}
         try:
             yield
         finally:
@@ -108,7 +108,7 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.world_size > 1:
-            self.ranks = Ranks(trainer.strategy.root_device)
+            self.ranks = RankPoll(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.training = True  # before, while the first steps compile, there is nothing to lose
@@ -141,4 +141,4 @@ class Preemption(pl.Callback):
         launcher = trainer.strategy.launcher
         if launcher is not None and not self.training:  # ranks that wait for this one
             launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
-        leave(trainer, 128 + number)
+        exit_rank(trainer, 128 + number)

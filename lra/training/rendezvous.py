@@ -20,10 +20,10 @@ from lra.errors import UsageError, first_line
 from lra.ranks import STARTER, Launch
 from lra.training.output import console
 
-PATIENCE_S = 30.0  # before a rank says for whom it waits
-LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training
-TICK_S = 0.2
-ANSWER = timedelta(seconds=60)  # for what rank 0's store is asked
+NOTICE_AFTER_S = 30.0  # before a rank says for whom it waits
+RENDEZVOUS_LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training
+POLL_S = 0.2
+STORE_TIMEOUT = timedelta(seconds=60)  # for what rank 0's store is asked
 
 
 class RendezvousError(UsageError):
@@ -57,7 +57,7 @@ class Cluster(ClusterEnvironment):
         if self._server is None:
             port = self.launch.port or 0
             try:
-                self._server = TCPStore("127.0.0.1", port, None, True, ANSWER, wait_for_workers=False)
+                self._server = TCPStore("127.0.0.1", port, None, True, STORE_TIMEOUT, wait_for_workers=False)
             except torch.distributed.DistError as error:
                 if "EADDRINUSE" in str(error):
                     said = f"port {port} of this machine is in use: set MASTER_PORT to a free one"
@@ -108,16 +108,18 @@ class RankStrategy(DDPStrategy):
     def _meet(self) -> None:
         cluster = self.cluster_environment
         assert isinstance(cluster, Cluster)
-        meeting = Meeting(cluster, self._make_group)
+        meeting = RendezvousThread(cluster, self._make_group)
         meeting.start()
         began, told = time.monotonic(), False
         try:
-            while not meeting.ended(TICK_S):
+            while not meeting.ended(POLL_S):
                 self._look_after(cluster.launch)
                 waited = time.monotonic() - began
-                if waited > LIMIT_S:
-                    raise RendezvousError(f"{meeting.lacking()}, for {LIMIT_S / 60:.0f} minutes: start all ranks again")
-                if waited > PATIENCE_S and not told:
+                if waited > RENDEZVOUS_LIMIT_S:
+                    raise RendezvousError(
+                        f"{meeting.lacking()}, for {RENDEZVOUS_LIMIT_S / 60:.0f} minutes: start all ranks again"
+                    )
+                if waited > NOTICE_AFTER_S and not told:
                     told = True
                     if meeting.speaks():
                         console.print(f"{meeting.lacking()}; Ctrl-C ends this rank", markup=False)
@@ -150,7 +152,7 @@ class RankStrategy(DDPStrategy):
             raise SystemExit(0)  # rank 0, which started this one, is gone; its end says why
 
 
-class Meeting(threading.Thread):
+class RendezvousThread(threading.Thread):
     """Waits for all ranks at rank 0's store, then makes their process group.
 
     Args:
@@ -180,7 +182,7 @@ class Meeting(threading.Thread):
     def leave(self) -> None:
         """Stops waiting. A thread that runs while Python ends may crash it."""
         self._left.set()
-        self.join(5 * TICK_S)
+        self.join(5 * POLL_S)
 
     def speaks(self) -> bool:
         """Whether this rank says what is missing: rank 0 does for all that found it."""
@@ -205,7 +207,7 @@ class Meeting(threading.Thread):
         if launch.rank == 0 and not agent:
             return PrefixStore(launch.name, cluster.server)
         port = cluster.main_port
-        while not self._left.wait(TICK_S):
+        while not self._left.wait(POLL_S):
             with_port = (launch.address, port)
             try:
                 socket.create_connection(with_port, timeout=5).close()
@@ -214,7 +216,7 @@ class Meeting(threading.Thread):
                     mend = "set MASTER_ADDR to the host of rank 0"
                     raise RendezvousError(f"no host is called {launch.address}: {mend}") from None
                 continue  # nobody listens yet
-            return PrefixStore(launch.name, TCPStore(*with_port, None, False, ANSWER, wait_for_workers=False))
+            return PrefixStore(launch.name, TCPStore(*with_port, None, False, STORE_TIMEOUT, wait_for_workers=False))
         return None
 
     def _all_there(self, store: Store) -> bool:
@@ -222,6 +224,6 @@ class Meeting(threading.Thread):
         store.set(f"rank/{self.cluster.launch.rank}", "there")
         while self.missing:
             self.missing = {rank for rank in self.missing if not store.check([f"rank/{rank}"])}
-            if self.missing and self._left.wait(TICK_S):
+            if self.missing and self._left.wait(POLL_S):
                 return False
         return True

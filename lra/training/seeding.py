@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 
-def derive(seed: int, purpose: str, *step: int) -> int:
+def derive_seed(seed: int, purpose: str, *step: int) -> int:
     """A 62-bit seed of its own for every purpose and step; adding a layer number to it can't overflow an int64."""
     text = "/".join((str(seed), purpose, *map(str, step)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2

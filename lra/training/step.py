@@ -21,9 +21,9 @@ from lra.training import optim
 from lra.training.compiling import compile_batched
 from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
-from lra.training.optim import Optimizer, learning_rate, trained
-from lra.training.seeding import derive, seed_generators
-from lra.training.tally import Counts, Reading, Tally
+from lra.training.optim import Optimizer, learning_rate, trained_parameters
+from lra.training.seeding import derive_seed, seed_generators
+from lra.training.tally import PendingCounts, StepCounts, Tally
 
 
 class Step:
@@ -37,10 +37,10 @@ class Step:
         self.run = run
         self.engine: EagerStep | CapturedStep | None = None  # None before the first step
         self.tally: Tally | None = None
-        self.counts: Counts | None = None  # as they were read last, or restored
+        self.counts: StepCounts | None = None  # as they were read last, or restored
         self.counted = 0  # after how many steps they were; 0: not here
         self.logged: float | None = None  # mean loss of a step, as it was logged last
-        self._unread: tuple[int, float, Reading] | None = None  # after how many steps, and the learning rate
+        self._unread: tuple[int, float, PendingCounts] | None = None  # after how many steps, and the learning rate
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
 
     def loop(self, module: TaskModule, steps: Iterable[list[Collated]]) -> None:
@@ -86,11 +86,11 @@ class Step:
 
         if captured:
             bf16 = run.trainer.precision == "bf16"
-            self.engine = CapturedStep(loss, trained(module), optimizer, update, device, bf16)
+            self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16)
         else:
-            self.engine = EagerStep(loss, trained(module), optimizer, update, device, backward)
+            self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward)
 
-    def restore(self, counts: Counts) -> None:
+    def restore(self, counts: StepCounts) -> None:
         """Counts on from a checkpoint; before the first step here."""
         self.counts = counts
 
@@ -113,7 +113,7 @@ class Step:
         if self._unread is not None and (due or trainer.world_size > 1 or self._unread[-1].arrived()):
             self.log(trainer)
         if due:
-            self._unread = done, rate, Reading(self.tally)
+            self._unread = done, rate, PendingCounts(self.tally)
             self.tally.clear()
             if self.run.trainer.on_nan == "skip":  # the run may end here, with the weights that there are
                 self.log(trainer)
@@ -131,10 +131,10 @@ class Step:
 
     def seeds(self, step: int, rank: int) -> tuple[int, int]:
         """Of a step: the seed of PyTorch's generator, and the one that batches carry."""
-        return derive(self.run.seed, "dropout", step, rank), derive(self.run.seed, "attention", step)
+        return derive_seed(self.run.seed, "dropout", step, rank), derive_seed(self.run.seed, "attention", step)
 
     def optimizer(self, module: nn.Module) -> Optimizer:
-        return optim.build(self.run.optim, module)
+        return optim.make_optimizer(self.run.optim, module)
 
     def captures(self, module: nn.Module, device: torch.device) -> bool:
         """Whether steps are compiled and captured; UsageError if they can't be and must."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Counts(NamedTuple):
+class StepCounts(NamedTuple):
     """A `Tally` on the host."""
 
     total: float  # summed loss of the steps taken since the last logged one
@@ -26,8 +26,8 @@ class Tally:
         counts: to go on from.
     """
 
-    def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: Counts | None = None):
-        counts = counts or Counts(0.0, 0, -1, 0)
+    def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: StepCounts | None = None):
+        counts = counts or StepCounts(0.0, 0, -1, 0)
         self.skip = skip
         self.total = torch.tensor(counts.total, dtype=torch.float32, device=device)
         self.taken, self.first, self.skipped = (torch.tensor(count, device=device) for count in counts[1:])
@@ -45,9 +45,9 @@ class Tally:
         self.total += flat[-1].masked_fill(out, 0)
         self.step += 1
 
-    def read(self) -> Counts:
+    def read(self) -> StepCounts:
         """The counts now; waits for the device."""
-        return Reading(self).counts()
+        return PendingCounts(self).counts()
 
     def clear(self) -> None:
         """The next steps' losses are summed anew."""
@@ -55,7 +55,7 @@ class Tally:
         self.taken.zero_()
 
 
-class Reading:
+class PendingCounts:
     """The counts of a tally as they are now, on their way to the host, while the device goes on with what follows."""
 
     def __init__(self, tally: Tally):
@@ -71,9 +71,9 @@ class Reading:
     def arrived(self) -> bool:
         return self._copied is None or self._copied.query()
 
-    def counts(self) -> Counts:
+    def counts(self) -> StepCounts:
         """Waits for what the device had to do when this was made, and for nothing after it."""
         if self._copied is not None:
             self._copied.synchronize()
         total, *rest = self._values.tolist()
-        return Counts(total, *map(int, rest))
+        return StepCounts(total, *map(int, rest))

@@ -120,7 +120,7 @@ def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "task.max_length=32", "pretrain=masked",
               "model.dropout=0.2")  # fmt: skip
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    built = fit.build(fit.configure(list(given.values())).config)[1]
+    built = fit.build_modules(fit.configure(list(given.values())).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():  # so that predictions differ
         torch.nn.init.normal_(parameter, std=0.3)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lra.errors import UsageError
 from lra.training import checkpoints, fit
 from lra.training.checkpoints import find_damage, read_checkpoint, verify_checkpoint
-from lra.training.lightning import WholeFiles
+from lra.training.lightning import WholeCheckpointIO
 from lra.training.provenance import weights_digest
 
 TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.d_ff=32", "task.max_length=32")
@@ -24,7 +24,7 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int
 
 @pytest.fixture(scope="module")
 def module():
-    return fit.build(fit.configure(list(TINY)).config)[1]
+    return fit.build_modules(fit.configure(list(TINY)).config)[1]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_flipped_bit_of_a_weight_is_noticed(files, suffix, which):
 
 def test_a_flipped_bit_is_noticed_before_a_run_goes_on(files):
     path = files[".ckpt"].rename(files[".ckpt"].with_name("best.ckpt"))
-    whole = WholeFiles(path.parent)
+    whole = WholeCheckpointIO(path.parent)
     verify_checkpoint(path)
     whole.load_checkpoint(path, weights_only=True)
     flip(path, places(path)[0])
@@ -214,7 +214,7 @@ def test_where_there_is_no_checkpoint_the_one_to_give_is_named(module, tmp_path)
 def other(*args: str) -> Any:
     """A module with other fields; later ones replace earlier ones."""
     given = {arg.partition("=")[0]: arg for arg in (*TINY, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 def test_weights_are_put_into_a_model_that_they_fit(module, files):
@@ -290,7 +290,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
     state = {"dirpath": "/old/run", "best_model_path": "/old/run/best.ckpt", "best_model_score": score,
              "best_k_models": {"/old/run/best.ckpt": score}, "mode": "max"}  # fmt: skip
     torch.save({"callbacks": {"a": state, "b": {"x": 1}}}, tmp_path / "last.ckpt")
-    loaded = WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    loaded = WholeCheckpointIO(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     here = str(tmp_path.resolve())
     assert loaded["a"]["dirpath"] == here and loaded["a"]["best_model_path"] == f"{here}/best.ckpt"
     assert loaded["a"]["best_k_models"] == {f"{here}/best.ckpt": score} and loaded["b"] == {"x": 1}
@@ -298,7 +298,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
 
 def test_a_checkpoint_is_written_whole(tmp_path):
     path = tmp_path / "last.ckpt"
-    WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
+    WholeCheckpointIO(tmp_path).save_checkpoint({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):
-        WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
+        WholeCheckpointIO(tmp_path).save_checkpoint({"a": lambda: None}, path)
     assert torch.load(path) == {"a": 1} and [*tmp_path.iterdir()] == [path]

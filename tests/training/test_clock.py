@@ -11,7 +11,7 @@ import torch
 from lra.tasks.base import TaskModule
 from lra.training import clock as clock_module
 from lra.training.clock import RUNS_PER_DEVICE, Clock
-from lra.training.lightning import WholeFiles
+from lra.training.lightning import WholeCheckpointIO
 from lra.training.narrator import Narrator
 from lra.training.run_directory import time_and_memory
 from tests.training.test_fit import interrupt_at
@@ -21,7 +21,7 @@ PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(WholeFiles, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
+    ("owner", "method"), [(WholeCheckpointIO, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
 )
 def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, one_thread, owner, method):
     slow = getattr(owner, method)

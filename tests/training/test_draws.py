@@ -20,8 +20,8 @@ from lra.models.dropout import drop, row_keys
 from lra.tasks.masked import hidden
 from lra.training import draws
 from lra.training.draws import DRAW_VERSIONS
-from lra.training.fit import build, configure
-from lra.training.seeding import derive
+from lra.training.fit import build_modules, configure
+from lra.training.seeding import derive_seed
 from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
@@ -42,12 +42,12 @@ def digest(drawn: object) -> str:
 
 
 def seeds() -> str:
-    _, module = build(configure(arguments()).config)
-    return digest([derive(0, "weights"), derive(1, "dropout", 5, 3), *cast(Step, module.step).seeds(7, 1)])
+    _, module = build_modules(configure(arguments()).config)
+    return digest([derive_seed(0, "weights"), derive_seed(1, "dropout", 5, 3), *cast(Step, module.step).seeds(7, 1)])
 
 
 def weights() -> list[float]:
-    _, module = build(configure(arguments()).config)
+    _, module = build_modules(configure(arguments()).config)
     return [p.flatten()[17].item() for p in module.parameters() if p.dim() > 1]
 
 

@@ -15,7 +15,7 @@ FEW = ("task.train=10", "task.val=4")
 
 def build(task: str, *args: str):
     given = {arg.partition("=")[0]: arg for arg in (f"task={task}", "attn=flash", *MODEL, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture

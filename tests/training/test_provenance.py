@@ -25,7 +25,7 @@ def at(monkeypatch):
 
 
 def untrained(*args: str):
-    return fit.build(lra.configure(arguments(*FEW, *args)).config)[1]
+    return fit.build_modules(lra.configure(arguments(*FEW, *args)).config)[1]
 
 
 def started(path):

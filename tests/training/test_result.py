@@ -33,7 +33,7 @@ def test_a_result_has_the_commit_that_made_it(small, monkeypatch):
 
 def test_a_result_states_what_ran_and_how_long():
     composed = fit.configure(["task=listops", "attn=standard", "recipe=demo", "seed=4", "optim.lr=1e-3", "resume=auto"])
-    _, module = fit.build(composed.config)
+    _, module = fit.build_modules(composed.config)
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
     clock.sharing = 3

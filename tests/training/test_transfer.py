@@ -19,7 +19,7 @@ def build(task: str, *args: str):
     """An untrained module; later arguments replace earlier ones."""
     shared = (f"task={task}", "attn=flash", *MODEL)
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture
