@@ -28,7 +28,7 @@ from lra.data.writer import Writer
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TaskFacts, version_of, versioned
+from lra.tasks import TaskFacts, task_version, versioned_name
 from lra.tasks.batches import Collation, EvalBatches, TrainBatches
 
 MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
@@ -36,7 +36,7 @@ MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
 
 
 # that the Config of every task has, as a task that is generated may declare them
-FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
+REQUIRED_FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
 
 
 class TaskData(pl.LightningDataModule):
@@ -54,7 +54,7 @@ class TaskData(pl.LightningDataModule):
     def __init__(self, run: RunConfig, collation: Collation | None = None):
         super().__init__()
         self.run, self.config, self.collation = run, run.task, collation
-        if lacking := [f"`{name}: {form}`" for name, form in FIELDS.items() if not hasattr(run.task, name)]:
+        if lacking := [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]:
             file = f"{type(run.task).__module__.replace('.', '/')}.py"
             what = f"add {' and '.join(lacking)} to its Config in {file}"
             raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
@@ -110,7 +110,7 @@ class TaskData(pl.LightningDataModule):
     def content(self) -> Content:
         """What the store holds and where it comes from."""
         origin = (self.source(), self.vocabulary, self.generator, self.seed())
-        return Content(self.config.name, version_of(self.config), self.params(), *origin)
+        return Content(self.config.name, task_version(self.config), self.params(), *origin)
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists; UsageError as from `open`."""
@@ -192,7 +192,7 @@ class TaskData(pl.LightningDataModule):
         return batch  # of training the step sends them, of evaluation they are there
 
 
-def only_generated(config: Any, *fields: str) -> None:
+def check_generated_only(config: Any, *fields: str) -> None:
     """UsageError if one of `fields`, which say what is drawn, is set although the data is imported."""
     default = type(config)
     changed = [field for field in fields if getattr(config, field) != getattr(default, field)]
@@ -320,7 +320,7 @@ class TaskModule(pl.LightningModule):
     def identity(self) -> dict[str, Any]:
         """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
         return {
-            "task": versioned(self.run.task),
+            "task": versioned_name(self.run.task),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
             "seen": self.seen,

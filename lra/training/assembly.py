@@ -18,7 +18,7 @@ from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
-from lra.tasks.masked import masked
+from lra.tasks.masked import masked_task
 from lra.training.clock import Clock
 from lra.training.curves import Curves
 from lra.training.early_validation import EarlyValidation
@@ -72,7 +72,7 @@ def build_modules(
         step: what trains the module; by default a new one.
     """
     cls = TASKS.get(run.task.name)
-    cls = masked(cls) if run.pretrain == "masked" else cls
+    cls = masked_task(cls) if run.pretrain == "masked" else cls
     torch.manual_seed(derive_seed(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)

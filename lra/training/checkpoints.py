@@ -17,7 +17,7 @@ from safetensors.torch import save
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
-from lra.tasks import TASKS, versioned
+from lra.tasks import TASKS, versioned_name
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
 from lra.training.provenance import weights_digest
@@ -166,7 +166,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> None:
     """UsageError if a checkpoint reads its ids otherwise than a task, whose configuration is given."""
     if identity["vocabulary"] != vocabulary_hash(TASKS.get(task.name).Data.vocabulary):
-        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned(task)}"
+        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned_name(task)}"
         raise UsageError(f"{other}: choose a checkpoint of this task")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from lra.config.override import parse_overrides
 from lra.config.schema import LATER
 from lra.errors import UsageError
-from lra.tasks import TASKS, versioned
+from lra.tasks import TASKS, versioned_name
 
 # fields that choose no other set: of a generator expression i of a seed is its i-th that fits the lengths, so with
 # other lengths it is mostly the same one
@@ -62,7 +62,7 @@ def training_set(task: Any) -> tuple[str, int | str]:
     # else any copy has the same examples
     if not generated and hasattr(task, "source") and type(task)().source == "generate":
         of.insert(0, f"source={Path(task.source).name}")
-    name = ", ".join([versioned(task), *of])
+    name = ", ".join([versioned_name(task), *of])
     return name, task.train if generated else f"data_seed={task.data_seed}" if held_out else ALL_OF_TRAIN
 
 

@@ -23,7 +23,7 @@ from lra import environment
 from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
 from lra.errors import UsageError, naming, unusable
-from lra.tasks import TASKS, versioned
+from lra.tasks import TASKS, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
 RUNS_FOLDER = Path("checkpoints") / "runs"
@@ -50,7 +50,7 @@ class RunDirectory:
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
         self.config = run.saved()
-        self.task = versioned(run.task)
+        self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
         self.asked = f"the task is {self.task} by now" if newest else f"{self.task} is asked for"

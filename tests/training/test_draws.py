@@ -17,7 +17,7 @@ from lra.errors import UsageError
 from lra.kernels.flash.reference import keep_mask
 from lra.models.attention.performer import orthogonal_features
 from lra.models.dropout import drop, row_keys
-from lra.tasks.masked import hidden
+from lra.tasks.masked import hidden_rows
 from lra.training import draws
 from lra.training.draws import DRAW_VERSIONS
 from lra.training.fit import build_modules, configure
@@ -69,7 +69,7 @@ def features() -> list[float]:
 
 
 def hiding() -> str:
-    return digest(hidden(batch(), 0.4, None).tolist())
+    return digest(hidden_rows(batch(), 0.4, None).tolist())
 
 
 DRAWN = {each.__name__: each for each in (seeds, weights, order, dropout, attention, features, hiding)}

@@ -20,7 +20,7 @@ from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
-from lra.tasks import versioned
+from lra.tasks import versioned_name
 from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, time_and_memory
 from lra.training.run_files import as_mapping, describe_ancestry, has_clean_commits, missing_fields
 
@@ -286,7 +286,7 @@ def _identities(
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
-        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned(run.task)
+        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned_name(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
         own = identity(saved, default)
