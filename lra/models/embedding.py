@@ -11,7 +11,7 @@ from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
 from lra.models.dropout import drop, keep_scale
 
-SITE = 0  # of dropout, the model's first
+EMBEDDING_SITE = 0  # of dropout, the model's first
 
 
 class Embedding(nn.Embedding):
@@ -58,7 +58,7 @@ class Places(NamedTuple):
         return grad_TD[row_BN].where(real_BN1, 0).sum(0)
 
 
-NOWHERE = (None, None, None, None, 0)  # the fields of no places
+NO_PLACES = (None, None, None, None, 0)  # the fields of no places
 
 
 def lookup(
@@ -72,7 +72,7 @@ def lookup(
 ) -> Tensor:
     """`drop(table[ids] + added)`, `[T, D]`, of a short table, whose gradient on a GPU is a matrix product."""
     if table_VD.is_cuda:
-        of_places = places or NOWHERE
+        of_places = places or NO_PLACES
         return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused, *of_places)  # type: ignore[return-value]
     if places is not None:
         added_TD = nn.functional.embedding(places.place_T, places.table_ND)
@@ -83,7 +83,7 @@ def _dropped_sum(
     table_VD: Tensor, added_TD: Tensor | None, ids_T: Tensor, rate: float, keys_T: Tensor | None
 ) -> Tensor:
     found_TD = nn.functional.embedding(ids_T, table_VD)
-    return drop(found_TD if added_TD is None else found_TD + added_TD, rate, keys_T, SITE)
+    return drop(found_TD if added_TD is None else found_TD + added_TD, rate, keys_T, EMBEDDING_SITE)
 
 
 class _Lookup(torch.autograd.Function):
@@ -107,7 +107,7 @@ class _Lookup(torch.autograd.Function):
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
         dropped = dropout_threshold(rate)
         if fused and added_TD is None and takes_embedding(table_VD, dropped):
-            dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=SITE)
+            dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=EMBEDDING_SITE)
             return embed(table_VD, ids_T, places_ND, place_T, **dropout)
         if places_ND is not None:
             added_TD = nn.functional.embedding(place_T, places_ND)
@@ -123,12 +123,12 @@ class _Lookup(torch.autograd.Function):
             count = 0 if places is None else len(places.table_ND)
             sums = table_gradient(
                 grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, count,
-                threshold=dropped, keys=keys_T, site=SITE,
+                threshold=dropped, keys=keys_T, site=EMBEDDING_SITE,
             )  # fmt: skip
             product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in sums)
-            added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if wants_added else None
+            added_TD = drop(grad_TD, ctx.rate, keys_T, EMBEDDING_SITE) if wants_added else None
         else:
-            kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
+            kept_TD = drop(grad_TD, ctx.rate, keys_T, EMBEDDING_SITE)
             one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
             product_VD = (one_hot_TV.t() @ kept_TD.to(ctx.dtype)).to(grad_TD.dtype)
             added_TD = kept_TD if wants_added else None

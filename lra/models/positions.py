@@ -13,7 +13,7 @@ from lra.errors import UsageError
 from lra.models.embedding import Places, lookup
 
 
-def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
+def token_coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
     """Coordinates of every token, int64 `[T, axes]`: its position, or its row and column in an image `width` wide.
 
     A prefixed CLS token has position 0 on one axis and shares the first pixel's place on two.
@@ -26,7 +26,7 @@ def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> T
     return torch.stack((pixel_T // width, pixel_T % width), 1)
 
 
-def angles(coordinates_TA: Tensor, dim: int) -> Tensor:
+def position_angles(coordinates_TA: Tensor, dim: int) -> Tensor:
     """Angles of `dim // 2` sine-cosine pairs, fp32 `[T, dim // 2]`, shared equally between the axes.
 
     Frequencies 10000^(-i/pairs) of Vaswani et al. 2017 (section 3.5) and of RoPE (Su et al. 2021, eq. 15).
@@ -79,7 +79,7 @@ class _ComputedPositions(nn.Module):
         self.register_buffer("scale", torch.ones(axes))
 
     def angles(self, coordinates_TA: Tensor) -> Tensor:
-        return angles(coordinates_TA * self.scale, self.dim)
+        return position_angles(coordinates_TA * self.scale, self.dim)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}scale", torch.ones_like(self.scale))  # older checkpoints have none
@@ -102,7 +102,7 @@ class RotaryPositions(_ComputedPositions):
         return angle_TP.cos(), angle_TP.sin()
 
 
-def resize(
+def resize_table(
     table_ND: Tensor,
     old: tuple[int, int],
     new: tuple[int, int],

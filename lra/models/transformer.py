@@ -31,12 +31,12 @@ from lra.models.positions import (
     RotaryPositions,
     SinusoidalPositions,
     axis_sizes,
-    coordinates,
     rotate,
+    token_coordinates,
 )
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int):
@@ -54,7 +54,7 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
     ) -> Tensor:
-        return self.follow(*self.attend(x_TD, batch, rotary), keys_T)
+        return self.after_attention(*self.attend(x_TD, batch, rotary), keys_T)
 
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """(What attention returns, x): both `[T, d_model]`."""
@@ -74,19 +74,19 @@ class Block(nn.Module):
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         return o_THD.flatten(1), x_TD
 
-    def follow(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
+    def after_attention(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
         """What comes after attention, `[T, d_model]`."""
-        if self.takes(o_TD, x_TD):
+        if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
         x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
         return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
 
-    def follow_pooled(
+    def after_attention_pooled(
         self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, norm: nn.LayerNorm, batch: Batch
     ) -> Tensor:
-        """The mean of `norm(follow(...))` over each sequence, `[B, d_model]`, where it `takes` them."""
+        """The mean of `norm(after_attention(...))` over each sequence, `[B, d_model]`, where it `fuses` them."""
         layers, dropout = self._fusing(keys_T)
         where = batch.start, batch.length, batch.padded_length
         return pooled_feed_forward(o_TD, x_TD, *layers, norm, *where, **dropout)
@@ -99,7 +99,7 @@ class Block(nn.Module):
         dropout: dict[str, Any] = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
         return (self.out, self.ff_norm, self.up, self.down), dropout
 
-    def takes(self, o_TD: Tensor, x_TD: Tensor) -> bool:
+    def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether what comes after attention is one kernel a pass."""
         return self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
@@ -140,23 +140,23 @@ class Encoder(nn.Module):
             self.positions = SinusoidalPositions(config.d_model, config.axes)
         else:
             self.positions = RotaryPositions(config.head_dim, config.axes)
-        self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, batch: Batch) -> Tensor:
-        o_TD, x_TD, keys_T = self.attended(batch)
-        last: Block = self.blocks[-1]  # type: ignore[assignment]
-        if self.config.pooling == "mean" and last.takes(o_TD, x_TD):
-            return last.follow_pooled(o_TD, x_TD, keys_T, self.norm, batch)
-        return self.pool(self.norm(last.follow(o_TD, x_TD, keys_T)), batch)
+        o_TD, x_TD, keys_T = self.run_blocks(batch)
+        last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
+        if self.config.pooling == "mean" and last.fuses(o_TD, x_TD):
+            return last.after_attention_pooled(o_TD, x_TD, keys_T, self.norm, batch)
+        return self.pool(self.norm(last.after_attention(o_TD, x_TD, keys_T)), batch)
 
     def rows(self, batch: Batch) -> Tensor:
         """A vector for each token, `[T, d_model]`; arbitrary past a length."""
-        return self.norm(self.blocks[-1].follow(*self.attended(batch)))  # type: ignore[operator]
+        return self.norm(self.blocks[-1].after_attention(*self.run_blocks(batch)))  # type: ignore[operator]
 
-    def attended(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the last block's attention returns, what that block was given, and each row's key of dropout."""
-        place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
+        place_TA = token_coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = added_TD = places = None
         if isinstance(self.positions, RotaryPositions):
             rotary = self.positions(place_TA)

@@ -1,8 +1,8 @@
 """What weights were trained on, in their own run and in those before, and what must not be scored with them.
 
 A task's examples come from a set that has a name here. Of a generated one, which is endless, train is the beginning, so
-a number says which part was trained on. Of another one it is a text: `ALL_OF_TRAIN` is all that the task calls train, and
-`data_seed=0` is that without the part which this seed holds out for validation.
+a number says which part was trained on. Of another one it is a text: `ALL_OF_TRAIN` is all that the task calls train,
+and `data_seed=0` is that without the part which this seed holds out for validation.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ class Narrator(pl.Callback):
         training, scoring = self.estimate.tell(now, step)
         parts = f"{format_duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
         again = "now " if self._told else ""
-        print_line(trainer, f"{again}expect {format_duration(training + scoring)}: {parts}, {format_duration(scoring)} of scoring"
-            f"{format_gpu_memory(trainer)}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]  # fmt: skip
+        cost = f"expect {format_duration(training + scoring)}: {parts}, {format_duration(scoring)} of scoring"
+        place = cast(TaskData, trainer.datamodule).place  # type: ignore[attr-defined]
+        print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}")
         self._told = True
 
     def on_validation_start(self, *_: Any) -> None:

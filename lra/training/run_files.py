@@ -121,10 +121,8 @@ def describe_ancestry(result: Mapping[str, Any]) -> str:
     """
     record = as_mapping(result.get("provenance"))
     runs = [*record["ancestors"], record] if record.get("run") else []
-    return " > ".join(
-        f"{each.get('run')} {(each.get('ended') or UNKNOWN_COMMIT)[:12]} (commit {each.get('commit') or UNKNOWN_COMMIT})"
-        for each in runs
-    )
+    stated = (each | {name: each.get(name) or UNKNOWN_COMMIT for name in ("ended", "commit")} for each in runs)
+    return " > ".join(f"{each.get('run')} {each['ended'][:12]} (commit {each['commit']})" for each in stated)
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

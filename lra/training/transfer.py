@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.positions import resize
+from lra.models.positions import resize_table
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, leakage, provenance
@@ -190,7 +190,7 @@ def _resize(
     for axis, key in enumerate(tables):
         before, after = (size if run.model.axes == 1 else (1, size[axis]) for size in (old, new))
         table = weights[key].float()
-        weights[key] = torch.cat((table[:first], resize(table[first:], before, after, how)))
+        weights[key] = torch.cat((table[:first], resize_table(table[first:], before, after, how)))
     return f"{how}, {_text(old)} to {_text(new)}"
 
 

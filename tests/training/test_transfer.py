@@ -7,7 +7,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
-from lra.models.positions import resize
+from lra.models.positions import resize_table
 from lra.training import checkpoints, fit, transfer
 
 MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "trainer.accelerator=cpu")
@@ -61,7 +61,7 @@ def test_a_table_of_pixels_is_resized_as_an_image(saved, how, pooling):
     weights, first = checkpoints.read_checkpoint(path)[0], int(pooling == "cls")
     before, (after,) = weights["encoder.positions.tables.0"], tables(module)
     assert torch.equal(after[:first], before[:first])
-    assert torch.equal(after[first:], resize(before[first:], (32, 32), (64, 64), how))
+    assert torch.equal(after[first:], resize_table(before[first:], (32, 32), (64, 64), how))
     rest = module.model.state_dict()
     assert all(torch.equal(rest[key], value) for key, value in weights.items() if "tables" not in key)
     assert said.same == len(weights) - 1 and said.resized == f"{how}, 32x32 pixels to 64x64 pixels"
@@ -341,7 +341,7 @@ def test_a_pretraining_of_another_resolution(saved):
     weights = checkpoints.read_checkpoint(path)[0]
     module, said = moved("path64", path, "model.pooling=cls", "positions.resize=gridwise")
     (table,) = tables(module)
-    assert torch.equal(table[1:], resize(weights[TABLE], (32, 32), (64, 64), "gridwise"))
+    assert torch.equal(table[1:], resize_table(weights[TABLE], (32, 32), (64, 64), "gridwise"))
     assert torch.equal(table[:1], tables(build("path64", "model.pooling=cls"))[0][:1])
     assert said.resized and said.fresh == ["head", "CLS"]
     module, said = moved("path64", path, "pretrain=masked", "positions.resize=gridwise")  # it goes on

@@ -177,8 +177,8 @@ class Local:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
-                    arguments, env=self._environment(room) | {CLAIM_VARIABLE: str(path)}, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, pass_fds=(held,),
+                    arguments, env=self._environment(room) | {CLAIM_VARIABLE: str(path)}, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=subprocess.STDOUT, pass_fds=(held,),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command
                 )  # fmt: skip
             for slot in room:

@@ -28,14 +28,14 @@ class AttentionSpec:
     layer: int = 0
 
 
-MOST = 1 << 16  # tokens, blocks or features that an option counts: a whole sequence of Path-256
+LARGEST_COUNT = 1 << 16  # tokens, blocks or features that an option counts: a whole sequence of Path-256
 
 
-def check_count(config: Any, least: int, *names: str) -> None:
+def check_option_counts(config: Any, least: int, *names: str) -> None:
     """UsageError if an option of `attn.*` is smaller than `least` or larger than MOST; null is neither."""
     for name in names:
-        if (value := getattr(config, name)) is not None and not least <= value <= MOST:
-            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {MOST}")
+        if (value := getattr(config, name)) is not None and not least <= value <= LARGEST_COUNT:
+            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {LARGEST_COUNT}")
 
 
 class Attention(nn.Module):
@@ -44,7 +44,7 @@ class Attention(nn.Module):
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
     layout: Layout | None = None  # which keys a query sees; None: all
-    elsewhere: ClassVar[str] = ""  # where `attn.impl` chooses triton on a GPU: the path for any device
+    fallback: ClassVar[str] = ""  # where `attn.impl` chooses triton on a GPU: the path for any device
     decides_on_host: str = ""  # why its training steps can't be captured in a CUDA graph
 
     @dataclass(frozen=True)
@@ -97,11 +97,11 @@ class Attention(nn.Module):
             self._refuse(supported, lambda facts: precision in facts.dtypes)
         return self.name
 
-    def path(self, device: torch.device) -> str:
-        """What `attn.impl` comes to on the device, triton or `elsewhere`; UsageError if it can't run there."""
+    def choose_impl(self, device: torch.device) -> str:
+        """What `attn.impl` comes to on the device, triton or `fallback`; UsageError if it can't run there."""
         try:
             deterministic = getattr(self.config, "deterministic", False)
-            return resolve_impl(self.config.impl, device, deterministic, self.elsewhere, "attn.")
+            return resolve_impl(self.config.impl, device, deterministic, self.fallback, "attn.")
         except ValueError as error:
             raise UsageError(str(error)) from None
 
