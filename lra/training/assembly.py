@@ -50,7 +50,8 @@ class Assembly:
 
 def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     """All that trains a run; UsageError if it can't be trained here."""
-    trainer, clock = make_trainer(run, directory.path)
+    clock = Clock()
+    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock))
     step = Step(run)
     data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
     parameter_groups(run.optim, module)  # what is refused is refused now
@@ -86,14 +87,19 @@ def make_rank(trainer: pl.Trainer) -> Rank:
     return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
-def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
-    """The trainer of a run that writes into a folder, and the clock that it has."""
+def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Callback) -> pl.Trainer:
+    """The trainer of a run.
+
+    Args:
+        folder: the trainer writes its files here.
+        clock: measures the run.
+        callbacks: are called after those that every run has, and before checkpoints are written.
+    """
     shared: dict[str, Any] = {
         "dirpath": folder,
         "save_on_train_epoch_end": False,
         "enable_version_counter": False,
     }
-    clock = Clock()
     trainer = pl.Trainer(
         **trainer_hardware(run, WholeCheckpointIO(folder)),
         max_steps=run.trainer.steps,
@@ -111,14 +117,14 @@ def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
             ResetLastBatch(),
             NonFiniteGuard(folder),
             EarlyValidation(clock),
-            Narrator(run, clock),
+            *callbacks,
             *([Progress(console)] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),
         ],
     )
     silence_signals(trainer)
-    return trainer, clock
+    return trainer
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
