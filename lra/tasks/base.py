@@ -314,6 +314,17 @@ class TaskModule(pl.LightningModule):
         """How many predictions a test set's accuracy is of, and what the baselines reach there."""
         return len(data.parts[split]), data.baselines(split)
 
+    def take_weights(self, weights: dict[str, Tensor], seen: dict[str, int | str], provenance: dict[str, Any]) -> None:
+        """Replaces the model's weights.
+
+        Args:
+            weights: the state dict of `model`.
+            seen: the sets on which these weights were trained, as `lra.training.leakage` names them.
+            provenance: the runs from which they come, as `lra.training.provenance` records them.
+        """
+        self.model.load_state_dict(weights)
+        self.seen, self.provenance = seen, provenance
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lra"] = self.identity()
 

@@ -214,8 +214,7 @@ def load_into(module: TaskModule, weights: dict[str, torch.Tensor], identity: di
     """Puts weights into the model that they are of; UsageError naming what does not fit."""
     check_model(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
-    module.model.load_state_dict(weights)
-    module.seen, module.provenance = leakage.sets_before_run(identity), provenance.read_provenance(identity)
+    module.take_weights(weights, leakage.sets_before_run(identity), provenance.read_provenance(identity))
 
 
 def read_progress(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:

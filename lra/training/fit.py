@@ -193,13 +193,14 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     checkpoints.verify_checkpoint(
         directory.best
     )  # if it is gone by now, `read_checkpoint` would ask its user for another
-    record = module.provenance  # of all sessions, also of those after the best checkpoint
-    # not by Lightning, which would take what the callbacks have counted back to that step, too
-    checkpoints.load_into(module, *checkpoints.read_checkpoint(directory.best), directory.best)
+    weights, identity = checkpoints.read_checkpoint(directory.best)
+    identity["provenance"] = module.provenance  # names all sessions, also those after the best checkpoint
+    # Lightning does not load it: that would set the callbacks' counts back to that step
+    checkpoints.load_into(module, weights, identity, directory.best)
     trainer.test(module, datamodule=data, verbose=False)
     if not trainer.is_global_zero:
         return {}
-    provenance.end_provenance(module, record)
+    provenance.end_provenance(module)
     checkpoints.save_weights(module, directory.weights)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
     return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)

@@ -61,13 +61,12 @@ def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))
     else:
         began = weights_digest(module.model.state_dict())
-    ancestors = before.get("ancestors", [])
-    module.provenance = {"run": str(run), "began": began, "ended": None, "commit": commit, "ancestors": ancestors}
+    before.update(run=str(run), began=began, ended=None, commit=commit, ancestors=before.get("ancestors", []))
 
 
-def end_provenance(module: TaskModule, record: ProvenanceRecord) -> None:
-    """States that the run of a record ends with the weights that the module has."""
-    module.provenance = record | {"ended": weights_digest(module.model.state_dict())}
+def end_provenance(module: TaskModule) -> None:
+    """States that a run ends with the weights that the module has."""
+    module.provenance["ended"] = weights_digest(module.model.state_dict())
 
 
 def _ancestor(

@@ -77,9 +77,9 @@ def transfer_weights(
     """As `transfer_from`, of weights that were read. To `score` them at once, no parameter may be fresh."""
     checkpoints.check_model(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
-    trained, module.seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
-    module.provenance = provenance.inherit_provenance(weights, identity, path)
-    leakage.refuse_leakage(run.task, module.seen, path, "test" if score else "validation")
+    trained, seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
+    inherited = provenance.inherit_provenance(weights, identity, path)
+    leakage.refuse_leakage(run.task, seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
         for name, before, here in (
@@ -118,7 +118,7 @@ def transfer_weights(
             run, old, new
         )
     checkpoints.check_shapes(own, weights | {key: own[key] for key in fresh}, path)
-    module.model.load_state_dict(own | weights)
+    module.take_weights(own | weights, seen, inherited)
     return Transfer(
         task=identity["task"],
         changed=changed,
@@ -127,7 +127,7 @@ def transfer_weights(
         scale=weights[POSITION_SCALE].tolist() if POSITION_SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
-        notes=leakage.unknown_overlaps(run.task, module.seen, path),
+        notes=leakage.unknown_overlaps(run.task, seen, path),
     )
 
 

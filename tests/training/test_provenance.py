@@ -103,7 +103,7 @@ def test_what_an_older_lra_did_not_state_is_not_made_up(finished, at, tmp_path):
     identity["config"] |= {"init": "there"}  # and now it is not
     module = started(save(tmp_path, weights, identity))
     assert module.provenance == {"ancestors": [{"run": "there"} | unknown, unknown | own]}
-    module.provenance = provenance.read_provenance(identity)
+    module.take_weights(module.model.state_dict(), {}, provenance.read_provenance(identity))
     at("a" * 12)
     provenance.begin_provenance(module, Path("here"), resumed=True)
     assert module.provenance["began"] is None and module.provenance["commit"] == f"{UNKNOWN_COMMIT}, {'a' * 12}"
