@@ -168,7 +168,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
         raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
     draws = DrawHistory(drawn or UNKNOWN_DRAWS)
     if done < run.trainer.steps:  # else nothing more is drawn
-        draws.go_on(checkpoint, done, run.draws == "changed")
+        draws.resume(checkpoint, done, run.draws == "changed")
     return StartingPoint(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
 
