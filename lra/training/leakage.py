@@ -1,8 +1,8 @@
-"""What weights were trained on, in their own run and in those before, and what must not be scored with them.
+"""Records on which examples weights were trained, in all runs, and refuses to score them on the same examples.
 
-A task's examples come from a set that has a name here. Of a generated one, which is endless, train is the beginning, so
-a number says which part was trained on. Of another one it is a text: `ALL_OF_TRAIN` is all that the task calls train,
-and `data_seed=0` is that without the part which this seed holds out for validation.
+The examples of a task come from a named set. A generated set is endless and training uses its beginning, so the part
+that was trained on is a number of examples. For any other set the part is a text. `ALL_OF_TRAIN` is the whole train
+split. `data_seed=0` is train without the examples that this seed holds out for validation.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from lra.config.schema import LATER
 from lra.errors import UsageError
 from lra.tasks import TASKS, versioned_name
 
-# fields that choose no other set: of a generator expression i of a seed is its i-th that fits the lengths, so with
-# other lengths it is mostly the same one
+# fields that choose no other set. Expression i of a seed is the i-th that fits the lengths, so other lengths give
+# mostly the same expressions
 SAME_SET_FIELDS = {
     *("source", "protocol", "tokens", "background", "difference", "version"),
     *("train", "val", "test", "fresh", "min_length", "max_length"),
 }
 ALL_OF_TRAIN = "train"
-UNSTATED_SET = "unstated"  # in place of a set's name: the run from which an older lra began, and did not say more
+UNSTATED_SET = "unstated"  # in place of a set: an older lra named only the run from which it started
 
 TrainedSets = dict[str, int | str]
 
 
 def restore_task(saved: Mapping[str, Any]) -> Any:
-    """The configuration of a task that a run saved."""
+    """Returns the task configuration that a run saved."""
     config = TASKS.get(saved["name"]).Config
     saved = {name.removeprefix("task."): value for name, value in LATER.items()} | dict(saved)
     return config(**{field.name: saved[field.name] for field in fields(config) if field.name in saved})
 
 
 def sets_before_run(identity: Mapping[str, Any]) -> TrainedSets:
-    """What the weights of a checkpoint were trained on before their own run."""
+    """Returns the sets on which the weights of a checkpoint were trained before their own run."""
     config = identity["config"]
     if "seen" in identity:
         return _merged(*({_renamed(name): part} for name, part in dict(identity["seen"]).items()))
@@ -45,21 +45,21 @@ def sets_before_run(identity: Mapping[str, Any]) -> TrainedSets:
 
 
 def sets_of_checkpoint(identity: Mapping[str, Any]) -> TrainedSets:
-    """What the weights of a checkpoint were trained on, their own run included."""
+    """Returns the sets on which the weights of a checkpoint were trained, including their own run."""
     name, part = training_set(restore_task(identity["config"]["task"]))
     return _merged(sets_before_run(identity), {name: part})
 
 
 def training_set(task: Any) -> tuple[str, int | str]:
-    """The set from which a task's examples come, and which part of it is trained on."""
-    drawn = all(hasattr(task, field) for field in ("train", "val", "data_seed"))  # not so with every task of others
+    """Returns the set from which a task's examples come, and the part of it that is trained on."""
+    drawn = all(hasattr(task, field) for field in ("train", "val", "data_seed"))  # a user's task may lack them
     generated = drawn and getattr(task, "source", None) == "generate"
     if generated and (stream := getattr(task, "stream", None)):
         return stream, task.train
     held_out = getattr(task, "protocol", None) == "heldout"
     same = SAME_SET_FIELDS if generated else SAME_SET_FIELDS | {"data_seed"}
     of = [f"{field.name}={getattr(task, field.name)}" for field in fields(task) if field.name not in same]
-    # else any copy has the same examples
+    # for other sources any copy has the same examples
     if not generated and hasattr(task, "source") and type(task)().source == "generate":
         of.insert(0, f"source={Path(task.source).name}")
     name = ", ".join([versioned_name(task), *of])
@@ -67,7 +67,7 @@ def training_set(task: Any) -> tuple[str, int | str]:
 
 
 def refuse_leakage(task: Any, seen: TrainedSets, path: str | Path, first: str) -> None:
-    """UsageError if what is scored, `first` of all validation or test, is among what was trained on."""
+    """Raises a UsageError if the examples to score (`first`: validation or test) were trained on."""
     name, part = training_set(task)
     there = seen.get(name)
     if isinstance(part, int) and isinstance(there, int):
@@ -82,7 +82,7 @@ def refuse_leakage(task: Any, seen: TrainedSets, path: str | Path, first: str) -
 
 
 def unknown_overlaps(task: Any, seen: TrainedSets, path: str | Path) -> list[str]:
-    """What cannot be told of whether the weights were trained on what is scored, one line each."""
+    """Returns a line for each case in which it is unknown whether the scored examples were trained on."""
     name, part = training_set(task)
     notes = []
     if init := seen.get(UNSTATED_SET):
@@ -95,7 +95,7 @@ def unknown_overlaps(task: Any, seen: TrainedSets, path: str | Path) -> list[str
 
 
 def _merged(*parts: TrainedSets) -> TrainedSets:
-    """All of them: of a stream the most, of another set everything where two parts differ."""
+    """Merges sets. A stream keeps the larger number; another set becomes `ALL_OF_TRAIN` if its parts differ."""
     found: TrainedSets = {}
     for name, part in (item for each in parts for item in each.items()):
         there = found.get(name, part)
@@ -107,7 +107,7 @@ def _merged(*parts: TrainedSets) -> TrainedSets:
 
 
 def _renamed(name: str) -> str:
-    """The name of a generated set where an older lra wrote another: `listops, source=generate, data_seed=0`."""
+    """Translates the name of a generated set from an older lra: `listops, source=generate, data_seed=0`."""
     task, *of = name.split(", ")
     if "@" in task or not of:
         return name
@@ -116,12 +116,12 @@ def _renamed(name: str) -> str:
         if saved.get("data_seed", "").isdecimal():
             saved["data_seed"] = int(saved["data_seed"])
         return training_set(restore_task(saved | {"name": task}))[0]
-    except (UsageError, TypeError):  # of a task that is not here
+    except (UsageError, TypeError):  # the task is not installed here
         return name
 
 
 def _kind(name: str) -> Any:
-    """What tasks share whose examples are of one kind, by the name of a set; None of a task that is not here."""
+    """Returns the data class of a set's task, which tasks of one kind share; None if the task is not installed."""
     try:
         return TASKS.get(name.partition("@")[0]).Data
     except UsageError:
