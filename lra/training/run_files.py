@@ -1,4 +1,4 @@
-"""What a run's directory says of the run: its configuration, and its result, which is whole or none."""
+"""Reads the configuration, the environments and the result from a run's directory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lra import environment
 from lra.errors import UsageError
 from lra.reading import is_number, read_json, read_yaml
 
-EndStatus = Literal["finished", "oom", "failed"]  # how a run ended by itself
+EndStatus = Literal["finished", "oom", "failed"]  # how a run ended, if nothing stopped it
 END_STATUSES: tuple[EndStatus, ...] = get_args(EndStatus)
-ProvenanceRecord = dict[str, Any]  # where a run's weights come from, as `lra.training.provenance` states it
-UNKNOWN_COMMIT = "unknown"  # there, in place of a commit
-# numbers of a result that may be lacking, as in results of older versions
+ProvenanceRecord = dict[str, Any]  # as `lra.training.provenance` writes it
+UNKNOWN_COMMIT = "unknown"  # in a record, in place of a commit
+# numbers that a result may lack, as results of older versions do
 OPTIONAL_NUMBERS = (
     "steps", "steps_per_second", "train_seconds", "wall_seconds", "session_seconds", "peak_gpu_bytes", "world_size",
     "runs_per_device",
@@ -22,7 +22,7 @@ OPTIONAL_NUMBERS = (
 
 
 def read_config(file: Path) -> dict[str, Any] | None:
-    """A run's configuration as `config.yaml` has it; None if there is none, or it is damaged or something else."""
+    """Returns the content of a run's `config.yaml`; None if the file is missing, damaged or something else."""
     try:
         config = read_yaml(file)
     except (FileNotFoundError, ValueError):
@@ -31,7 +31,7 @@ def read_config(file: Path) -> dict[str, Any] | None:
 
 
 def read_result(file: Path) -> dict[str, Any] | None:
-    """The content of a run's `result.json`; None if there is none, or it is not whole."""
+    """Returns the content of a run's `result.json`; None if the file is missing or not whole."""
     try:
         return read_whole_result(file)
     except (FileNotFoundError, ValueError):
@@ -39,7 +39,7 @@ def read_result(file: Path) -> dict[str, Any] | None:
 
 
 def read_whole_result(file: Path) -> dict[str, Any]:
-    """The content of a run's `result.json`; ValueError that says why it is not whole."""
+    """Returns the content of a run's `result.json`. ValueError says why the file is not whole."""
     result = read_json(file)
     if not isinstance(result, dict):
         raise ValueError("it is no mapping")
@@ -49,9 +49,10 @@ def read_whole_result(file: Path) -> dict[str, Any]:
 
 
 def read_environments(file: Path) -> list[dict[str, Any]]:
-    """What `env.json` states of each session of a run, in their order; UsageError if that is damaged.
+    """Returns what `env.json` states of each session of a run, in order. UsageError if the file is damaged.
 
-    `step` is how many steps a session found done. Files of an older lra have the last session alone, without it.
+    `step` is the number of steps done when a session began. Files of an older lra have only the last session, without
+    `step`.
     """
     try:
         stated = read_json(file)
@@ -66,7 +67,7 @@ def read_environments(file: Path) -> list[dict[str, Any]]:
 
 
 def missing_fields(content: Mapping[str, Any]) -> str:
-    """What a run's result lacks of what every one has; empty if nothing. Whoever reads a result relies on this."""
+    """Names what a result lacks; empty if it is whole. Every reader of a result relies on this check."""
     config, environment, test = (as_mapping(content.get(name)) for name in ("config", "environment", "test"))
     there = {
         f"a status of {', '.join(END_STATUSES)}": content.get("status") in END_STATUSES,
@@ -92,7 +93,7 @@ def missing_fields(content: Mapping[str, Any]) -> str:
 
 
 def is_provenance(value: Any) -> bool:
-    """Whether a value is what `lra.training.provenance` writes of a run; None and an empty one state nothing."""
+    """Whether a value is a record of `lra.training.provenance`. None and an empty record are valid."""
     record = as_mapping(value)
     if not record:
         return value is None or value == {}
@@ -105,9 +106,9 @@ def is_provenance(value: Any) -> bool:
 
 
 def has_clean_commits(result: Mapping[str, Any]) -> bool:
-    """Whether the code is known that made a result and, as far as they are named, the runs before it.
+    """Whether the code that made a result, and the named runs before it, is known.
 
-    So it is if each commit that is stated is one of an unchanged tree, and none is lacking.
+    The code is known if each stated commit is of an unchanged tree and none is missing.
     """
     record = as_mapping(result.get("provenance"))
     stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
@@ -115,9 +116,9 @@ def has_clean_commits(result: Mapping[str, Any]) -> bool:
 
 
 def describe_ancestry(result: Mapping[str, Any]) -> str:
-    """The runs that led to a result, the first one first: each by its directory, its last weights and its commit.
+    """Describes the runs that led to a result, oldest first: directory, digest of the last weights and commit.
 
-    Weights are named by the first 12 digits of their digest. Empty if the result does not state them.
+    The digest has 12 digits. The text is empty if the result does not state its runs.
     """
     record = as_mapping(result.get("provenance"))
     runs = [*record["ancestors"], record] if record.get("run") else []
@@ -126,12 +127,12 @@ def describe_ancestry(result: Mapping[str, Any]) -> str:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """A value if it is a mapping, else an empty one."""
+    """Returns a value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, dict) else {}
 
 
 def _scored(test: Mapping[str, Any]) -> bool:
-    """Whether a test set has its accuracy as a share, its bound, size and baselines."""
+    """Whether a test set has an accuracy from 0 to 1, its bound, size and baselines."""
     baselines = as_mapping(test.get("baselines"))
     shares = [test.get("accuracy"), test.get("plus_minus"), *baselines.values()]
     size = test.get("n", 1)
