@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite: told to the user and reproduced on the host."""
+"""Handles steps whose loss or gradient is NaN or infinite: it tells the user and finds the cause."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FAULT_ADVICE = "lower optim.lr, or set optim.clip=1"
 
 
 class NonFiniteGuard(pl.Callback):
-    """Ends a run, or tells its user, when steps were not finite; keeps the step's counts in checkpoints.
+    """Ends a run or tells its user if steps were not finite. Keeps the counts of the step in checkpoints.
 
     Args:
-        directory: where `fault.pt` goes: what reproduces the fault.
+        directory: `fault.pt` is written here. It reproduces the fault.
     """
 
     def __init__(self, directory: Path):
@@ -48,16 +48,16 @@ class NonFiniteGuard(pl.Callback):
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        with suppress(Exception):  # of a device that is gone there is nothing to read
+        with suppress(Exception):  # a lost device has nothing to read
             _step(pl_module).log(trainer)
 
     def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Logs and judges what no further step does."""
+        """Logs and judges the last counts."""
         _step(module).log(trainer)
         self._judge(trainer, cast(TaskModule, module))
 
     def _judge(self, trainer: pl.Trainer, module: TaskModule) -> None:
-        """Judges the counts that were read last, unless that is done."""
+        """Judges the counts that were read last, once."""
         step = _step(module)
         if step.counted == self.judged:
             return
@@ -75,7 +75,7 @@ class NonFiniteGuard(pl.Callback):
                 f"{counts.first + 1}")  # fmt: skip
 
     def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:
-        """Raises a UsageError for a step, from 0, whose weights are still there."""
+        """Raises a UsageError for step `step` (from 0). The module must still have its weights."""
         message = None
         if trainer.is_global_zero:
             ranks, seeds = range(trainer.world_size), _step(module).seeds
@@ -126,22 +126,22 @@ def _step(module: pl.LightningModule) -> Step:
 
 
 def batch_to_dict(batch: Batch) -> dict[str, Any]:
-    """A batch as `torch.load(weights_only=True)` reads it."""
+    """Converts a batch to plain values that `torch.load(weights_only=True)` reads."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    # clones: they may be views of one transfer, of several types
+    # clones, because tensors may be views of one buffer with several types
     return {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in fields.items()}
 
 
 def find_culprit(module: TaskModule, fault: Mapping[str, Any]) -> str:
-    """What is not finite in a step, done once more eagerly and without an update.
+    """Repeats a step eagerly, without an update, and describes what is not finite.
 
     Args:
-        module: with the weights before that step: `lra.load(<run>/fault.pt)`.
-        fault: the content of `fault.pt`: `generators`, the seed of PyTorch's generator for each rank, and `batches`,
-            its micro-batches.
+        module: has the weights before the step, as `lra.load(<run>/fault.pt)` gives it.
+        fault: the content of `fault.pt`. For each rank it has `generators`, the seed of PyTorch's generator, and
+            `batches`, the micro-batches.
 
     Returns:
-        The training loss, or the first parameter whose gradient it is, in words.
+        A text that names the training loss or the first parameter whose gradient is not finite.
     """
     module.train()
     run = module.run

@@ -1,4 +1,4 @@
-"""What a run tells its user while it trains: what it will take, and what its validations find."""
+"""Tells the user during a run what it will cost and what its validations find."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lra.training.step import Step
 
 
 class Narrator(pl.Callback):
-    """Says what the run will cost once its steps show it, again when that doubles, and one line per validation."""
+    """Prints the cost of the run once its steps show it, again if it doubles, and a line for each validation."""
 
-    PROBE, SOME_S = 10, 10.0  # steps, or seconds, over which the pace is measured
-    CLEAN = 200  # steps, after which a pace that compiling is in counts
-    WARM_S, LONG_S = 5.0, 3600.0  # of a first step, beside which warming up is little; of a run on a CPU
+    PROBE, SOME_S = 10, 10.0  # the pace is measured over so many steps or seconds
+    CLEAN = 200  # after so many steps a pace counts even if it includes compiling
+    WARM_S, LONG_S = 5.0, 3600.0  # a first step so slow needs no warm-up; a run so long gets a warning
 
     def __init__(self, run: RunConfig, clock: Clock, now: Callable[[], float] = time.perf_counter):
         self.run, self.clock, self.now = run, clock, now
         self.estimate: Estimate | None = None
-        self._mark = (0.0, 0, 0)  # seconds of training, after which step, and how many graphs there were
+        self._mark = (0.0, 0, 0)  # seconds of training, step, and graphs at the last measurement
         self._began, self._told = 0, False
         self._validated = 0.0
-        self._step: float | None = None  # when the one at hand began; None once their length is known
-        self._steps = 0  # of this session that are done
+        self._step: float | None = None  # when the present step began; None once the length is known
+        self._steps = 0  # done in this session
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         parts, world = cast(TaskData, trainer.datamodule).parts, trainer.world_size  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Narrator(pl.Callback):
         self._mark = self.clock.trained(), trainer.global_step, 0
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Tells at once that steps are slow: a stride of them may take minutes."""
+        """Warns at once if steps are slow, because a stride of them may take minutes."""
         if self._step is None or trainer.strategy.root_device.type != "cpu":
             return
         now = self.now()
@@ -62,7 +62,7 @@ class Narrator(pl.Callback):
         engine = cast(Step, cast(TaskModule, pl_module).step).engine
         assert engine is not None
         graphs = engine.made
-        if not self.clock.trained() or self._mark[1] == self._began:  # the first stride is apart: it warms up
+        if not self.clock.trained() or self._mark[1] == self._began:  # the first stride warms up and does not count
             self._mark = self.clock.trained(), trainer.global_step, graphs
             return
         seconds, step, before = self._mark
@@ -71,7 +71,7 @@ class Narrator(pl.Callback):
         if not self._told:
             synchronize(trainer)
         now = self.clock.trained()
-        if self._told and now - seconds < self.SOME_S:  # what the host is ahead of the GPU is little beside that
+        if self._told and now - seconds < self.SOME_S:  # the host's lead over the GPU is short against this
             return
         self._mark = now, trainer.global_step, graphs
         if graphs == before or trainer.global_step - self._began > self.CLEAN:

@@ -1,4 +1,4 @@
-"""From another run's weights to this model: another resolution, attention or classifier, or from a pretraining."""
+"""Starts a model from the weights of another run, which may have another resolution, attention, head or pretraining."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ImageSize = tuple[int, int]
 
 @dataclass(frozen=True)
 class Transfer:
-    """What became of a checkpoint's tensors; result.json has it as `transfer`."""
+    """What happened to the tensors of a checkpoint. result.json has it as `transfer`."""
 
-    task: str  # that the weights were trained on
-    changed: dict[str, list[str]]  # fields with another value here that weights may go between: there, here
-    same: int  # tensors taken as they are
-    resized: str | None  # of learned positions: how, and from which size to which
-    scale: list[float] | None  # factors of computed positions' coordinates, of all transfers together
-    fresh: list[str]  # of this model, as initialised
-    left: list[str]  # of the checkpoint, without a place here
-    notes: list[str]  # what is not known of whether the weights were trained on what is scored
+    task: str  # on which the weights were trained
+    changed: dict[str, list[str]]  # fields that differ and may differ: value there, value here
+    same: int  # number of tensors that were taken unchanged
+    resized: str | None  # learned positions: the method, and the old and new size
+    scale: list[float] | None  # factors of the coordinates of computed positions, over all transfers
+    fresh: list[str]  # tensors of this model that are newly initialised
+    left: list[str]  # tensors of the checkpoint that this model does not have
+    notes: list[str]  # cases in which the scored examples may have been trained on
 
     def describe(self, path: str | Path) -> str:
-        """One line for people."""
+        """Describes the transfer in one line."""
         what = [f"init: {self.same} tensors of {path}"]
         if self.resized:
             what.append(f"positions resized, {self.resized}")
@@ -49,7 +49,7 @@ class Transfer:
 
 
 class Origin(pl.Callback):
-    """Takes what `init=` brought through a run's checkpoints, so that the result of a resumed run has it, too."""
+    """Keeps the transfer of `init=` in a run's checkpoints, so that the result of a resumed run has it."""
 
     def __init__(self, transfer: dict[str, Any] | None = None):
         self.transfer = transfer
@@ -62,19 +62,23 @@ class Origin(pl.Callback):
 
 
 def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's saved configuration without where its own weights came from, and how."""
+    """Returns a saved configuration without the fields of its own transfer."""
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
 
 
 def transfer_from(module: TaskModule, path: str | Path) -> Transfer:
-    """Starts from another run's weights, as `head` and `positions` of the configuration say; UsageError if it can't."""
+    """Starts a module from the weights at `path`, as `head` and `positions` of its configuration say."""
     return transfer_weights(module, *checkpoints.read_checkpoint(path), path)
 
 
 def transfer_weights(
     module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
 ) -> Transfer:
-    """As `transfer_from`, of weights that were read. To `score` them at once, no parameter may be fresh."""
+    """Starts a module from weights that were read. If they are to be scored at once (`score`), none may be fresh.
+
+    Raises:
+        UsageError: the weights do not fit this model, or were trained on the examples to score.
+    """
     checkpoints.check_model(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
     trained, seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
@@ -88,9 +92,9 @@ def transfer_weights(
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
         )
-        if before is not None and here is not None and before != here  # None is of a task without it
+        if before is not None and here is not None and before != here  # None: the task has no such field
     }
-    # under another attention a tensor of the same name would be something else
+    # another attention may have a tensor of the same name and another meaning
     parts = [".attention."] if "attn" in changed else []
     if run.head == "kept" and _head(weights) != _head(own):
         why = "no head to keep, it is of a pretraining" if not _head(weights) else "another head than this task"
@@ -109,7 +113,8 @@ def transfer_weights(
         fresh, left = fresh | other, left | other
     if score and (untrained := fresh & dict(module.model.named_parameters()).keys()):
         names = ", ".join(_names(untrained))
-        raise UsageError(f"{path} has no {names} for this model, and untrained it is not scored: train it with lra fit")
+        what = f"{path} has no {names} for this model, and untrained weights can't be scored"
+        raise UsageError(f"{what}: train it with lra fit")
     weights = {key: value for key, value in weights.items() if key not in left}
     tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
     resized = _resize(run, weights, own, old, new)
@@ -133,7 +138,7 @@ def transfer_weights(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What became of the tokens that are not of the vocabulary, and which tensors have other rows for it."""
+    """What happened to CLS and MASK, and the tensors that have other rows because of it."""
 
     fresh: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
@@ -143,9 +148,9 @@ class _Tokens:
 def _tokens(
     module: TaskModule, weights: dict[str, Tensor], own: dict[str, Tensor], identity: dict[str, Any]
 ) -> _Tokens:
-    """Gives `weights` this model's CLS and MASK: theirs, or fresh ones where they have none.
+    """Gives `weights` the CLS and MASK of this model: those of the checkpoint, or fresh ones.
 
-    Their embeddings follow those of the vocabulary in this order; on one axis learned positions begin with CLS's place.
+    Their embeddings follow those of the vocabulary, in this order. On one axis learned positions begin with CLS.
     """
     run, size = module.run, len(module.Data.vocabulary)
     there, here = (
@@ -174,7 +179,7 @@ def _tokens(
 def _resize(
     run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: ImageSize, new: ImageSize
 ) -> str | None:
-    """Brings the tables of learned positions in `weights` to this model's size; says what it did."""
+    """Resizes the tables of learned positions in `weights` to this model. Describes what it did."""
     tables, asked = sorted(key for key in own if key.startswith(POSITION_TABLES)), run.positions.resize
     if not tables or old == new:
         if asked:
@@ -195,7 +200,7 @@ def _resize(
 
 
 def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
-    """By what this transfer multiplies the coordinates of computed positions, per axis."""
+    """Returns the factors of the coordinates of computed positions, one for each axis."""
     if run.positions.scale != "image":
         return torch.ones(run.model.axes)
     if 1 in (old[0], new[0]):
@@ -207,7 +212,7 @@ def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
 
 
 def _size(task: Any) -> ImageSize:
-    """Height and width of a task's images; 1 and the longest length of its sequences."""
+    """Returns height and width of a task's images, or 1 and the longest length of its sequences."""
     return TASKS.get(task.name).grid(task) or (1, task.max_length)
 
 
@@ -220,7 +225,7 @@ def _head(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _names(keys: set[str]) -> list[str]:
-    """Tensors for people: those of all layers together, the head and a pretraining's decoder each as a whole."""
+    """Names tensors for people: once for all layers, and the head and the decoder each as a whole."""
     return sorted(
         {
             part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layerless_name(key)

@@ -271,7 +271,7 @@ def test_pretrained_then_trained(task, tmp_path, monkeypatch):
     moved = json.loads(Path(after["directory"], "result.json").read_text())["transfer"]
     assert moved["changed"] == {"pretrain": ["masked", "none"]}
     assert moved["fresh"] == ["head"] and moved["left"] == ["decoder", "MASK"]
-    with pytest.raises(UsageError, match="has no head for this model, and untrained it is not scored"):
+    with pytest.raises(UsageError, match="has no head for this model, and untrained weights can't be scored"):
         lra.test(f"init={before['directory']}", "pretrain=none", "mask=null")
 
 
