@@ -240,7 +240,7 @@ REFUSED = {
     "test task=listops": "lra test needs one init=",
     "test init=a init=b": "init= is given twice",
     "test init=nowhere": "no checkpoint at nowhere",
-    "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: of training alone, it changes no score",
+    "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: used only in training, it changes no score",
     f"test init={'x' * 300}": "no checkpoint at xxx",
     # data
     "data prepare": "task= missing: task= is one of",

@@ -1,4 +1,4 @@
-"""What a run is put together from: data, model and trainer, and what computes its attention and steps."""
+"""Assembles a run: data, model and trainer, and what computes its attention and its steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lra.training.step import Step
 
 @dataclass(frozen=True)
 class Assembly:
-    """All that trains a run."""
+    """Everything that trains a run."""
 
     data: TaskData
     module: TaskModule
@@ -49,12 +49,12 @@ class Assembly:
 
 
 def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
-    """All that trains a run; UsageError if it can't be trained here."""
+    """Assembles everything that trains a run. UsageError if it can't be trained here."""
     clock = Clock()
     trainer = make_trainer(run, directory.path, clock, Narrator(run, clock))
     step = Step(run)
     data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
-    parameter_groups(run.optim, module)  # what is refused is refused now
+    parameter_groups(run.optim, module)  # refuse bad marks now
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     device = trainer.strategy.root_device
@@ -65,12 +65,12 @@ def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
 def build_modules(
     run: RunConfig, rank: Rank | None = None, number: Callable[[], int] = lambda: 0, step: Step | None = None
 ) -> tuple[TaskData, TaskModule]:
-    """The data module and the freshly initialised LightningModule of a run.
+    """Returns the data module and the newly initialised LightningModule of a run.
 
     Args:
-        rank: what the data makes batches for; without it there are none.
-        number: of the next training step, from 0.
-        step: what trains the module; by default a new one.
+        rank: the rank for which the data makes batches. Without it there are none.
+        number: returns the number of the next training step, from 0.
+        step: trains the module. Default: a new step.
     """
     cls = TASKS.get(run.task.name)
     cls = masked_task(cls) if run.pretrain == "masked" else cls
@@ -107,7 +107,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        log_every_n_steps=1,  # nothing is logged so; more than there are batches would be a warning
+        log_every_n_steps=1,  # Lightning logs nothing here, and warns of more than the number of batches
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
@@ -128,7 +128,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
-    """What computes attention on the device; UsageError if it can't."""
+    """Describes what computes attention on the device. UsageError if nothing can."""
     used = {
         part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Attention)
     }
@@ -136,12 +136,12 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
 
 
 def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
-    """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
+    """Returns the engine of the training steps and prepares it and evaluation. UsageError if it can't run here."""
     if device.type == "cuda":
         watch_kernels(device.index or 0)
     if not step.captures(module, device):
         return "eager"
     start_compilers()
-    torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
+    torch.compiler.reset()  # models that this process compiled before count against Dynamo's limits
     step.compile_evaluation(module)
     return "captured"
