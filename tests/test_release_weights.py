@@ -139,7 +139,8 @@ def test_the_commands_for_its_use_are_valid(name):
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
     _, module = fit.build_modules(run)
-    assert not transfer.transfer_from(module, folder(name)).fresh
+    path = folder(name)
+    assert not transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path).fresh
 
 
 def test_another_run_starts_from_a_release(tmp_path, monkeypatch):

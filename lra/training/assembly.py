@@ -95,11 +95,7 @@ def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Call
         clock: measures the run.
         callbacks: are called after those that every run has, and before checkpoints are written.
     """
-    shared: dict[str, Any] = {
-        "dirpath": folder,
-        "save_on_train_epoch_end": False,
-        "enable_version_counter": False,
-    }
+    shared: dict[str, Any] = dict(dirpath=folder, save_on_train_epoch_end=False, enable_version_counter=False)
     trainer = pl.Trainer(
         **trainer_hardware(run, WholeCheckpointIO(folder)),
         max_steps=run.trainer.steps,

@@ -32,10 +32,7 @@ STAND_INS = {
     "best.ckpt": ("model.safetensors", "last.ckpt"),
     "model.safetensors": ("best.ckpt", "last.ckpt"),
 }
-POSITION_TABLES, POSITION_SCALE = (
-    "encoder.positions.tables.",
-    "encoder.positions.scale",
-)  # of learned and of computed positions
+POSITION_TABLES, POSITION_SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # learned; computed
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
@@ -147,10 +144,8 @@ def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     weights = load_weights(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identity = dict(json.loads(header["__metadata__"]["lra"]))
-    if identity.pop("sha256", None) not in (
-        None,
-        weights_digest(weights, json.dumps(identity)),
-    ):  # None: of an earlier lra
+    stated = identity.pop("sha256", None)  # an older lra states none
+    if stated not in (None, weights_digest(weights, json.dumps(identity))):
         raise _unreadable(path, "checksum")
     return weights, identity
 

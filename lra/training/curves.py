@@ -51,10 +51,7 @@ class Curves(Logger):
         writer.writeheader()
         writer.writerows(kept)
         write_text(self.path, text.getvalue())
-        return self._start_events(kept)
-
-    def _start_events(self, kept: list[dict[str, str]]) -> Path:
-        """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
+        # one TensorBoard file with the rows of metrics.csv replaces those of earlier sessions
         with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
             before, when = [*self.folder.glob(tensorboard.EVENT_FILES)], tensorboard.read_times(self.folder)

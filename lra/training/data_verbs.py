@@ -121,14 +121,11 @@ def draw_examples(args: Sequence[str]) -> str:
     split = data.parts[options.split]
     labels = np.unique(split.labels)
     rows = np.concatenate([np.flatnonzero(split.labels == label)[: options.count] for label in labels])
-    captions = [f"{options.split} {row}: {_label(data, int(split.labels[row]))}" for row in rows]
+    names = data.label_names or range(int(labels.max()) + 1)
+    captions = [f"{options.split} {row}: {names[int(split.labels[row])]}" for row in rows]
     examples = [data.depict(split[int(row)]) for row in rows]
     texts = isinstance(examples[0], str)
     drawn = picture.page(examples, captions) if texts else picture.grid(examples, captions)  # type: ignore[arg-type]
     path = Path(options.out or f"{data.config.name}-{options.split}.png")
     picture.save(drawn, path)
     return f"{len(rows)} examples of {options.split} are drawn in {path}"
-
-
-def _label(data: TaskData, label: int) -> str:
-    return data.label_names[label] if data.label_names else str(label)

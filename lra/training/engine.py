@@ -11,7 +11,8 @@ shape runs eagerly, which compiles and allocates. The second call captures the g
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class CapturedFunction:
         self.graph.replay()
 
 
+@dataclass
 class EagerStep:
     """Computes forward, backward and update eagerly.
 
@@ -49,24 +51,18 @@ class EagerStep:
         loss: returns the share of the step's loss that a micro-batch has.
         parameters: the trained parameters.
         optimizer: updates these parameters.
-        update: is given the whole gradient as one vector, whose last element is the loss. It checks, clips and updates.
+        judge_and_update: is given the whole gradient as a vector, with the loss last. It checks, clips and updates.
         device: the parameters are here.
         backward: adds the gradients of a loss to those of the parameters, and reduces them over several ranks.
     """
 
-    made = 0  # nothing is compiled or captured
-
-    def __init__(
-        self,
-        loss: Callable[[Batch], Tensor],
-        parameters: list[nn.Parameter],
-        optimizer: Optimizer,
-        update: Callable[[Tensor], None],
-        device: torch.device,
-        backward: Callable[[Tensor], None],
-    ):
-        self.loss, self.parameters, self.optimizer = loss, parameters, optimizer
-        self.judge_and_update, self.device, self.backward = update, device, backward
+    loss: Callable[[Batch], Tensor]
+    parameters: list[nn.Parameter]
+    optimizer: Optimizer
+    judge_and_update: Callable[[Tensor], None]
+    device: torch.device
+    backward: Callable[[Tensor], None]
+    made: ClassVar[int] = 0  # nothing is compiled or captured
 
     def begin(self, seed: int, rate: float) -> None:
         """Sets the step's seed of attention dropout and its learning rate."""
@@ -102,14 +98,9 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        loss: Callable[[Batch], Tensor],
-        parameters: list[nn.Parameter],
-        optimizer: Optimizer,
-        update: Callable[[Tensor], None],
-        device: torch.device,
-        bf16: bool = False,
-    ):
+        self, loss: Callable[[Batch], Tensor], parameters: list[nn.Parameter], optimizer: Optimizer,
+        update: Callable[[Tensor], None], device: torch.device, bf16: bool = False,
+    ):  # fmt: skip
         self.loss, self.parameters, self.optimizer, self.judge_and_update = loss, parameters, optimizer, update
         self.bf16 = bf16
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -42,19 +42,15 @@ class NonFiniteGuard(pl.Callback):
         self._judge(trainer, cast(TaskModule, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, pl_module)
+        """Logs and judges the last counts."""
+        _step(pl_module).log(trainer)
+        self._judge(trainer, cast(TaskModule, pl_module))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, pl_module)
+    on_train_end = on_validation_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         with suppress(Exception):  # a lost device has nothing to read
             _step(pl_module).log(trainer)
-
-    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Logs and judges the last counts."""
-        _step(module).log(trainer)
-        self._judge(trainer, cast(TaskModule, module))
 
     def _judge(self, trainer: pl.Trainer, module: TaskModule) -> None:
         """Judges the counts that were read last, once."""

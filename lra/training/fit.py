@@ -141,7 +141,7 @@ def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Starting
         return _resume(run, directory, parts.module, checkpoint)
     if not run.init:
         return StartingPoint(None, 0, None, transfer.Origin(), DrawHistory())
-    moved = transfer.transfer_from(parts.module, run.init)
+    moved = transfer.transfer_weights(parts.module, *checkpoints.read_checkpoint(run.init), run.init)
     _say(moved.describe(run.init), *moved.notes)
     return StartingPoint(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 

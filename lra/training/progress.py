@@ -1,4 +1,4 @@
-"""The bar of a run in a terminal: its clock runs and its steps move within a batch of Lightning's."""
+"""The progress bar of a run in a terminal. Its steps and its clock advance within a batch of Lightning's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lra.tasks.base import TaskModule
 
-SPEED_WINDOW_S = 600.0  # the speed is of these last seconds: of many steps, or of a few slow ones
+SPEED_WINDOW_S = 600.0  # the speed is measured over the last seconds, of many steps or of a few slow ones
 
 
 class SpeedColumn(progress.ProgressColumn):
@@ -30,7 +30,7 @@ def format_speed(speed: float | None) -> str:
 
 
 class LiveBars(progress.Progress):
-    """Asks the trainer for its step whenever it draws."""
+    """Shows the trainer's step whenever it is drawn."""
 
     def __init__(self, trainer: pl.Trainer, module: TaskModule, console: Console):
         self.trainer, self.module = trainer, module
@@ -51,7 +51,7 @@ class LiveBars(progress.Progress):
 
 
 class Progress(ProgressBar):
-    """Training in steps with its loss; validation and test in batches."""
+    """Shows training in steps with its loss, and validation and test in batches."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -87,42 +87,29 @@ class Progress(ProgressBar):
         self._score("validation", sum(trainer.num_val_batches))
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self._advance()
+        if self.bars is not None and self._scoring is not None:
+            self.bars.advance(self._scoring)
 
     def on_validation_end(self, *_: Any) -> None:
-        self._scored()
+        if self.bars is not None and self._scoring is not None:
+            self.bars.remove_task(self._scoring)
+            self._scoring = None
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.start(trainer, pl_module)
         self._score("test", sum(trainer.num_test_batches))
 
-    def on_test_batch_end(self, *_: Any) -> None:
-        self._advance()
-
-    def on_test_end(self, *_: Any) -> None:
-        self._scored()
-
     def teardown(self, *_: Any, **__: Any) -> None:
         self.stop()
 
-    def on_exception(self, *_: Any) -> None:
-        self.stop()
+    on_test_batch_end, on_test_end, on_exception = on_validation_batch_end, on_validation_end, teardown
 
     def _score(self, what: str, batches: float) -> None:
         if self.bars is not None:
             self._scoring = self.bars.add_task(what, total=batches, said="")
 
-    def _advance(self) -> None:
-        if self.bars is not None and self._scoring is not None:
-            self.bars.advance(self._scoring)
-
-    def _scored(self) -> None:
-        if self.bars is not None and self._scoring is not None:
-            self.bars.remove_task(self._scoring)
-            self._scoring = None
-
 
 def progress_options(console: Console) -> dict[str, Any]:
-    """What a trainer that only scores is given: a bar, in a terminal."""
+    """Returns the arguments of a trainer that only scores: a bar, if the output is a terminal."""
     shown = console.is_terminal
     return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}

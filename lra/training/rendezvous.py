@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: they make a process group, and a rank that waits says for whom and hears signals."""
+"""Makes the process group of a run's ranks. A rank that waits says for which ranks, and reacts to signals."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lra.errors import UsageError, first_line
 from lra.ranks import STARTER, Launch
 from lra.training.output import console
 
-NOTICE_AFTER_S = 30.0  # before a rank says for whom it waits
+NOTICE_AFTER_S = 30.0  # then a rank says for which ranks it waits
 RENDEZVOUS_LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training
 POLL_S = 0.2
-STORE_TIMEOUT = timedelta(seconds=60)  # for what rank 0's store is asked
+STORE_TIMEOUT = timedelta(seconds=60)  # for each request to rank 0's store
 
 
 class RendezvousError(UsageError):
-    """The ranks of a run did not meet, so nothing of the run has happened."""
+    """The ranks of a run did not meet, so the run did not begin."""
 
 
 class Cluster(ClusterEnvironment):
-    """What Lightning is told of the ranks, in place of what it would guess from the environment's variables."""
+    """Tells Lightning the ranks, which it would otherwise guess from environment variables."""
 
     def __init__(self, launch: Launch):
         super().__init__()
@@ -40,7 +40,7 @@ class Cluster(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether all ranks are started already."""
+        """Whether all ranks have been started."""
         return self.launch.by != "lra" or self.launch.rank > 0 or torch.distributed.is_initialized()
 
     @property
@@ -53,7 +53,7 @@ class Cluster(ClusterEnvironment):
 
     @property
     def server(self) -> TCPStore:
-        """Rank 0's store. Where the port is free to choose, it listens before other ranks hear of the port."""
+        """Rank 0's store. If lra chooses the port, the store listens before other ranks learn the port."""
         if self._server is None:
             port = self.launch.port or 0
             try:
@@ -80,7 +80,7 @@ class Cluster(ClusterEnvironment):
         return self.launch.rank
 
     def set_global_rank(self, rank: int) -> None:
-        pass  # Lightning computes one that holds where the ranks of a node are neighbours
+        pass  # Lightning's rank is right only if the ranks of a node are neighbours
 
     def local_rank(self) -> int:
         return self.launch.local_rank
@@ -90,10 +90,10 @@ class Cluster(ClusterEnvironment):
 
 
 class RankStrategy(DDPStrategy):
-    """Lightning's DDP, but for how the process group is made.
+    """Lightning's DDP with another way to make the process group.
 
-    Lightning makes it in PyTorch's C++, which no signal ends and which does not say for whom it waits. Here a thread
-    does that, and the main thread watches it.
+    Lightning makes the group in PyTorch's C++ code. No signal ends that code, and it does not say for which ranks it
+    waits. Here a thread makes the group, and the main thread watches it.
     """
 
     def setup_distributed(self) -> None:
@@ -123,7 +123,7 @@ class RankStrategy(DDPStrategy):
                     told = True
                     if meeting.speaks():
                         console.print(f"{meeting.lacking()}; Ctrl-C ends this rank", markup=False)
-        except KeyboardInterrupt:  # of which Lightning makes exit code 1
+        except KeyboardInterrupt:  # Lightning would make exit code 1 of it
             raise SystemExit(128 + signal.SIGINT) from None
         finally:
             meeting.leave()
@@ -136,20 +136,20 @@ class RankStrategy(DDPStrategy):
     def _make_group(self, store: Store) -> None:
         device = self.root_device if self.root_device.type == "cuda" else None
         if device is not None:
-            torch.cuda.set_device(device)  # which each thread has of its own
+            torch.cuda.set_device(device)  # each thread has its own current device
         torch.distributed.init_process_group(
             self._get_process_group_backend(), store=store, rank=self.global_rank, world_size=self.world_size,
             timeout=self._timeout, device_id=device,
         )  # fmt: skip
 
     def _look_after(self, launch: Launch) -> None:
-        """Ends a wait for ranks of the same machine that are gone."""
+        """Stops waiting for ranks of this machine that have ended."""
         for rank, process in enumerate(getattr(self.launcher, "procs", ()), start=1):
             if (code := process.poll()) is not None:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise RendezvousError(f"rank {rank} ended ({how}) before the ranks met: what it printed says why")
         if launch.by == "lra" and launch.rank and str(os.getppid()) != os.environ.get(STARTER):
-            raise SystemExit(0)  # rank 0, which started this one, is gone; its end says why
+            raise SystemExit(0)  # rank 0, which started this rank, has ended and said why
 
 
 class RendezvousThread(threading.Thread):
@@ -157,7 +157,7 @@ class RendezvousThread(threading.Thread):
 
     Args:
         cluster: the ranks.
-        make: makes the process group when all ranks are there.
+        make: makes the process group once all ranks are there.
     """
 
     def __init__(self, cluster: Cluster, make: Callable[[Store], Any]):
@@ -185,7 +185,7 @@ class RendezvousThread(threading.Thread):
         self.join(5 * POLL_S)
 
     def speaks(self) -> bool:
-        """Whether this rank says what is missing: rank 0 does for all that found it."""
+        """Whether this rank reports missing ranks. Rank 0 reports for all ranks that found it."""
         return self.cluster.launch.rank == 0 or 0 in self.missing
 
     def lacking(self) -> str:
@@ -201,7 +201,7 @@ class RendezvousThread(threading.Thread):
         return f"{own}, waits at {at} for rank{'s' * (len(missing) > 1)} {names}: {here}"
 
     def _store(self) -> Store | None:
-        """Rank 0's store, as soon as it answers; None if this rank left before."""
+        """Returns rank 0's store as soon as it answers; None if this rank left before."""
         cluster, launch = self.cluster, self.cluster.launch
         agent = launch.by == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if launch.rank == 0 and not agent:

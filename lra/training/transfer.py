@@ -66,15 +66,14 @@ def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
 
 
-def transfer_from(module: TaskModule, path: str | Path) -> Transfer:
-    """Starts a module from the weights at `path`, as `head` and `positions` of its configuration say."""
-    return transfer_weights(module, *checkpoints.read_checkpoint(path), path)
-
-
 def transfer_weights(
     module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
 ) -> Transfer:
-    """Starts a module from weights that were read. If they are to be scored at once (`score`), none may be fresh.
+    """Starts a module from the weights of a checkpoint, as `head` and `positions` of its configuration say.
+
+    Args:
+        path: the file that the weights and identity were read from, for messages.
+        score: whether the weights are scored at once. Then none may be fresh.
 
     Raises:
         UsageError: the weights do not fit this model, or were trained on the examples to score.

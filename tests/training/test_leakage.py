@@ -27,7 +27,7 @@ def chain(tmp_path):
         for task, *args in runs:
             module = build(task, *args, *([] if path is None else [f"init={path}"]))
             if path is not None:
-                transfer.transfer_from(module, path)
+                transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
             path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
             checkpoints.save_weights(module, path)
         assert path is not None

@@ -31,7 +31,7 @@ def untrained(*args: str):
 def started(path):
     """A module that took weights."""
     module = untrained(f"init={path}")
-    transfer.transfer_from(module, path)
+    transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
     return module
 
 

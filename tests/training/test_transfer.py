@@ -37,7 +37,7 @@ def saved(tmp_path):
 def moved(task: str, path: Path, *args: str):
     """A module that started from `path`, and what was moved."""
     module = build(task, f"init={path}", *args)
-    return module, transfer.transfer_from(module, path)
+    return module, transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
 
 
 def refused(message: str, task: str, path: Path, *args: str) -> None:
