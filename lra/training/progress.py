@@ -102,7 +102,14 @@ class Progress(ProgressBar):
     def teardown(self, *_: Any, **__: Any) -> None:
         self.stop()
 
-    on_test_batch_end, on_test_end, on_exception = on_validation_batch_end, on_validation_end, teardown
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.on_validation_batch_end()
+
+    def on_test_end(self, *_: Any) -> None:
+        self.on_validation_end()
+
+    def on_exception(self, *_: Any) -> None:
+        self.stop()
 
     def _score(self, what: str, batches: float) -> None:
         if self.bars is not None:

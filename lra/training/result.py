@@ -62,12 +62,11 @@ def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict
         bound = sampling_bound(p, n)
         scored[split] = {"accuracy": p, "plus_minus": bound, "loss": loss, "n": n, "baselines": baselines}
     manifest = data.store.manifest
-    source = Path(manifest["source"])
     differences = list(manifest.get("differences", ()))
     return scored | {
         "protocol": getattr(module.run.task, "protocol", None),  # None: the task has only one
         # a path is reduced to its name, because only the manifest needs its place
-        "data": {"source": source.name if source.is_absolute() else str(source), "store": data.store.path.name}
+        "data": {"source": _name(manifest["source"]), "store": data.store.path.name}
         | ({"differences": differences} if differences else {}),
     }
 
@@ -80,6 +79,10 @@ def sampling_bound(accuracy: float, n: int) -> float:
     """
     z = 1.96
     return round(max(z * math.sqrt(accuracy * (1 - accuracy) / n), z**2 / (n + z**2)), 4)
+
+
+def _name(source: str) -> str:
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def count_parameters(module: TaskModule) -> int:
