@@ -1,4 +1,4 @@
-"""metrics.csv and TensorBoard's file: one row per logged step, appended, so that a resumed run continues its own."""
+"""Writes metrics.csv and TensorBoard's file: a row for each logged step. A resumed run continues its own file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/a
 
 
 class Curves(Logger):
-    """Lightning's own CSV logger deletes the file of the run it resumes; this one drops only what is done again."""
+    """A CSV logger. Lightning's deletes the file of a resumed run; this one drops only rows that are logged again."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.path, self.folder = path, path.with_name("tensorboard")
-        self.events: Path | None = None  # this session's file, once a row is logged
+        self.events: Path | None = None  # the file of this session, after its first row
         if path.exists():
             read_curves(path)  # refused now, not after the first steps
 
@@ -76,16 +76,17 @@ class Curves(Logger):
 
 
 def log_row(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Writes one row to every logger, under the number of updates done."""
+    """Writes a row to all loggers. `step`: number of updates done."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
 
 
 def read_curves(path: Path) -> list[dict[str, str]]:
-    """The whole rows, which have a step and numbers; columns of others are there, too, as they are.
+    """Reads the rows of metrics.csv, with unknown columns unchanged. Drops a last row that a kill or power cut cut off.
 
-    What a kill or a power cut leaves of the last row is left out. UsageError for any other file.
+    Raises:
+        UsageError: a row has no step, or a value that is no number.
     """
     try:
         rows = read_csv(path, "step")

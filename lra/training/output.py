@@ -1,4 +1,4 @@
-"""What a run says to its user, on the standard output of rank 0."""
+"""Prints to the user, on the standard output of rank 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ console = Terminal(soft_wrap=True)
 
 
 def print_line(trainer: pl.Trainer, text: str) -> None:
-    """Prints a line of rank 0, above the bar if there is one."""
+    """Prints a line on rank 0, above the bar if there is one."""
     if trainer.is_global_zero:
         with naming("the standard output"):
-            console.print(text)  # which the bar draws on, too
+            console.print(text)  # the bar draws on the same console
 
 
 def format_duration(seconds: float) -> str:

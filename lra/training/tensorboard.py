@@ -1,8 +1,8 @@
-"""TensorBoard's file of a run's curves, written by the thread that trains.
+"""Writes TensorBoard's file of a run's curves, in the thread that trains.
 
 The writers of tensorboardX and PyTorch hand events to a thread through a queue of limited size. When that thread
-fails, on a full disk say, the run waits for ever to put its next event there. Here a failure is raised where the row is
-logged.
+fails, for example on a full disk, the run waits for ever to queue its next event. Here a failure is raised where the
+row is logged.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ EVENT_FILES = "events.out.tfevents.*"
 
 
 def start_events(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
-    """The beginning of a file: rows of earlier sessions, in place of all that TensorBoard has read of the run.
+    """Returns the beginning of a file. Its rows replace all that TensorBoard has read of the run.
 
     Args:
-        rows: those of metrics.csv.
-        times: by step, when they were logged, in seconds since 1970, where that is known.
+        rows: the rows of metrics.csv from earlier sessions.
+        times: for each step, when it was logged, in seconds since 1970, if known.
     """
     now = time.time()
     start = Event(wall_time=now, session_log=SessionLog(status=SessionLog.START))
@@ -38,13 +38,13 @@ def start_events(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) 
 
 
 def encode_row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
-    """One step's values."""
+    """Encodes the values of one step."""
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
     return frame_event(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
 
 
 def frame_event(event: Event) -> bytes:
-    """An event as the file has it: length and content, each with its checksum."""
+    """Encodes an event: length and content, each with its checksum."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
@@ -52,7 +52,7 @@ def frame_event(event: Event) -> bytes:
 
 
 def read_times(folder: Path) -> dict[int, float]:
-    """When each step was logged, as the files of a folder say; damaged parts are passed over."""
+    """Reads from the files of a folder when each step was logged. Skips damaged parts."""
     found: dict[int, float] = {}
     for file in sorted(folder.glob(EVENT_FILES)):
         content, place = file.read_bytes(), 0
@@ -69,5 +69,5 @@ def read_times(folder: Path) -> dict[int, float]:
 
 
 def event_file_name() -> str:
-    """The name of a session's file; TensorBoard looks for its second word."""
+    """Names the file of a session. TensorBoard looks for `tfevents` in it."""
     return EVENT_FILES.replace("*", f"{int(time.time())}.{socket.gethostname()}")
