@@ -101,7 +101,7 @@ def fit(*args: str) -> dict[str, Any]:
     atexit.register(_leave_process_group)
     if composed.start and directory.checkpoint() is None:
         assemble(run, directory).data.prepare_data()  # refuse now, before another run trains for hours
-        _before(composed.start)
+        _finish_earlier_run(composed.start)
     parts = assemble(run, directory)
     begun = _begin(run, directory, parts)
     if first:
@@ -184,10 +184,7 @@ def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Star
 
 
 def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
-    """Scores the test sets with the best checkpoint of validation and writes its weights.
-
-    Returns the scores for result.json; ranks other than 0 return an empty dict.
-    """
+    """Scores the test sets with the best checkpoint and writes its weights. Returns the scores on rank 0, else {}."""
     data, module, trainer = parts.data, parts.module, parts.trainer
     _say(f"scoring {_sets(data)}")
     checkpoints.verify_checkpoint(directory.best)  # if it is gone, `read_checkpoint` would ask for another
@@ -211,11 +208,8 @@ def _facts(composed: Composed, parts: Assembly, begun: StartingPoint) -> dict[st
         "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
         "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
     }  # fmt: skip
-    return (
-        result.result_facts(composed, parts.module, parts.trainer, parts.clock)
-        | known
-        | result.result_costs(parts.clock)
-    )
+    facts = result.result_facts(composed, parts.module, parts.trainer, parts.clock)
+    return facts | known | result.result_costs(parts.clock)
 
 
 def _described(run: RunConfig, parts: Assembly) -> str:
@@ -235,7 +229,7 @@ def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path)
         )
 
 
-def _before(args: Iterable[Override]) -> None:
+def _finish_earlier_run(args: Iterable[Override]) -> None:
     """Finishes the run from which another one starts."""
     try:
         fit(*map(str, args), "resume=auto")
@@ -347,11 +341,7 @@ def test(*args: str) -> dict[str, Any]:
 
 
 def load(path: str | Path) -> TaskModule:
-    """Returns the task's LightningModule with the weights at `path`, in evaluation mode.
-
-    Args:
-        path: the directory of a run, or a checkpoint.
-    """
+    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint."""
     weights, identity = checkpoints.read_checkpoint(path)
     _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
     checkpoints.load_into(module, weights, identity, path)

@@ -118,9 +118,8 @@ def transfer_weights(
     tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
     resized = _resize(run, weights, own, old, new)
     if POSITION_SCALE in own:
-        weights[POSITION_SCALE] = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE])) * _ratio(
-            run, old, new
-        )
+        scale = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE]))
+        weights[POSITION_SCALE] = scale * _ratio(run, old, new)
     checkpoints.check_shapes(own, weights | {key: own[key] for key in fresh}, path)
     module.take_weights(own | weights, seen, inherited)
     return Transfer(
@@ -164,9 +163,8 @@ def _tokens(
         {name: table[size + place :][:1] for place, name in enumerate(names)}
         for names, table in ((there, weights[EMBEDDING_KEY]), (here, own[EMBEDDING_KEY]))
     )
-    weights[EMBEDDING_KEY] = torch.cat(
-        (weights[EMBEDDING_KEY][:size], *(theirs.get(name, ours[name]) for name in here))
-    )
+    extra = (theirs.get(name, ours[name]) for name in here)
+    weights[EMBEDDING_KEY] = torch.cat((weights[EMBEDDING_KEY][:size], *extra))
     table = f"{POSITION_TABLES}0"
     if "CLS" not in (*fresh, *left) or run.model.axes == 2 or table not in own:
         return _Tokens(fresh, left, (EMBEDDING_KEY,))

@@ -205,9 +205,8 @@ def test_a_run_that_a_process_begins_meanwhile_stays(runs, target, monkeypatch):
 def test_a_run_that_a_process_has_worked_on_meanwhile_is_looked_at_again(runs, target, monkeypatch):
     make(target, GOING, None, 250)
     file = packed(runs, "checkpoints=last")
-    monkeypatch.setattr(
-        archive, "claim_directory", lambda path: make(target, GOING, None, 750) and claim_directory(path)
-    )
+    late = lambda path: make(target, GOING, None, 750) and claim_directory(path)  # noqa: E731
+    monkeypatch.setattr(archive, "claim_directory", late)
     assert f"{GOING}: kept, 750 steps here, 500 there" in merge(file, [f"runs={target}"])
     assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750
 
