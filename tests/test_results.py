@@ -20,7 +20,7 @@ from lra.commands import parse_command
 from lra.config.compose import differences
 from lra.experiments.grid import grid
 from lra.experiments.results import ledger
-from lra.training.run import COMPUTING
+from lra.training.run_directory import HARDWARE_FIELDS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted(measured.BENCHMARKS.rglob("*.json"))
@@ -69,7 +69,7 @@ def test_a_result_says_where_it_comes_from(file):
 def test_what_ran_another_time_is_the_same_configuration(file):
     task, attn, run, began, _ = file.relative_to(REPEATS).parts
     one, other = (json.loads(each.read_text()) for each in (file, measured.RUNS / task / attn / run / file.name))
-    assert differences(one["config"], other["config"], {*COMPUTING, "name", "resume"}) == []
+    assert differences(one["config"], other["config"], {*HARDWARE_FIELDS, "name", "resume"}) == []
     assert one["environment"]["date"][:16].replace(":", "") == began
 
 
