@@ -28,8 +28,8 @@ from lra import environment
 from lra.bench.files import write
 from lra.config.options import parse
 from lra.data import picture
-from lra.data.pathfinder.generate import draw, generate
-from lra.data.pathfinder.law import law
+from lra.data.pathfinder.generate import draw_image, generate_images
+from lra.data.pathfinder.law import image_law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
@@ -73,7 +73,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
         raise UsageError(f"init={path} is of {task.name}, source={task.source}: choose a model of generated Pathfinder")
     first, count = task.train + task.val, min(options.count, task.test)
     stream = {"seed": task.data_seed, "version": task.version}
-    images = list(generate(law(task.resolution, task.level), **stream, first=first, count=count))
+    images = list(generate_images(image_law(task.resolution, task.level), **stream, first=first, count=count))
     pixels, labels = (np.concatenate([getattr(i, name) for i in images]) for name in ("pixels", "labels"))
     shares = connected(module, pixels)
     right = (shares > 0.5) == (labels == 1)
@@ -81,7 +81,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     if not chosen[0]:
         raise UsageError(f"of {count} images there is none with one path that it gets right: raise count=")
     one = chosen[0][0]
-    drawing = draw(law(task.resolution, task.level), **stream, index=first + one)
+    drawing = draw_image(image_law(task.resolution, task.level), **stream, index=first + one)
     row, column = drawing.markers[0].tolist()
     attention = [layer.reshape(task.resolution, -1) for layer in attentions(module, pixels[one], (row, column))]
     names = PathfinderData.label_names

@@ -19,8 +19,8 @@ from benchmarks import pictures, release
 from benchmarks.pages import cards, measured
 from benchmarks.pages.pictures import FOLDER, curve
 from benchmarks.studies.rescoring import study as rescoring
-from lra.data.pathfinder.generate import draw
-from lra.data.pathfinder.law import law
+from lra.data.pathfinder.generate import draw_image
+from lra.data.pathfinder.law import image_law
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.results import archive
@@ -248,12 +248,12 @@ DRAWN = [path.stem for path in sorted(FOLDER.glob("*.json"))]
 def test_a_sheet_shows_what_the_test_set_has(name):
     record, task = json.loads((FOLDER / f"{name}.json").read_text()), RELEASED[name]["config"]["task"]
     module = lra.load(folder(name))
-    chosen = law(module.run.task.resolution, task["level"])
+    chosen = image_law(module.run.task.resolution, task["level"])
     first = task["train"] + task["val"]
     for kind, images in record["sheet"].items():
         verdict, label = kind.split(", ")
         for image in images[:1]:
-            drawing = draw(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
+            drawing = draw_image(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
             share = float(pictures.connected(module, drawing.pixels.reshape(1, -1))[0])
             assert image["label"] == label == ("apart", "connected")[drawing.label]
             assert abs(share - image["connected"]) < 1e-3
@@ -284,7 +284,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
     module = fit.build(run)[1].eval()
-    drawing = draw(law(32, "hard"), seed=0, index=3)  # its row and column differ
+    drawing = draw_image(image_law(32, "hard"), seed=0, index=3)  # its row and column differ
     query: tuple[int, int] = tuple(drawing.markers[0].tolist())
     seen, prefix = [], int(pooling == "cls")
 
@@ -310,7 +310,7 @@ def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
     def build(*fields):
         return fit.build(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
 
-    pixels = draw(law(32, "hard"), seed=0, index=0).pixels.ravel()
+    pixels = draw_image(image_law(32, "hard"), seed=0, index=0).pixels.ravel()
     with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):
         pictures.attentions(build("attn=linear", "model.attn_dropout=0"), pixels, (0, 0))
     with pytest.raises(UsageError, match=r"the pixel \(0, 0\) is dark"):

@@ -29,7 +29,7 @@ _HEADER = b"label\tid1\tid2"
 _LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
-def build(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
+def build_aan(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
     """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `Split.collate`.
 
     `lra`: `new_aan_pairs.{train,eval,test}.tsv` of the columns label, two ids, two texts, without a header; `source` is

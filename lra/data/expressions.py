@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import GOLDEN, below, compiled, mix, stream
+from lra.data.compiled import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
 
 # Token ids of lra.data.listops.VOCABULARY: a digit is its own id.
 MAX, MED, MIN, SM, CLOSE = 10, 11, 12, 13, 14
@@ -17,7 +17,7 @@ ATTEMPTS = 1_000_000  # draws before the limits count as impossible; LRA's accep
 _S60, _S62, _THREE = np.uint64(60), np.uint64(62), np.uint64(3)
 
 
-@compiled
+@cached_njit
 def _apply(operator, arguments):
     """Value of one operator. `arguments`: int64 `[arity]`, sorted in place."""
     if operator == SM:
@@ -31,7 +31,7 @@ def _apply(operator, arguments):
     return (arguments[(arity - 1) // 2] + arguments[arity // 2]) // 2
 
 
-@compiled
+@cached_njit
 def _draw(state, tokens, max_length, max_depth, operators, arities, filled, values):
     """One expression into `tokens`. Returns (state, length, value); length 0 if it exceeds `max_length`.
 
@@ -41,10 +41,10 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
     length, depth, needed = 0, 0, 1  # `needed`: tokens that the nodes drawn so far amount to at least
     while True:
         state += GOLDEN
-        bits = mix(state)
+        bits = mix_bits(state)
         if depth + 1 < max_depth and bits >> _S62 == 0:
             operators[depth] = MAX + np.int64((bits >> _S60) & _THREE)
-            arities[depth] = 2 + below(bits, values.shape[1] - 1)
+            arities[depth] = 2 + draw_below(bits, values.shape[1] - 1)
             filled[depth] = 0
             needed += arities[depth] + 1
             if needed > max_length:
@@ -53,7 +53,7 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
             length += 1
             depth += 1
             continue
-        value = below(bits, 10)
+        value = draw_below(bits, 10)
         tokens[length] = value
         length += 1
         while depth > 0:  # hand the value to the innermost open operator, and close those it completes
@@ -70,8 +70,8 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
             return state, length, value
 
 
-@compiled
-def draw(seed, first, count, min_length, max_length, max_depth, max_args):
+@cached_njit
+def draw_expressions(seed, first, count, min_length, max_length, max_depth, max_args):
     """Expressions `first` .. `first + count - 1` of `seed`, each drawn until its length fits.
 
     Returns tokens uint8 `[count, max_length]`, lengths int64 `[count]` and values int64 `[count]`. A
@@ -82,7 +82,7 @@ def draw(seed, first, count, min_length, max_length, max_depth, max_args):
     operators, arities, filled = np.empty((3, max_depth), np.int64)
     values = np.empty((max_depth, max_args), np.int64)
     for i in range(count):
-        state = stream(seed, first + i)
+        state = start_stream(seed, first + i)
         for _ in range(ATTEMPTS):
             state, length, value = _draw(state, tokens[i], max_length, max_depth, operators, arities, filled, values)
             if length >= min_length:
@@ -93,8 +93,8 @@ def draw(seed, first, count, min_length, max_length, max_depth, max_args):
     return tokens, lengths, labels
 
 
-@compiled
-def evaluate(tokens, offsets):
+@cached_njit
+def evaluate_tokens(tokens, offsets):
     """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`; -1 of what is no whole one."""
     count = len(offsets) - 1
     found = np.full(count, -1)

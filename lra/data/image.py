@@ -19,7 +19,7 @@ SIDE = 32
 _MEND = f"lra data prepare task=image source=<folder of a local mirror of {HUB}>"
 
 
-def build(writer: Writer, source: str | Path) -> None:
+def build_cifar10(writer: Writer, source: str | Path) -> None:
     """Store the splits train and test: rows of 32 pixels from the top, labels 0 to 9 (airplane to truck).
 
     A gray level is the luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B as Pillow rounds it. `source` is a Hub id or

@@ -23,7 +23,8 @@ from lra.errors import UsageError
 
 VOCABULARY = tuple(sorted([*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]))  # id = place; a digit is its own id
 GENERATOR = "lra.data.listops@1"
-FRESH = 1 << 32  # added to a seed, which is below it, for the second test set: no split of any store is drawn from that
+# The second test set is drawn from this seed on. Seeds of stores are smaller, so no split is drawn from there.
+FRESH_SEED_OFFSET = 1 << 32
 PUBLISHED = {"train": 96_000, "val": 2_000, "test": 2_000}  # rows of LRA's files
 CHUNK = 512  # expressions per call: 1 MB of tokens
 _IDS = {token: number for number, token in enumerate(VOCABULARY)}
@@ -43,7 +44,7 @@ def decode(ids: Sequence[int] | np.ndarray) -> str:
     return " ".join(VOCABULARY[i] for i in ids)
 
 
-def build(
+def build_listops(
     writer: Writer,
     *,
     seed: int = 0,
@@ -58,14 +59,14 @@ def build(
 
     The counts are expressions per split; no expression occurs twice in any of them.
     """
-    draw = partial(generate, min_length=min_length, max_length=max_length)
+    draw = partial(generate_expressions, min_length=min_length, max_length=max_length)
     sequences, labels = draw(train + val + test, seed=seed)
     for split, start, end in (("train", 0, train), ("val", train, train + val), ("test", train + val, len(labels))):
         writer.add(split, sequences[start:end], labels[start:end])
-    writer.add("fresh", *draw(fresh, seed=seed + FRESH, exclude=fingerprints(sequences)))
+    writer.add("fresh", *draw(fresh, seed=seed + FRESH_SEED_OFFSET, exclude=fingerprints(sequences)))
 
 
-def generate(
+def generate_expressions(
     count: int,
     *,
     seed: int,
@@ -107,17 +108,18 @@ def _candidates(
     pool: ThreadPoolExecutor, workers: int, seed: int, law: tuple[int, int, int, int]
 ) -> Iterator[tuple[np.ndarray, int | None]]:
     """The endless stream of expressions of `seed` with their values; None where the law admits none."""
-    from lra.data.expressions import draw
+    from lra.data.expressions import draw_expressions
 
     for first in itertools.count(0, workers):  # a wave of one chunk each: the whole stream would not fit in memory
         wave = range(first, first + workers)
-        for tokens, lengths, values in pool.map(lambda chunk: draw(seed, chunk * CHUNK, CHUNK, *law), wave):
+        drawn = pool.map(lambda chunk: draw_expressions(seed, chunk * CHUNK, CHUNK, *law), wave)
+        for tokens, lengths, values in drawn:
             for row, length, value in zip(tokens, lengths.tolist(), values.tolist(), strict=True):
                 yield row[:length], value if length else None
 
 
 def fingerprints(sequences: Sequence[np.ndarray]) -> set[bytes]:
-    """What identifies expressions, for `exclude` of `generate`."""
+    """What identifies expressions, for `exclude` of `generate_expressions`."""
     return {_fingerprint(tokens) for tokens in sequences}
 
 
@@ -125,7 +127,7 @@ def _fingerprint(tokens: np.ndarray) -> bytes:
     return blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def build_from_tsv(
+def build_released_listops(
     writer: Writer,
     source: str | Path,
     *,
@@ -134,8 +136,9 @@ def build_from_tsv(
     min_length: int = 501,
     max_length: int = 1999,
 ) -> None:
-    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`; generate `fresh` as in `build`.
+    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
 
+    The split `fresh` is generated as in `build_listops`.
     `source` is their folder or LRA's release around it, unpacked or not (`lra.data.release.files`).
     """
     splits = {f"basic_{split}.tsv": split for split in PUBLISHED}
@@ -149,13 +152,13 @@ def build_from_tsv(
         writer.find(checks.check_count(name, len(parts[name][1]), PUBLISHED[split]))
     known = {fingerprint for sequences, _ in parts.values() for fingerprint in fingerprints(sequences)}
     limits = {"min_length": min_length, "max_length": max_length}
-    drawn = generate(fresh, seed=seed + FRESH, exclude=known, **limits)
+    drawn = generate_expressions(fresh, seed=seed + FRESH_SEED_OFFSET, exclude=known, **limits)
     writer.add("fresh", *drawn)
     test, new = (np.array([len(tokens) for tokens in some]) for some in (parts["basic_test.tsv"][0], drawn[0]))
-    writer.find(_laws(test, new, **limits))
+    writer.find(_compare_lengths(test, new, **limits))
 
 
-def _laws(test: np.ndarray, fresh: np.ndarray, min_length: int, max_length: int) -> Iterator[checks.Finding]:
+def _compare_lengths(test: np.ndarray, fresh: np.ndarray, min_length: int, max_length: int) -> Iterator[checks.Finding]:
     """Whether the lengths of `test`, int64 `[n]`, can be of the law of those of `fresh`."""
     outside = np.mean((test < min_length) | (test > max_length))
     error = fresh.std() * np.sqrt(1 / len(test) + 1 / len(fresh))
@@ -196,7 +199,9 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
         labels.append(int(fields[target]))
     if not labels:
         raise UsageError(f"{path}: no line after the header; get the file anew")
-    for number, (tokens, label, value) in enumerate(zip(sequences, labels, evaluate(sequences), strict=True), start=2):
+    for number, (tokens, label, value) in enumerate(
+        zip(sequences, labels, evaluate_expressions(sequences), strict=True), start=2
+    ):
         if label != value:
             wrong = f"Target is {label}, and the value of the expression {value}"
             if value < 0:
@@ -205,15 +210,15 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
     return sequences, np.array(labels, np.int64)
 
 
-def evaluate(sequences: Sequence[np.ndarray]) -> list[int]:
+def evaluate_expressions(sequences: Sequence[np.ndarray]) -> list[int]:
     """The values of expressions, token ids uint8 `[T]`; -1 of what is not one whole expression."""
     from lra.data import expressions
 
     offsets = np.cumsum([0, *map(len, sequences)])
-    return expressions.evaluate(np.concatenate([np.empty(0, np.uint8), *sequences]), offsets).tolist()
+    return expressions.evaluate_tokens(np.concatenate([np.empty(0, np.uint8), *sequences]), offsets).tolist()
 
 
-def tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
+def format_tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
     """An expression as lines: operators with their values, arguments indented, at most `max_lines` lines in all.
 
     An operator whose arguments are all digits is one line, `MAX 2 9 = 9`; of a longer tree the last line says how many

@@ -17,7 +17,7 @@ PUBLISHED = 25_000  # labelled reviews of each split
 _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
-def build(writer: Writer, source: str | Path) -> None:
+def build_imdb(writer: Writer, source: str | Path) -> None:
     """Store the labelled splits train and test whole: label 0 negative, 1 positive, truncation is for `Split.collate`.
 
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with

@@ -25,7 +25,7 @@ class ImageData(TaskData):
         return {"dataset": image.HUB}  # not the source: any mirror of the data set holds the same images
 
     def build(self, writer: Writer) -> None:
-        image.build(writer, self.config.source)
+        image.build_cifar10(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         return {**self.hold_out(store.split("train")), "test": store.split("test")}

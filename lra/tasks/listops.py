@@ -39,15 +39,15 @@ class ListOpsData(TaskData):
     def build(self, writer: Writer) -> None:
         c = self.config
         if c.source == "generate":
-            listops.build(writer, train=c.train, val=c.val, test=c.test, **self._drawn())
+            listops.build_listops(writer, train=c.train, val=c.val, test=c.test, **self._drawn())
         else:
-            listops.build_from_tsv(writer, c.source, **self._drawn())
+            listops.build_released_listops(writer, c.source, **self._drawn())
 
     def baselines(self, name: str) -> dict[str, float]:
         return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}
 
     def depict(self, example: np.ndarray) -> str:
-        return listops.tree(example)
+        return listops.format_tree(example)
 
 
 def root_operator(split: Split) -> np.ndarray:

@@ -44,9 +44,9 @@ class PathfinderData(TaskData):
         which = {"resolution": c.resolution, "level": c.level}
         if c.source == "generate":
             counts = {"train": c.train, "val": c.val, "test": c.test}
-            generate.build(writer, **which, **counts, seed=c.data_seed, version=c.version)
+            generate.build_pathfinder(writer, **which, **counts, seed=c.data_seed, version=c.version)
         else:
-            released.build(writer, c.source, **which)
+            released.build_released_pathfinder(writer, c.source, **which)
 
     def depict(self, example: np.ndarray) -> np.ndarray:
         c = self.config

@@ -34,7 +34,7 @@ class RetrievalData(TaskData):
             what = {"lra": "LRA's release, a folder or archive", "scisumm": aan.COMPACT}[c.dataset]
             command = f"lra data prepare task=retrieval dataset={c.dataset} source=<path>"
             raise UsageError(f"these pairs are on no hub; get {what}, then: {command}")
-        aan.build(writer, c.source, c.dataset)
+        aan.build_aan(writer, c.source, c.dataset)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         return {name: store.pairs(name) for name in store.splits}

@@ -27,7 +27,7 @@ class TextData(TaskData):
         return {"dataset": text.HUB}  # not the source: any mirror of the data set holds the same reviews
 
     def build(self, writer: Writer) -> None:
-        text.build(writer, self.config.source)
+        text.build_imdb(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         train, test = store.split("train"), store.split("test")

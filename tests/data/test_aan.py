@@ -22,7 +22,7 @@ SPLITS = {
 
 def store(source, dataset):
     content = Content("retrieval", 1, {"dataset": dataset}, str(source), aan.VOCABULARY, aan.GENERATOR, None)
-    return prepare(content, lambda writer: aan.build(writer, source, dataset), force=True)
+    return prepare(content, lambda writer: aan.build_aan(writer, source, dataset), force=True)
 
 
 def read(made):

@@ -138,7 +138,7 @@ def expressions(folder: Path, **splits: list[str]) -> list[str]:
 
 
 def lines(seed: int, count: int, low: int = 4, high: int = 60) -> list[str]:
-    sequences, labels = listops.generate(count, seed=seed, min_length=low, max_length=high)
+    sequences, labels = listops.generate_expressions(count, seed=seed, min_length=low, max_length=high)
     return [f"{listops.decode(tokens)}\t{label}" for tokens, label in zip(sequences, labels, strict=True)]
 
 
@@ -166,10 +166,10 @@ def test_what_is_no_expression_or_has_another_value_is_refused_by_its_line(tmp_p
 
 
 def test_the_values_of_expressions_are_those_of_the_generator():
-    sequences, values = listops.generate(300, seed=5, min_length=1, max_length=200)
-    assert listops.evaluate(sequences) == values.tolist() and listops.evaluate([]) == []
-    assert listops.evaluate([listops.tokenize("[SM [MED 4 9 2 ] [MIN 7 ] 8 ]")]) == [9]
-    assert listops.evaluate([listops.tokenize("7"), np.empty(0, np.uint8)]) == [7, -1]
+    sequences, values = listops.generate_expressions(300, seed=5, min_length=1, max_length=200)
+    assert listops.evaluate_expressions(sequences) == values.tolist() and listops.evaluate_expressions([]) == []
+    assert listops.evaluate_expressions([listops.tokenize("[SM [MED 4 9 2 ] [MIN 7 ] 8 ]")]) == [9]
+    assert listops.evaluate_expressions([listops.tokenize("7"), np.empty(0, np.uint8)]) == [7, -1]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def mirror(tmp_path):
 
 def store(source):
     content = Content("image", 1, {}, str(source), image.PIXELS, image.GENERATOR, None)
-    return prepare(content, lambda writer: image.build(writer, source))
+    return prepare(content, lambda writer: image.build_cifar10(writer, source))
 
 
 def luma(images):

@@ -11,8 +11,8 @@ from torch.utils.data import random_split
 
 from lra.data.image import PIXELS
 from lra.data.pathfinder import released
-from lra.data.pathfinder.generate import draw, generate, threshold_accuracy
-from lra.data.pathfinder.law import law
+from lra.data.pathfinder.generate import draw_image, generate_images, threshold_accuracy
+from lra.data.pathfinder.law import image_law
 from lra.data.store import Content, prepare
 from lra.data.writer import Writer
 from lra.errors import UsageError
@@ -49,7 +49,9 @@ def store(source, resolution=32, level="hard"):
     params = {"resolution": resolution, "level": level}
     content = Content("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
     return prepare(
-        content, lambda writer: released.build(writer, source, resolution=resolution, level=level), force=True
+        content,
+        lambda writer: released.build_released_pathfinder(writer, source, resolution=resolution, level=level),
+        force=True,
     )
 
 
@@ -123,7 +125,7 @@ def test_that_image_is_good_in_other_folders(tmp_path):
 
 
 def test_the_baseline_of_the_marker_distance(tmp_path):
-    drawn = list(generate(law(32, "hard"), seed=0, first=0, count=120))
+    drawn = list(generate_images(image_law(32, "hard"), seed=0, first=0, count=120))
     pixels, classes, distances = (
         np.concatenate([getattr(part, field) for part in drawn]) for field in ("pixels", "labels", "marker_distance")
     )
@@ -137,7 +139,7 @@ def test_the_baseline_of_the_marker_distance(tmp_path):
 
 def unmarked():
     """Generated images whose markers are blacked out."""
-    drawings = [draw(law(32, "hard"), seed=0, index=index) for index in range(COUNT)]
+    drawings = [draw_image(image_law(32, "hard"), seed=0, index=index) for index in range(COUNT)]
     for drawing in drawings:
         for y, x in drawing.markers:
             drawing.pixels[max(y - 3, 0) : y + 4, max(x - 3, 0) : x + 4] = 0
@@ -157,7 +159,9 @@ def test_images_without_markers_have_no_baseline(tmp_path, make):
 
 def test_an_image_without_markers_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(released, "CHUNK", 5 * 1024)
-    pixels = np.concatenate([part.pixels for part in generate(law(32, "hard"), seed=0, first=0, count=COUNT)])
+    pixels = np.concatenate(
+        [part.pixels for part in generate_images(image_law(32, "hard"), seed=0, first=0, count=COUNT)]
+    )
     pixels[[17, 23]] = 0
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     write_pathfinder(folder, pixels.reshape(-1, 32, 32), labels(), 14, each=2)

@@ -181,15 +181,15 @@ def read(lines, depth=0):
 
 
 def test_tree_holds_the_expression_and_every_value():
-    sequences, labels = listops.generate(40, seed=0)
+    sequences, labels = listops.generate_expressions(40, seed=0)
     for ids, label in zip(sequences, labels, strict=True):
-        lines = listops.tree(ids, max_lines=10_000).split("\n")[::-1]
+        lines = listops.format_tree(ids, max_lines=10_000).split("\n")[::-1]
         assert read(lines) == [(label, listops.decode(ids))] and not lines
 
 
 def test_tree_of_a_small_expression():
     ids = listops.tokenize("[MAX 2 [MIN 4 7 ] 9 8 [SM [MED 1 2 6 9 ] 5 ] ]")
-    assert listops.tree(ids).split("\n") == [
+    assert listops.format_tree(ids).split("\n") == [
         "MAX = 9",
         "  2",
         "  MIN 4 7 = 4",
@@ -198,19 +198,19 @@ def test_tree_of_a_small_expression():
         "    MED 1 2 6 9 = 4",
         "    5",
     ]
-    assert listops.tree([7]) == "7" and listops.tree(listops.tokenize("[SM 7 8 ]")) == "SM 7 8 = 5"
+    assert listops.format_tree([7]) == "7" and listops.format_tree(listops.tokenize("[SM 7 8 ]")) == "SM 7 8 = 5"
 
 
 def test_tree_is_cut():
-    (ids,), _ = listops.generate(1, seed=0)
-    whole = listops.tree(ids, max_lines=10_000).split("\n")
+    (ids,), _ = listops.generate_expressions(1, seed=0)
+    whole = listops.format_tree(ids, max_lines=10_000).split("\n")
     assert len(whole) > 100
-    assert listops.tree(ids, max_lines=len(whole)).split("\n") == whole
-    assert listops.tree(ids, max_lines=5).split("\n") == [*whole[:4], f"… {len(whole) - 4} more lines"]
-    assert len(listops.tree(ids).split("\n")) == LINES  # a page shows it as it is
+    assert listops.format_tree(ids, max_lines=len(whole)).split("\n") == whole
+    assert listops.format_tree(ids, max_lines=5).split("\n") == [*whole[:4], f"… {len(whole) - 4} more lines"]
+    assert len(listops.format_tree(ids).split("\n")) == LINES  # a page shows it as it is
 
 
 @pytest.mark.parametrize("text", ["", "]", "[MAX 2 3", "[MAX ]", "[MED ]", "[MAX 2 3 ] 4", "[MAX [MIN 2 3 ]", "2 ]"])
 def test_tree_of_what_is_no_expression(text):
     with pytest.raises(UsageError, match=rf"begin '{text.replace('[', '.')}' are not one whole ListOps expression"):
-        listops.tree(listops.tokenize(text))
+        listops.format_tree(listops.tokenize(text))

@@ -33,7 +33,7 @@ def mirror(tmp_path):
 
 def store(source):
     content = Content("text", 1, {}, str(source), text.VOCABULARY, text.GENERATOR, None)
-    return prepare(content, lambda writer: text.build(writer, source))
+    return prepare(content, lambda writer: text.build_imdb(writer, source))
 
 
 def test_bytes_and_labels(mirror):

@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from lra.data.pathfinder.law import Law, law
+from lra.data.pathfinder.law import ImageLaw, image_law
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
@@ -27,7 +27,7 @@ CHUNK = 64  # images per call: 4 MB at 256 pixels a side
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class ImageChunk:
     """Consecutive images. Image `i` is a function of (law, seed, version, i) alone."""
 
     pixels: np.ndarray  # uint8 [n, resolution * resolution], row by row
@@ -47,7 +47,7 @@ class Drawing:
     pairs: int  # of targets that were tried
 
 
-def build(
+def build_pathfinder(
     writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
 ) -> None:
     """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
@@ -56,11 +56,11 @@ def build(
     """
     if min(train, val, test) < 1:
         raise UsageError(f"train={train}, val={val} and test={test} must be 1 or more")
-    chosen = law(resolution, level)
+    chosen = image_law(resolution, level)
     distances = {}
     for split, first, count in (("train", 0, train), ("val", train, val), ("test", train + val, test)):
         seen = []
-        for images in generate(chosen, seed=seed, first=first, count=count, version=version):
+        for images in generate_images(chosen, seed=seed, first=first, count=count, version=version):
             writer.add(split, images.pixels, images.labels)
             seen.append((images.marker_distance, images.labels))
         distances[split] = tuple(np.concatenate(parts) for parts in zip(*seen, strict=True))
@@ -68,20 +68,20 @@ def build(
     writer.baseline("marker distance", accuracy)
 
 
-def generate(
-    law: Law, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
-) -> Iterator[Images]:
+def generate_images(
+    law: ImageLaw, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
+) -> Iterator[ImageChunk]:
     """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
 
     They do not depend on `workers` (threads, by default one per core), which draw up to two chunks each ahead.
     """
     from lra.data.pathfinder import contours, stamps
 
-    tables, key = stamps.tables(law), _key(law, seed, version)
+    tables, key = stamps.make_tables(law), _key(law, seed, version)
 
-    def chunk(start: int) -> Images:
-        pixels, labels, tips, *_ = contours.draw(*tables, key, start, min(CHUNK, first + count - start))
-        return Images(pixels, labels, _distance(tips))
+    def chunk(start: int) -> ImageChunk:
+        pixels, labels, tips, *_ = contours.draw_images(*tables, key, start, min(CHUNK, first + count - start))
+        return ImageChunk(pixels, labels, _distance(tips))
 
     workers = workers or os.cpu_count() or 1
     starts = iter(range(first, first + count, CHUNK))
@@ -96,12 +96,12 @@ def generate(
         pool.shutdown(cancel_futures=True)
 
 
-def draw(law: Law, *, seed: int, index: int, version: int = 2) -> Drawing:
-    """Image `index` of `seed`, the same that `generate` makes, with the contours that it shows."""
+def draw_image(law: ImageLaw, *, seed: int, index: int, version: int = 2) -> Drawing:
+    """Image `index` of `seed`, the same that `generate_images` makes, with the contours that it shows."""
     from lra.data.pathfinder import contours, stamps
 
-    tables = stamps.tables(law)
-    drawn = contours.draw(*tables, _key(law, seed, version), index, 1)
+    tables = stamps.make_tables(law)
+    drawn = contours.draw_images(*tables, _key(law, seed, version), index, 1)
     pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in drawn)
     border, width = tables.law["border"], tables.law["width"]
     begins = np.stack([paddles["at"] // width - border, paddles["at"] % width - border], axis=1)
@@ -118,7 +118,7 @@ def draw(law: Law, *, seed: int, index: int, version: int = 2) -> Drawing:
     )
 
 
-def _key(law: Law, seed: int, version: int) -> np.uint64:
+def _key(law: ImageLaw, seed: int, version: int) -> np.uint64:
     """The seed of the random bits.
 
     In version 1 it is `seed` alone: image `i` then has the same label, and partly the same targets, at every resolution
@@ -137,7 +137,7 @@ def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
     return contours
 
 
-def marker_distance(pixels: np.ndarray, law: Law) -> np.ndarray:
+def marker_distance(pixels: np.ndarray, law: ImageLaw) -> np.ndarray:
     """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution * resolution]`.
 
     NaN of an image that does not show two.
@@ -146,7 +146,7 @@ def marker_distance(pixels: np.ndarray, law: Law) -> np.ndarray:
 
     windows = stamps.marker_windows(law)
     middle = len(windows) // 2
-    tips = markers.find(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
+    tips = markers.find_markers(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
     return np.where((tips < 0).any((1, 2)), np.nan, _distance(tips))
 
 

@@ -9,7 +9,7 @@ from lra.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Law:
+class ImageLaw:
     """Parameters of the generator, lengths in pixels. Contours are chains of dashes, which are called paddles."""
 
     resolution: int  # side of the image
@@ -31,7 +31,7 @@ class Law:
 # and the number of distractors that the released images show, which are not the published ones.
 _BY_RESOLUTION = {
     32: partial(
-        Law,
+        ImageLaw,
         resolution=32,
         padding=1,
         paddle_length=2,
@@ -44,7 +44,7 @@ _BY_RESOLUTION = {
         distractor_contrast=2.0,
     ),
     64: partial(
-        Law,
+        ImageLaw,
         resolution=64,
         padding=1,
         paddle_length=5,
@@ -57,7 +57,7 @@ _BY_RESOLUTION = {
         distractor_contrast=0.8,
     ),
     128: partial(
-        Law,
+        ImageLaw,
         resolution=128,
         padding=1,
         paddle_length=5,
@@ -70,7 +70,7 @@ _BY_RESOLUTION = {
         distractor_contrast=0.8,
     ),
     256: partial(
-        Law,
+        ImageLaw,
         resolution=256,
         padding=22,
         paddle_length=5,
@@ -90,7 +90,7 @@ RESOLUTIONS = tuple(_BY_RESOLUTION)
 LEVELS = tuple(_CONTOUR_LENGTH)
 
 
-def law(resolution: int, level: str) -> Law:
+def image_law(resolution: int, level: str) -> ImageLaw:
     """The law of LRA's images of this side in pixels and this level; UsageError if there is none."""
     if resolution not in RESOLUTIONS:
         raise UsageError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import compiled
+from lra.data.compiled import cached_njit
 
 
-@compiled
+@cached_njit
 def _shortfall(pixels, side, expected, y, x, limit):
     """By how much an image is darker than a marker at pixel (y, x), summed over the marker; at most about `limit`."""
     window, missing = len(expected), 0
@@ -20,8 +20,8 @@ def _shortfall(pixels, side, expected, y, x, limit):
     return missing
 
 
-@compiled
-def find(pixels, expected):
+@cached_njit
+def find_markers(pixels, expected):
     """The two pixels of each image where a marker fits best, int64 `[n, 2, 2]`; -1 where there are not two.
 
     `pixels`: uint8 `[n, side * side]`. `expected`: int64 `[w, w, w, w]`, the windows of `marker_windows` as pixels.

@@ -13,7 +13,7 @@ from torch.utils.data import random_split
 
 from lra.data import checks, picture, release
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
-from lra.data.pathfinder.law import Law, law
+from lra.data.pathfinder.law import ImageLaw, image_law
 from lra.data.writer import Writer
 from lra.errors import UsageError, system_error
 
@@ -32,7 +32,7 @@ class _Row(NamedTuple):
     line: str  # file and number, for messages
 
 
-def build(writer: Writer, source: str | Path, *, resolution: int, level: str) -> None:
+def build_released_pathfinder(writer: Writer, source: str | Path, *, resolution: int, level: str) -> None:
     """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are joined.
 
     `source` is LRA's release or a folder of it (`lra.data.release.files`). The examples are the lines of
@@ -42,7 +42,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
     is not as it should be.
     """
     writer.compare(source)
-    images = law(resolution, level)
+    images = image_law(resolution, level)
     folder = f"pathfinder{resolution}/{_FOLDERS[level]}"
     scratch = writer.scratch() / "pixels"
     with scratch.open("wb") as file:  # not a memory map: on a full disk, writing to one kills the process
@@ -77,7 +77,7 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
         writer.baseline("marker distance", accuracy)
 
 
-def _read(source: str | Path, folder: str, images: Law, pixels: BinaryIO) -> tuple[list[_Row], dict[str, int]]:
+def _read(source: str | Path, folder: str, images: ImageLaw, pixels: BinaryIO) -> tuple[list[_Row], dict[str, int]]:
     """All lines of metadata in order, and the place in `pixels` to which each image was written."""
     tables: list[tuple[int, list[_Row]]] = []
     places: dict[str, int] = {}
