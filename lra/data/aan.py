@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from lra.data import checks, release
-from lra.data.text import VOCABULARY as VOCABULARY
+from lra.data import checks, lra_release
+from lra.data.imdb import VOCABULARY as VOCABULARY
 from lra.data.writer import Writer
 from lra.errors import UsageError, first_line, system_error
 
@@ -33,7 +33,7 @@ def build_aan(writer: Writer, source: str | Path, dataset: Literal["lra", "scisu
     """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `Split.collate`.
 
     `lra`: `new_aan_pairs.{train,eval,test}.tsv` of the columns label, two ids, two texts, without a header; `source` is
-    their folder or LRA's release around it, unpacked or not (`lra.data.release.files`). `scisumm`: a folder of
+    their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.files`). `scisumm`: a folder of
     `papers.parquet` (id, text) and `pairs_{train,val,test}.tsv` with the header label, id1, id2. All are tab-separated,
     and a quote is a character like others. UsageError names the file and line that is not so.
     """
@@ -84,7 +84,7 @@ def _read_released(source: Path, documents: _Documents) -> dict[str, np.ndarray]
 
     return {
         splits[file.name]: _pairs(file.stream, file.path, rows, columns=5)
-        for file in release.files(source, "tsv_data", *splits)
+        for file in lra_release.files(source, "tsv_data", *splits)
     }
 
 

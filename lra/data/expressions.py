@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
+from lra.data.numba_rng import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
 
 # Token ids of lra.data.listops.VOCABULARY: a digit is its own id.
 MAX, MED, MIN, SM, CLOSE = 10, 11, 12, 13, 14

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lra.data import network
+from lra.data import hub_errors
 from lra.errors import UsageError, disk_full, first_line, system_error
 
 CONFIG = "plain_text"  # of every data set read here
@@ -175,7 +175,7 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, Rows]:
             failure = error
         else:
             return _folder(folder)
-    why = network.reason(failure) if failure else f"{_offline()} is set"
+    why = hub_errors.reason(failure) if failure else f"{_offline()} is set"
     unusable = []
     for snapshot in _snapshots(source):
         try:

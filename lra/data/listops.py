@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lra.data import checks, release
+from lra.data import checks, lra_release
 from lra.data.writer import Writer
 from lra.errors import UsageError
 
@@ -139,12 +139,12 @@ def build_released_listops(
     """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
 
     The split `fresh` is generated as in `build_listops`.
-    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.release.files`).
+    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.files`).
     """
     splits = {f"basic_{split}.tsv": split for split in PUBLISHED}
     parts = {
         file.name: read_tsv(file.stream, file.path, max_length=max_length)
-        for file in release.files(source, "listops-1000", *splits)
+        for file in lra_release.files(source, "listops-1000", *splits)
     }
     writer.compare(source)
     for name, split in splits.items():

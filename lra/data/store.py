@@ -35,7 +35,7 @@ import numpy as np
 
 from lra import environment, reading
 from lra.data.manifest import faulty_fields
-from lra.data.preparing import shown
+from lra.data.preparation import shown
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, Writer
 from lra.errors import UsageError, disk_full, failing, system_error

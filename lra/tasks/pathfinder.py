@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.config.schema import at_least, at_most
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places
 from lra.data.writer import Writer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra.data import image, listops, text
+from lra.data import cifar10, imdb, listops
 from lra.errors import UsageError
 from lra.training.data import info, prepare, task_data
 from tests.fixtures import pngs, write_aan_pairs, write_cifar10, write_imdb, write_pathfinder
@@ -59,7 +59,7 @@ def test_a_part_is_told_from_the_whole(imdb):
 
 
 def test_a_whole_has_no_note_that_runs_repeat(imdb, monkeypatch):
-    monkeypatch.setattr("lra.data.text.PUBLISHED", 200)
+    monkeypatch.setattr("lra.data.imdb.PUBLISHED", 200)
     first = imdb(train=reviews("a", 200), test=joined(reviews("b", 199), reviews("a", 1)))
     assert said(first) == ["1 of 200 rows of test are in train, too"], "as some of IMDB's"
 
@@ -188,8 +188,8 @@ def test_test_and_fresh_of_different_laws_are_told(tmp_path, low, high, count, l
 def test_real_data_has_no_note_that_runs_repeat():
     """Of what is real: IMDB's test reviews in train. No image and no pair of papers is in two splits."""
     folder = Path(os.environ["LRA_TEST_DATA"])
-    assert said(["task=text", f"source={folder / text.HUB}"]) == ["123 of 25,000 rows of test are in train, too"]
-    assert said(["task=image", f"source={folder / image.HUB}"]) == []
+    assert said(["task=text", f"source={folder / imdb.HUB}"]) == ["123 of 25,000 rows of test are in train, too"]
+    assert said(["task=image", f"source={folder / cifar10.HUB}"]) == []
     assert said(["task=retrieval", "dataset=scisumm", f"source={folder / 'aan'}"]) == []
 
 

@@ -250,10 +250,10 @@ def test_a_connection_that_is_not_secure(served, online):
 
 
 def test_the_number_of_an_error_of_tls_is_none_of_the_operating_system():
-    from lra.data import network
+    from lra.data import hub_errors
 
     error = ssl.SSLCertVerificationError(errno.EPERM, "certificate verify failed")
-    assert "no secure connection" in network.reason(error)
+    assert "no secure connection" in hub_errors.reason(error)
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])

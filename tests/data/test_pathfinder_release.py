@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Generator
 from torch.utils.data import random_split
 
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import released
 from lra.data.pathfinder.generate import draw_image, generate_images, threshold_accuracy
 from lra.data.pathfinder.law import image_law

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate as pathfinder
 from lra.data.pathfinder.generate import threshold_accuracy
 from lra.data.pathfinder.law import image_law

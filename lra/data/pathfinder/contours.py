@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from lra.data.compiled import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
+from lra.data.numba_rng import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
 from lra.data.pathfinder.stamps import DEGREES
 
 # As records, not arrays: these are passed on in the innermost loops, and numba counts references to arrays

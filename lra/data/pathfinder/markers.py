@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import cached_njit
+from lra.data.numba_rng import cached_njit
 
 
 @cached_njit
