@@ -113,8 +113,8 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     rows = [
         (name, [(grey[s["image"]], s["connected"]) for s in kind]) for name, kind in record["sheet"].items() if kind
     ]
-    picture.save(sheet(rows), folder / f"{path.name}-samples.png")
-    picture.save(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
+    picture.save_png(sheet(rows), folder / f"{path.name}-samples.png")
+    picture.save_png(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
     write(folder / f"{path.name}.json", record)
     return record
 

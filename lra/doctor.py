@@ -152,7 +152,7 @@ def _flash_attn() -> Iterator[Row]:
 def _data() -> Iterator[Row]:
     from lra.data import store
 
-    root = store.root()
+    root = store.data_root()
     yield "data", f"{root}" + ("" if root.exists() else " (does not exist yet)")
     for path in sorted(root.glob("[!.]*@*")):
         yield from _guarded(f"  {path.name}", lambda path=path: _store(path))
@@ -188,6 +188,6 @@ def _command(path: Path) -> str:
 def _disk() -> Iterator[Row]:
     from lra.data import store
 
-    for subject, folder in (("for data", store.root()), ("for runs", Path.cwd())):
+    for subject, folder in (("for data", store.data_root()), ("for runs", Path.cwd())):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         yield f"disk {subject}", f"{shutil.disk_usage(there).free / 1e9:.1f} GB free in {there}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lra.config import registry
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.environment import commit, versions
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
@@ -121,10 +121,10 @@ def test_data_is_prepared_verified_and_described(here, tmp_path):
     assert re.match(r"50; length \d+ to \d+, mean [\d.]+; labels 0: [\d.]+%, ", rows["train"])
     assert re.search(" sha256 [0-9a-f]{64}$", rows["vocabulary"])
     date = rows["prepared"]
-    with mock.patch.object(Writer, "finish", lambda _: pytest.fail("built again")):
+    with mock.patch.object(StoreWriter, "finish", lambda _: pytest.fail("built again")):
         assert dict(lra("data", "info", *DATA).rows)["prepared"] == date
         assert lra("data", "prepare", *DATA, "force=false").code == 0
-    with mock.patch.object(Writer, "finish", autospec=True, side_effect=Writer.finish) as built:
+    with mock.patch.object(StoreWriter, "finish", autospec=True, side_effect=StoreWriter.finish) as built:
         assert lra("data", "prepare", *DATA, "force=true").code == 0
     assert built.call_count == 1 and not list(here.iterdir())
 
@@ -269,7 +269,7 @@ REFUSED = {
 def test_bad_input_is_one_line_and_leaves_nothing(command, here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lra.kernels.impl._interpreted", lambda: False)  # which the tests may be
-    monkeypatch.setattr(Writer, "add", lambda *_: pytest.fail("prepared data before refusing"))
+    monkeypatch.setattr(StoreWriter, "add", lambda *_: pytest.fail("prepared data before refusing"))
     refused(lra(*command.split()), REFUSED[command])
     assert not list(here.iterdir())
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lra import doctor
 from lra.cli import app
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.kernels import device
 from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
@@ -123,8 +123,8 @@ def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):
 def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path))
     for version in (1, 2, 3):
-        content = Content("toy", version, {}, "generated", ("a", "b"), "toy@1", 0)
-        store = prepare(content, lambda writer: writer.add("train", [np.zeros(5, np.uint8)] * 3, [0, 1, 0]))
+        content = StoreContent("toy", version, {}, "generated", ("a", "b"), "toy@1", 0)
+        store = prepare_store(content, lambda writer: writer.add("train", [np.zeros(5, np.uint8)] * 3, [0, 1, 0]))
         if version == 2:
             (store.path / "manifest.json").write_text("{")
         if version == 3:
@@ -146,7 +146,7 @@ def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypa
         """A data module whose store is damaged, and what is said of that."""
         data = task_data(args)
         rows = [np.zeros(5, np.uint8)] * 3
-        store = prepare(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
+        store = prepare_store(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
         (store.path / ("manifest.json" if unreadable else "train.labels.npy")).write_text("{")
         return data, dict(doctor.report())[f"  {store.path.name}"]
 

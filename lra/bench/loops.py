@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import RunConfig
-from lra.data.collated import Collated
-from lra.data.split import IGNORED
+from lra.data.collated import CollatedBatch
+from lra.data.split import IGNORED_LABEL
 from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule
@@ -139,7 +139,7 @@ class _Watched(Step):
         super().__init__(run)
         self.watch, self.ended = watch, False
 
-    def __call__(self, module: TaskModule, batches: list[Collated]) -> None:
+    def __call__(self, module: TaskModule, batches: list[CollatedBatch]) -> None:
         if module.trainer.global_step == 0:
             self.watch.start()
         super().__call__(module, batches)
@@ -196,7 +196,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     return Loop(module, step, *work, float(step.tally.total) / watch.done, loop)
 
 
-def _taken(step: Step, device: torch.device, steps: Iterable[list[Collated]]) -> Iterator[None]:
+def _taken(step: Step, device: torch.device, steps: Iterable[list[CollatedBatch]]) -> Iterator[None]:
     """Takes a step at each `next`."""
     assert step.engine is not None
     for number, batches in enumerate(steps):
@@ -229,7 +229,7 @@ class Dense(nn.Module):
     attend = forward  # as an Attention has it: batches are padded
 
 
-def full(padded: Collated, tokens: Tensor) -> Collated:
+def full(padded: CollatedBatch, tokens: Tensor) -> CollatedBatch:
     """A padded batch of these tokens, which stay where they are, in which each sequence has `max_length` of them."""
     length = np.full_like(padded.length, padded.max_length)
     return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens[:rows], None))
@@ -239,7 +239,7 @@ def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:
     """Real tokens, and rows with padding and filling, of these steps."""
     tokens = rows = 0
     for batch in itertools.chain.from_iterable(map(batches.step, steps)):
-        real = batch.label != IGNORED
+        real = batch.label != IGNORED_LABEL
         tokens += int(batch.length.reshape(len(real), -1)[real].sum())  # of Retrieval two sequences have one label
         rows += batch.rows
     return tokens, rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from lra.data import checks, lra_release
 from lra.data.imdb import VOCABULARY as VOCABULARY
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError, first_line, system_error
 
 GENERATOR = "lra.data.aan@1"
@@ -29,11 +29,11 @@ _HEADER = b"label\tid1\tid2"
 _LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
-def build_aan(writer: Writer, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
+def build_aan(writer: StoreWriter, source: str | Path, dataset: Literal["lra", "scisumm"]) -> None:
     """Store the splits train, val and test as pairs of documents, which are whole: truncation is for `Split.collate`.
 
     `lra`: `new_aan_pairs.{train,eval,test}.tsv` of the columns label, two ids, two texts, without a header; `source` is
-    their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.files`). `scisumm`: a folder of
+    their folder or LRA's release around it, unpacked or not (`lra_release.release_files`). `scisumm`: a folder of
     `papers.parquet` (id, text) and `pairs_{train,val,test}.tsv` with the header label, id1, id2. All are tab-separated,
     and a quote is a character like others. UsageError names the file and line that is not so.
     """
@@ -51,7 +51,7 @@ def build_aan(writer: Writer, source: str | Path, dataset: Literal["lra", "scisu
 class _Documents:
     """Hands every different text to the writer once; of those already written it keeps 16 bytes each."""
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: StoreWriter):
         self._writer = writer
         self._rows: dict[bytes, int] = {}  # by fingerprint
         self._waiting: list[np.ndarray] = []
@@ -84,7 +84,7 @@ def _read_released(source: Path, documents: _Documents) -> dict[str, np.ndarray]
 
     return {
         splits[file.name]: _pairs(file.stream, file.path, rows, columns=5)
-        for file in lra_release.files(source, "tsv_data", *splits)
+        for file in lra_release.release_files(source, "tsv_data", *splits)
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lra.data import checks, hub, picture
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError, system_error
 
 HUB = "uoft-cs/cifar10"
@@ -19,7 +19,7 @@ SIDE = 32
 _MEND = f"lra data prepare task=image source=<folder of a local mirror of {HUB}>"
 
 
-def build_cifar10(writer: Writer, source: str | Path) -> None:
+def build_cifar10(writer: StoreWriter, source: str | Path) -> None:
     """Store the splits train and test: rows of 32 pixels from the top, labels 0 to 9 (airplane to truck).
 
     A gray level is the luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B as Pillow rounds it. `source` is a Hub id or
@@ -27,7 +27,7 @@ def build_cifar10(writer: Writer, source: str | Path) -> None:
     label). UsageError if it cannot be had or is something else.
     """
     writer.compare(source)
-    splits = hub.load(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND, note=writer.note)
+    splits = hub.load_splits(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
         writer.find(checks.check_count(split, len(rows), PUBLISHED[split]))
         for batch in rows:
@@ -46,7 +46,7 @@ def build_cifar10(writer: Writer, source: str | Path) -> None:
 
 def _gray(image: Any) -> np.ndarray:
     """Tokens uint8 `[1024]` of an image as the Hub stores it, a dictionary with the bytes of a file."""
-    with picture.opened(image["bytes"]) as read:
+    with picture.open_image(image["bytes"]) as read:
         if read.mode != "RGB" or read.size != (SIDE, SIDE):
             raise ValueError(f"{read.mode} {read.size}")
         return np.asarray(read.convert("L")).reshape(-1)

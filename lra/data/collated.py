@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lra.batch import Batch
 
-TORCH = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
+TORCH_DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class Collated:
+class CollatedBatch:
     """A batch that is not on a device yet: a few numbers per sequence, and what its tokens are read from.
 
     `pack` has all of it in one vector, so that one transfer sends it; `unpack` is the batch, from that vector there.
@@ -61,7 +61,7 @@ class Collated:
     def unpack(self, packed: Tensor) -> Batch:
         """The batch, where `packed` lies."""
         vectors = zip(self._places, self._vectors, strict=True)
-        start, length, index, label, *laid = (packed[place].view(TORCH[v.dtype.str]) for place, v in vectors)
+        start, length, index, label, *laid = (packed[place].view(TORCH_DTYPES[v.dtype.str]) for place, v in vectors)
         tokens, positions = self.read(laid, self.rows)
         if self.prefix is not None:
             tokens.index_fill_(0, start[: self.prefixed].long(), self.prefix)

@@ -24,7 +24,7 @@ _NO_ADDRESS = {"UnsupportedProtocol", "MissingSchema", "InvalidSchema"}
 _AWAY = {"NetworkError", "ConnectError", "ConnectionError", "NewConnectionError"}
 
 
-def reason(error: BaseException) -> str:
+def explain_failure(error: BaseException) -> str:
     """Why a download failed, from what the Hub's client raised."""
     import huggingface_hub
     from huggingface_hub import constants

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lra.data import checks, hub
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 
 HUB = "stanfordnlp/imdb"
@@ -17,14 +17,14 @@ PUBLISHED = 25_000  # labelled reviews of each split
 _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
-def build_imdb(writer: Writer, source: str | Path) -> None:
+def build_imdb(writer: StoreWriter, source: str | Path) -> None:
     """Store the labelled splits train and test whole: label 0 negative, 1 positive, truncation is for `Split.collate`.
 
     `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
     the columns text and label). UsageError if it cannot be had or is something else.
     """
     writer.compare(source)
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
+    splits = hub.load_splits(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
         writer.find(checks.check_count(split, len(rows), PUBLISHED))
         for batch in rows:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lra.data import checks, lra_release
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 
 VOCABULARY = tuple(sorted([*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]))  # id = place; a digit is its own id
@@ -45,7 +45,7 @@ def decode(ids: Sequence[int] | np.ndarray) -> str:
 
 
 def build_listops(
-    writer: Writer,
+    writer: StoreWriter,
     *,
     seed: int = 0,
     train: int,
@@ -128,7 +128,7 @@ def _fingerprint(tokens: np.ndarray) -> bytes:
 
 
 def build_released_listops(
-    writer: Writer,
+    writer: StoreWriter,
     source: str | Path,
     *,
     seed: int = 0,
@@ -139,12 +139,12 @@ def build_released_listops(
     """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
 
     The split `fresh` is generated as in `build_listops`.
-    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.files`).
+    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.release_files`).
     """
     splits = {f"basic_{split}.tsv": split for split in PUBLISHED}
     parts = {
         file.name: read_tsv(file.stream, file.path, max_length=max_length)
-        for file in lra_release.files(source, "listops-1000", *splits)
+        for file in lra_release.release_files(source, "listops-1000", *splits)
     }
     writer.compare(source)
     for name, split in splits.items():
@@ -164,7 +164,7 @@ def _compare_lengths(test: np.ndarray, fresh: np.ndarray, min_length: int, max_l
     error = fresh.std() * np.sqrt(1 / len(test) + 1 / len(fresh))
     apart = abs(test.mean() - fresh.mean())
     # a published file may count a little differently; a mean that is off must be so beyond chance, and by some share
-    if outside > checks.FEW or apart > max(6 * error, 0.05 * fresh.mean()):
+    if outside > checks.FEW_ROWS or apart > max(6 * error, 0.05 * fresh.mean()):
         of = [f"{some.min():,} to {some.max():,}, on average {some.mean():,.0f}" for some in (test, fresh)]
         mend = f"task.min_length={test.min()} and task.max_length={test.max()} draw such as test has"
         text = f"test and fresh are of different laws: test has {of[0]} tokens, fresh {of[1]}; {mend}"

@@ -24,14 +24,14 @@ from typing import BinaryIO, NamedTuple, Self, cast
 
 from lra.errors import UsageError, system_error
 
-NESTED = "lra_release"  # the folder of the inner copies
+INNER_FOLDER = "lra_release"  # the folder of the inner copies
 BUFFER = 1 << 18  # bytes per read of an archive
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how a file begins
 _OTHERS = {b"PK\3\4": "zip", b"7z\xbc\xaf": "7z", b"\x28\xb5\x2f\xfd": "zstd", b"Rar!": "rar"}
 _MEND = "name LRA's lra_release.gz, the folder in which it is unpacked, or the data folder itself"
 
 
-class File(NamedTuple):
+class ReleaseFile(NamedTuple):
     """One file of a data folder."""
 
     name: str  # within the data folder
@@ -39,7 +39,7 @@ class File(NamedTuple):
     stream: BinaryIO  # to be read forwards, until the next file is asked for
 
 
-def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
+def release_files(source: str | Path, folder: str, *patterns: str) -> Iterator[ReleaseFile]:
     """The files of one data folder of the release that match `patterns`, where `*` is any part of one name.
 
     `folder` is its place in the release, as `pathfinder32/curv_baseline`. What is hidden, as the files that macOS puts
@@ -65,7 +65,7 @@ def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
 
 def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping[str, list[str]]) -> str:
     """Which of the folders that may be `folder` is meant, and whether it has what is asked for."""
-    roots = [root for root in found if f"{root.removesuffix(folder)}{NESTED}/{folder}" not in found]
+    roots = [root for root in found if f"{root.removesuffix(folder)}{INNER_FOLDER}/{folder}" not in found]
     if not roots:
         raise UsageError(f"{source} has no {patterns[0]} in a folder {folder}: {_MEND}")
     if len(roots) > 1:
@@ -111,7 +111,7 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _read_folder(root: Path, names: list[str]) -> Iterator[File]:
+def _read_folder(root: Path, names: list[str]) -> Iterator[ReleaseFile]:
     for name in names:
         path = root / name
         if not path.is_file() or path.resolve() != path:
@@ -121,17 +121,17 @@ def _read_folder(root: Path, names: list[str]) -> Iterator[File]:
         except PermissionError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}): make it readable") from error
         with stream:
-            yield File(name, str(path), stream)
+            yield ReleaseFile(name, str(path), stream)
 
 
-def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[File]:
+def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[ReleaseFile]:
     wanted = {str(PurePosixPath(root, name)): name for name in names}
     for path, member, archive in _members(source):
         if path in wanted:
             if not member.isreg():
                 raise UsageError(f"{source / path} is a link or no regular file: get the archive anew")
             with cast(BinaryIO, archive.extractfile(member)) as stream:
-                yield File(wanted.pop(path), str(source / path), stream)
+                yield ReleaseFile(wanted.pop(path), str(source / path), stream)
         if not wanted:
             return
 
@@ -140,7 +140,7 @@ def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFi
     """The archive's members with their normal paths, up to its very end, so that a damaged one cannot pass."""
     try:
         with _decompressed(source) as stream:
-            with tarfile.open(fileobj=_Ending(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
+            with tarfile.open(fileobj=_BoundedStream(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # it would keep millions
                     path = PurePosixPath(member.name)
@@ -168,7 +168,7 @@ def _decompressed(source: Path) -> BinaryIO:
     return cast(BinaryIO, opener(source, "rb"))
 
 
-class _Ending(io.RawIOBase):
+class _BoundedStream(io.RawIOBase):
     """A stream that is not read on and on past its end, as tarfile does to skip a member that states more bytes."""
 
     def __init__(self, stream: BinaryIO):

@@ -7,7 +7,7 @@ from typing import Any
 
 from lra.reading import is_number
 
-LENGTHS = ("min", "max", "mean")  # of the sequences of a split
+LENGTH_FIELDS = ("min", "max", "mean")  # of the sequences of a split
 
 
 def faulty_fields(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -38,7 +38,9 @@ def faulty_fields(manifest: Mapping[str, Any]) -> Iterator[str]:
 def _is_part(part: Any) -> bool:
     """Whether a split, or the documents, has its count and, of sequences, their lengths."""
     lengths = part.get("length", {"min": 0, "max": 0, "mean": 0}) if isinstance(part, dict) else None
-    return isinstance(lengths, dict) and all(is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTHS)))
+    return isinstance(lengths, dict) and all(
+        is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTH_FIELDS))
+    )
 
 
 def _are_counts(labels: Any) -> bool:

@@ -23,15 +23,15 @@ def _permutation(purpose: int, seed: int, number: int, count: int) -> np.ndarray
     return permutation
 
 
-def order(seed: int, epoch: int, count: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of all `count` rows in one epoch: a permutation, int64 `[count]`, read-only."""
     return _permutation(ORDER, seed, epoch, count)
 
 
-def rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
+def step_rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
     """The rows of optimisation step `step` (from 0), int64 `[size]`.
 
-    They are cut from the endless stream `order(seed, 0) + order(seed, 1) + ...`: no row is dropped, a batch may
+    They are cut from the endless stream `epoch_order(seed, 0) + epoch_order(seed, 1) + ...`: no row is dropped, a batch may
     cross the border of two epochs, and any step can be asked for without those before it.
     """
     if count < 1:
@@ -39,13 +39,13 @@ def rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
     parts, place, end = [], step * size, (step + 1) * size
     while place < end:
         epoch, first = divmod(place, count)
-        part = order(seed, epoch, count)[first : first + end - place]
+        part = epoch_order(seed, epoch, count)[first : first + end - place]
         parts.append(part)
         place += len(part)
     return np.concatenate(parts)
 
 
-def split_off(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:
     """Hold out a random share `part` (0 to 1) of `count` rows.
 
     Returns (kept, held out), sorted int64 indices; UsageError if either would be empty.

@@ -25,7 +25,7 @@ _WHITE, _GRAY, _BLACK = 255, 110, 0
 
 
 @contextlib.contextmanager
-def opened(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Image]:
+def open_image(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Image]:
     """The image in a file's bytes; DecompressionBombWarning, of which Pillow only warns, if its header states too much.
 
     Raises what Pillow does for a broken file: of any kind.
@@ -37,7 +37,7 @@ def opened(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Imag
         yield image
 
 
-def grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
+def image_grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
     """Images uint8 `[H, W]` (one or more, of one size) row by row in an about square grid, captions below them.
 
     Small images are magnified by a whole factor, the largest at which the grid is at most 1,600 pixels wide.
@@ -57,7 +57,7 @@ def grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
     return picture
 
 
-def page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
+def text_page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
     """Texts below each other, each under its caption, wrapped and cut to 24 lines, of which the last says what is cut.
 
     Letters outside Latin-1 are drawn as question marks.
@@ -79,7 +79,7 @@ def page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
     return picture
 
 
-def save(image: Image.Image, path: str | Path) -> None:
+def save_png(image: Image.Image, path: str | Path) -> None:
     """Write a PNG file, complete or not at all; UsageError if `path` is no .png or its folder cannot be written."""
     path = Path(os.path.expanduser(path))
     if path.suffix.lower() != ".png":

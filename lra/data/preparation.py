@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 @contextmanager
-def shown(task: str, source: str, params: Mapping[str, Any]) -> Iterator[Callable[[int], None]]:
+def show_preparation(task: str, source: str, params: Mapping[str, Any]) -> Iterator[Callable[[int], None]]:
     """Gives what counts examples that are written. How many there will be is known of generated data."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     generated = source == "generated"

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.collated import TORCH
+from lra.data.collated import TORCH_DTYPES
 from lra.data.split import Examples, Pairs, Split
 
-SHARE = 1 / 4  # of a GPU's memory, at most: the rest is the model's
+MEMORY_SHARE = 1 / 4  # of a GPU's memory, at most: the rest is the model's
 CHUNK = 1 << 24  # elements uploaded at a time, through a buffer of as many
 
 
 @dataclass(frozen=True, eq=False)
-class Resident(Split):
+class ResidentSplit(Split):
     """A split on a device. What it gathers is bitwise what the split gathers that it was made of."""
 
     tokens: Tensor  # uint8 or uint16 [sum of lengths + 1], the last is 0
@@ -53,12 +53,12 @@ class Resident(Split):
         return tokens, None if self.positions is None else self.positions[places]
 
 
-def memory(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """Bytes of a GPU's memory; 0 for what has no memory of its own."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def upload(
+def upload_splits(
     splits: Mapping[str, Examples],
     device: torch.device,
     limit: float,
@@ -82,9 +82,9 @@ def upload(
         return {}
     there = {identity: _copy(vector, device) for identity, vector in vectors.items()}
 
-    def resident(host: Split) -> Resident:
+    def resident(host: Split) -> ResidentSplit:
         positions = None if host.positions is None else there[_identity(host.positions)]
-        return Resident(there[_identity(host.tokens)], host.starts, host.lengths, host.labels, positions, filtered)
+        return ResidentSplit(there[_identity(host.tokens)], host.starts, host.lengths, host.labels, positions, filtered)
 
     placed: dict[str, Examples] = {}
     for name, split in splits.items():
@@ -103,7 +103,7 @@ def _identity(vector: np.ndarray) -> Any:
 
 def _copy(vector: np.ndarray, device: torch.device) -> Tensor:
     """The vector on `device`, and a 0 after its last element."""
-    dtype = TORCH[vector.dtype.str]
+    dtype = TORCH_DTYPES[vector.dtype.str]
     there = torch.zeros(len(vector) + 1, dtype=dtype, device=device)
     buffer = torch.empty(min(CHUNK, len(vector)), dtype=dtype, pin_memory=device.type == "cuda")
     for first in range(0, len(vector), CHUNK):

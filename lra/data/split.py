@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 
-Rows = np.ndarray | Sequence[int]
-IGNORED = -100  # label of what fills a batch up: cross-entropy leaves it out
+RowIndices = np.ndarray | Sequence[int]
+IGNORED_LABEL = -100  # label of what fills a batch up: cross-entropy leaves it out
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,26 +47,26 @@ class Split:
         start = self.starts[row]
         return self.tokens[start : start + self.lengths[row]]
 
-    def longest(self, rows: Rows) -> np.ndarray:
+    def longest(self, rows: RowIndices) -> np.ndarray:
         """The length of each of these rows, int64."""
         return self.lengths[rows]
 
-    def subset(self, rows: Rows) -> Split:
+    def subset(self, rows: RowIndices) -> Split:
         """Only these rows, in this order, of the same mapped tokens."""
         return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
 
     def collate(
         self,
-        rows: Rows,
+        rows: RowIndices,
         *,
         max_length: int,
         layout: Literal["packed", "padded"] = "packed",
         prefix: int | None = None,
         threshold: int | None = None,
         share: float = 0.0,
-        index: Rows | None = None,
+        index: RowIndices | None = None,
         multiple: int = 1,
-    ) -> Collated:
+    ) -> CollatedBatch:
         """The batch of these rows (int `[B]`, any order, repeats allowed), not yet on a device.
 
         Of each sequence the first `max_length` tokens are kept, and with `threshold` only those of them whose id is at
@@ -96,10 +96,14 @@ class Split:
                 # few values. What passes a threshold is a small part of a sequence, in all of them about as much
                 most = max_length + head
                 longest = most if threshold is None else min(most, 1 << (longest - 1).bit_length())
-                filling = _shares(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
+                filling = _split_evenly(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
                 lengths, labels, index = (
                     np.concatenate([field, filler])
-                    for field, filler in ((lengths, filling), (labels, 0 * filling + IGNORED), (index, 0 * filling))
+                    for field, filler in (
+                        (lengths, filling),
+                        (labels, 0 * filling + IGNORED_LABEL),
+                        (index, 0 * filling),
+                    )
                 )
             begins, total = np.cumsum(lengths) - lengths, int(lengths.sum())
         else:
@@ -108,7 +112,7 @@ class Split:
         starts = np.minimum(begins, max(total - 1, 0))  # of nothing at the end, a row, too
         start, length, place = (np.ascontiguousarray(field, np.int32) for field in (starts, lengths, index))
         label, laid = np.ascontiguousarray(labels, np.int64), chosen.lay(begins[:count] + head, total)
-        return Collated(chosen.read, start, length, place, label, laid, total, longest, prefix, count)
+        return CollatedBatch(chosen.read, start, length, place, label, laid, total, longest, prefix, count)
 
     def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
         """Of each sequence the first `max_length` tokens, or with `threshold` those of them of at least that id.
@@ -161,11 +165,11 @@ class Pairs:
         one, other = self.pairs[row]
         return self.documents[one], self.documents[other]
 
-    def longest(self, rows: Rows) -> np.ndarray:
+    def longest(self, rows: RowIndices) -> np.ndarray:
         """The length of the longer one of each of these pairs, int64."""
         return self.documents.lengths[self.pairs[rows]].max(1)
 
-    def collate(self, rows: Rows, *, index: Rows | None = None, **options: Any) -> Collated:
+    def collate(self, rows: RowIndices, *, index: RowIndices | None = None, **options: Any) -> CollatedBatch:
         """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.collate`.
 
         `index` is the place of each pair in the global batch; its label stands once.
@@ -191,7 +195,7 @@ def shared_places(length: int, share: float) -> np.ndarray:
     return np.random.default_rng(0).random(length) < share
 
 
-def _shares(total: int, count: int) -> np.ndarray:
+def _split_evenly(total: int, count: int) -> np.ndarray:
     """`total` in `count` nearly equal parts, int64."""
     ends = np.arange(count + 1) * total // count
     return ends[1:] - ends[:-1]

@@ -35,32 +35,32 @@ import numpy as np
 
 from lra import environment, reading
 from lra.data.manifest import faulty_fields
-from lra.data.preparation import shown
+from lra.data.preparation import show_preparation
 from lra.data.split import Pairs, Split
-from lra.data.writer import DOCUMENTS, Writer
+from lra.data.writer import DOCUMENTS, StoreWriter
 from lra.errors import UsageError, disk_full, failing, system_error
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
 PATIENCE_S = 30  # for another process, until that is told
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+ABSENT_CODES = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 # what a file system answers that can't map, lock or sync files
-UNSUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+UNSUPPORTED_CODES = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 # what every manifest says beside its format and files
-STATED = (
+MANIFEST_FIELDS = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
     *("splits", "baselines", "notes", "date", "versions"),
 )
 
 
-def root() -> Path:
+def data_root() -> Path:
     """The folder of all prepared stores: `$LRA_DATA`, which may be one of many users, else the user's cache."""
     chosen = os.environ.get("LRA_DATA")
     return Path(os.path.expanduser(chosen)).absolute() if chosen else environment.cache_root()
 
 
-def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
+def store_folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
     """Where the store of this task, version and parameters lives, whether or not it exists."""
-    return root() / f"{task}@{version}-{_hash(params)[:8]}"
+    return data_root() / f"{task}@{version}-{_hash(params)[:8]}"
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
@@ -69,7 +69,7 @@ def vocabulary_hash(vocabulary: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Content:
+class StoreContent:
     """What a store holds and where it comes from: the part of its manifest known before it is built."""
 
     task: str
@@ -82,12 +82,12 @@ class Content:
 
     @property
     def path(self) -> Path:
-        return folder(self.task, self.version, self.params)
+        return store_folder(self.task, self.version, self.params)
 
 
-def prepare(
-    content: Content,
-    build: Callable[[Writer], None],
+def prepare_store(
+    content: StoreContent,
+    build: Callable[[StoreWriter], None],
     *,
     force: bool = False,
     command: str = "",
@@ -102,8 +102,8 @@ def prepare(
     if os.path.exists(path) and not force:
         return Store.open(path, command)
     try:
-        with _alone(path):
-            _settle(path)  # what a killed build left
+        with _locked(path):
+            _clean_up(path)  # what a killed build left
             if force or not path.exists():
                 _build(path, content, build)
     except UsageError:
@@ -142,24 +142,24 @@ class Store:
             version, source = manifest["format"], Path(manifest.get("source", ""))
             files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
+            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_mend(path, command)}") from error
         if command and source.is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again
         if version != FORMAT:
             raise UsageError(
-                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(path, command)}"
+                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_mend(path, command)}"
             )
-        if missing := [name for name in STATED if name not in manifest]:
-            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
+        if missing := [name for name in MANIFEST_FIELDS if name not in manifest]:
+            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_mend(path, command)}")
         if wrong := ", ".join(faulty_fields(manifest)):
-            raise UsageError(f"{path}/manifest.json has no {wrong}; {_again(path, command)}")
-        if path.name != folder(manifest["task"], manifest["version"], manifest["params"]).name:
+            raise UsageError(f"{path}/manifest.json has no {wrong}; {_mend(path, command)}")
+        if path.name != store_folder(manifest["task"], manifest["version"], manifest["params"]).name:
             other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
-            raise UsageError(f"{path} holds another store, of {other}; {_again(path, command)}")
+            raise UsageError(f"{path} holds another store, of {other}; {_mend(path, command)}")
         for name, (stated, _) in files.items():
             if (size := _size(path / name)) != stated:
                 found = "no" if size is None else size
-                raise UsageError(f"{path}/{name} has {found} bytes instead of {stated}; {_again(path, command)}")
+                raise UsageError(f"{path}/{name} has {found} bytes instead of {stated}; {_mend(path, command)}")
         with suppress(FileNotFoundError):
             arrays = {name: _map(path / name, command) for name in files}
             if reading.read_text(path / "manifest.json", reading.MOST_JSON) == text:
@@ -206,14 +206,14 @@ class Store:
 
     def _damaged(self, name: str, part: str) -> UsageError:
         what = f"{self.path}/{name}.{part}.npy has what a store's {part} can't be: it is corrupt"
-        return UsageError(f"{what}; {_again(self.path, self.command)}")
+        return UsageError(f"{what}; {_mend(self.path, self.command)}")
 
     def verify(self) -> None:
         """Read every byte again; UsageError names the first file that is not what was written."""
         Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
-                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_mend(self.path, self.command)}")
 
 
 def _size(path: Path) -> int | None:
@@ -221,7 +221,7 @@ def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError as error:
-        if error.errno not in ABSENT:
+        if error.errno not in ABSENT_CODES:
             raise
         return None
 
@@ -232,7 +232,7 @@ def _map(file: Path, command: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         if system := system_error(error, file):  # nothing is damaged
             raise system from None
-        raise UsageError(f"{file} is no array: it is corrupt; {_again(file.parent, command)}") from error
+        raise UsageError(f"{file} is no array: it is corrupt; {_mend(file.parent, command)}") from error
     array.flags.writeable = False
     return array
 
@@ -245,7 +245,7 @@ def _load(file: Path) -> np.ndarray:
             # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
             return np.asarray(np.load(file, mmap_mode=mode))
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in UNSUPPORTED_CODES:
                 raise
     warnings.warn(f"the file system of {file.parent} can't map files: they are read into memory", stacklevel=4)
     try:
@@ -262,18 +262,18 @@ def _within(values: np.ndarray, count: int) -> bool:
     return values.dtype.kind in "iu" and values.min(initial=0) >= 0 and values.max(initial=0) < count
 
 
-def _again(path: Path, command: str) -> str:
+def _mend(path: Path, command: str) -> str:
     """The mend of a damaged store that `command` prepares."""
     return f"run: {command} force=true" if command else f"remove {path}, and what needs it prepares it anew"
 
 
-def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:
+def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], None]) -> None:
     """Build beside `path`, then rename. Only under the lock."""
     partial = _beside(path, "partial")
     partial.mkdir()
     try:
-        with shown(content.task, content.source, content.params) as count:
-            writer = Writer(partial, len(content.vocabulary), count)
+        with show_preparation(content.task, content.source, content.params) as count:
+            writer = StoreWriter(partial, len(content.vocabulary), count)
             build(writer)
         written = writer.finish()
         files = sorted(file for file in partial.iterdir() if not file.name.startswith("."))  # a file system's own
@@ -294,11 +294,11 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
         partial.rename(path)
         _sync(path.parent)
     finally:
-        _settle(path)
+        _clean_up(path)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """One process at a time prepares a store. The lock goes when its process does."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -321,7 +321,7 @@ def _lock(file: int, path: Path) -> None:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in UNSUPPORTED:
+            if error.errno in UNSUPPORTED_CODES:
                 where = f"the file system of {path.parent} has no locks ({error.strerror})"
                 raise UsageError(f"{where}: set LRA_DATA to a folder of another one") from error
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -332,7 +332,7 @@ def _lock(file: int, path: Path) -> None:
         time.sleep(0.05)
 
 
-def _settle(path: Path) -> None:
+def _clean_up(path: Path) -> None:
     """Remove what a build has beside `path`; a store that it moved aside goes back if there is no other in place."""
     shutil.rmtree(_beside(path, "partial"), ignore_errors=True)
     old = _beside(path, "old")
@@ -364,7 +364,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # some file systems know none of folders
+        if error.errno not in UNSUPPORTED_CODES:  # some file systems know none of folders
             raise
     finally:
         os.close(descriptor)

@@ -15,8 +15,8 @@ from lra.data import checks
 DOCUMENTS = "documents"  # the sequences that pairs refer to
 
 
-class Writer:
-    """Appends labelled examples to the splits of a store. `lra.data.store.prepare` makes it and finishes it.
+class StoreWriter:
+    """Appends labelled examples to the splits of a store. `lra.data.store.prepare_store` makes it and finishes it.
 
     An example is a sequence (`add`), or a pair of sequences out of one collection (`add_documents`, `add_pairs`).
     """
@@ -47,7 +47,7 @@ class Writer:
         self._append(split, sequences)
         self.count(len(labels))
         if self._compared:
-            self._rows.setdefault(split, []).append(checks.hashes(sequences))
+            self._rows.setdefault(split, []).append(checks.hash_rows(sequences))
         self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
@@ -64,7 +64,7 @@ class Writer:
         pairs = np.array(pairs, np.int64).reshape(-1, 2)
         self._pairs.setdefault(split, []).append(pairs)
         if self._compared:
-            self._rows.setdefault(split, []).append(checks.hashes(pairs))
+            self._rows.setdefault(split, []).append(checks.hash_rows(pairs))
         self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def baseline(self, name: str, accuracy: Mapping[str, float]) -> None:

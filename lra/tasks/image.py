@@ -10,7 +10,7 @@ import numpy as np
 from lra.data import cifar10
 from lra.data.split import Examples
 from lra.data.store import Store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule, check_data_seed
 
@@ -24,7 +24,7 @@ class ImageData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": cifar10.HUB}  # not the source: any mirror of the data set holds the same images
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         cifar10.build_cifar10(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:

@@ -11,7 +11,7 @@ from lra.config.schema import at_least, at_most
 from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, only_generated
@@ -39,7 +39,7 @@ class PathfinderData(TaskData):
     def seed(self) -> int | None:
         return self.config.data_seed if self.config.source == "generate" else None
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         c = self.config
         which = {"resolution": c.resolution, "level": c.level}
         if c.source == "generate":

@@ -11,7 +11,7 @@ from lra.config.schema import at_least, at_most
 from lra.data import imdb
 from lra.data.split import Examples
 from lra.data.store import Store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
@@ -26,7 +26,7 @@ class TextData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": imdb.HUB}  # not the source: any mirror of the data set holds the same reviews
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         imdb.build_imdb(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:

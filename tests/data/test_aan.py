@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lra.data import aan
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import pack, write_aan_pairs, write_aan_papers
 
@@ -21,8 +21,8 @@ SPLITS = {
 
 
 def store(source, dataset):
-    content = Content("retrieval", 1, {"dataset": dataset}, str(source), aan.VOCABULARY, aan.GENERATOR, None)
-    return prepare(content, lambda writer: aan.build_aan(writer, source, dataset), force=True)
+    content = StoreContent("retrieval", 1, {"dataset": dataset}, str(source), aan.VOCABULARY, aan.GENERATOR, None)
+    return prepare_store(content, lambda writer: aan.build_aan(writer, source, dataset), force=True)
 
 
 def read(made):

@@ -25,8 +25,8 @@ def joined(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def imdb(tmp_path):
-    """`imdb(train=…, test=…)`: the fields of a mirror with these splits."""
+def mirror(tmp_path):
+    """`mirror(train=…, test=…)`: the fields of a mirror with these splits."""
 
     def make(**splits: dict[str, Any]) -> list[str]:
         return ["task=text", f"source={write_imdb(tmp_path / 'imdb', **splits)}"]
@@ -54,34 +54,34 @@ def refused(message: str, fields: list[str]) -> None:
 COUNTS = ["!train has 20 rows, where 25,000 are published", "!test has 20 rows, where 25,000 are published"]
 
 
-def test_a_part_is_told_from_the_whole(imdb):
-    assert said(imdb(train=reviews("a", 20), test=reviews("b", 20))) == COUNTS
+def test_a_part_is_told_from_the_whole(mirror):
+    assert said(mirror(train=reviews("a", 20), test=reviews("b", 20))) == COUNTS
 
 
-def test_a_whole_has_no_note_that_runs_repeat(imdb, monkeypatch):
+def test_a_whole_has_no_note_that_runs_repeat(mirror, monkeypatch):
     monkeypatch.setattr("lra.data.imdb.PUBLISHED", 200)
-    first = imdb(train=reviews("a", 200), test=joined(reviews("b", 199), reviews("a", 1)))
+    first = mirror(train=reviews("a", 200), test=joined(reviews("b", 199), reviews("a", 1)))
     assert said(first) == ["1 of 200 rows of test are in train, too"], "as some of IMDB's"
 
 
-def test_splits_that_are_the_same_are_refused_in_any_order(imdb):
+def test_splits_that_are_the_same_are_refused_in_any_order(mirror):
     rows = reviews("a", 20)
-    refused("imdb: test has the same rows as train", imdb(train=rows, test={k: v[::-1] for k, v in rows.items()}))
+    refused("imdb: test has the same rows as train", mirror(train=rows, test={k: v[::-1] for k, v in rows.items()}))
 
 
-def test_rows_that_two_splits_share_are_counted(imdb):
-    made = imdb(train=reviews("a", 20), test=joined(reviews("a", 19), reviews("b", 1)))
+def test_rows_that_two_splits_share_are_counted(mirror):
+    made = mirror(train=reviews("a", 20), test=joined(reviews("a", 19), reviews("b", 1)))
     assert said(made) == [*COUNTS, "!19 of 20 rows of test are in train, too"]
 
 
-def test_a_split_within_another_is_told(imdb):
-    assert "!10 of 10 rows of test are in train, too" in said(imdb(train=reviews("a", 20), test=reviews("a", 10)))
+def test_a_split_within_another_is_told(mirror):
+    assert "!10 of 10 rows of test are in train, too" in said(mirror(train=reviews("a", 20), test=reviews("a", 10)))
 
 
-def test_one_label_alone_and_empty_reviews_are_told(imdb):
+def test_one_label_alone_and_empty_reviews_are_told(mirror):
     train = reviews("a", 20) | {"label": [0] * 20}
     test = joined(reviews("b", 19), {"text": [""], "label": [1]})
-    assert said(imdb(train=train, test=test)) == [
+    assert said(mirror(train=train, test=test)) == [
         *COUNTS,
         "!all 20 rows of train have the label 0",
         "!1 of 20 sequences of test are empty",

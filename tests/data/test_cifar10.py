@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lra.data import cifar10
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import CIFAR10_CARD, pngs, write_cifar10
 
@@ -31,8 +31,8 @@ def mirror(tmp_path):
 
 
 def store(source):
-    content = Content("image", 1, {}, str(source), cifar10.PIXELS, cifar10.GENERATOR, None)
-    return prepare(content, lambda writer: cifar10.build_cifar10(writer, source))
+    content = StoreContent("image", 1, {}, str(source), cifar10.PIXELS, cifar10.GENERATOR, None)
+    return prepare_store(content, lambda writer: cifar10.build_cifar10(writer, source))
 
 
 def luma(images):

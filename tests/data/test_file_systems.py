@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lra.data.store import Store, prepare
+from lra.data.store import Store, prepare_store
 from lra.data.writer import _save
 from lra.errors import UsageError, disk_full, failing
 from tests.data.toy import build, content
@@ -29,17 +29,17 @@ def test_full_disk(wrapped):
             raise
 
     with pytest.raises(UsageError, match="no space left.*LRA_DATA") as caught:
-        prepare(content(), fills_up)
+        prepare_store(content(), fills_up)
     assert "\n" not in str(caught.value)
     assert not [path for path in content().path.parent.iterdir() if path.suffix != ".lock"]
-    prepare(content(), build).verify()
+    prepare_store(content(), build).verify()
 
 
 def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "file" / "below"))
     with pytest.raises(UsageError, match="cannot write to .*set LRA_DATA"):
-        prepare(content(), build)
+        prepare_store(content(), build)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
@@ -62,7 +62,7 @@ def test_a_file_system_that_can_not_map_files(monkeypatch, number, private):
     monkeypatch.setattr(mmap, "mmap", fails)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        made = prepare(content(), build)
+        made = prepare_store(content(), build)
         made.verify()
     assert len(told) == (not private)
     assert all("can't map files: they are read into memory" in str(each.message) for each in told)
@@ -77,7 +77,7 @@ TROUBLE = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, er
 @pytest.mark.parametrize("number", TROUBLE)
 @pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.open", "pathlib.Path.stat"])
 def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
 
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), *([str(path)] if "Path" in what else []))
@@ -96,7 +96,7 @@ def test_a_file_system_without_locks(monkeypatch, number):
 
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(UsageError, match=r"has no locks \(.*\): set LRA_DATA to a folder of another one"):
-        prepare(content(), build)
+        prepare_store(content(), build)
     monkeypatch.undo()
 
 
@@ -109,14 +109,14 @@ def test_a_file_system_that_can_not_sync_folders_and_has_files_of_its_own(monkey
         (writer._folder / "._train.tokens.npy").write_bytes(b"\0\5\x16\7")
 
     monkeypatch.setattr(os, "fsync", fails)
-    made = prepare(content(), visited)
+    made = prepare_store(content(), visited)
     assert not [name for name in made.manifest["files"] if name.startswith(".")]
     (made.path / "._train.tokens.npy").unlink()
     made.verify()
 
 
 def test_a_store_larger_than_memory_where_files_can_not_be_mapped(monkeypatch):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
 
     def fails(*_, mmap_mode=None):
         raise OSError(errno.ENODEV, "No such device") if mmap_mode else MemoryError

@@ -13,7 +13,7 @@ import pytest
 
 import lra
 from lra.data import hub, imdb
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import IMDB_CARD, write_imdb
 
@@ -32,8 +32,8 @@ def mirror(tmp_path):
 
 
 def store(source):
-    content = Content("text", 1, {}, str(source), imdb.VOCABULARY, imdb.GENERATOR, None)
-    return prepare(content, lambda writer: imdb.build_imdb(writer, source))
+    content = StoreContent("text", 1, {}, str(source), imdb.VOCABULARY, imdb.GENERATOR, None)
+    return prepare_store(content, lambda writer: imdb.build_imdb(writer, source))
 
 
 def test_bytes_and_labels(mirror):

@@ -14,7 +14,7 @@ import pytest
 
 from lra.data import listops
 from lra.data.expressions import CLOSE, MAX, MED, MIN, SM, draw_expressions
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import pack, write_listops
 
@@ -185,12 +185,12 @@ def test_shallow_law():
 
 
 def content(**params):
-    return Content("listops", 1, params, "generated", listops.VOCABULARY, listops.GENERATOR, 0)
+    return StoreContent("listops", 1, params, "generated", listops.VOCABULARY, listops.GENERATOR, 0)
 
 
 def test_build_makes_disjoint_splits(sample):
     counts = {"train": 60, "val": 20, "test": 20, "fresh": 50}
-    store = prepare(content(), lambda w: listops.build_listops(w, **counts))
+    store = prepare_store(content(), lambda w: listops.build_listops(w, **counts))
     splits = [store.split(name) for name in counts]
     assert [len(split) for split in splits] == list(counts.values())
     every = [bytes(split[i]) for split in splits for i in range(len(split))]
@@ -210,7 +210,7 @@ def official(tmp_path, sample):
 def test_official_files(official, sample):
     text = (official / "basic_train.tsv").read_text().splitlines()[1].split("\t")[0]
     assert len(text.split()) == 3 * len(sample[0][0]) - 2  # the layout of the release
-    store = prepare(content(), lambda w: listops.build_released_listops(w, official, fresh=20))
+    store = prepare_store(content(), lambda w: listops.build_released_listops(w, official, fresh=20))
     assert store.splits == ("train", "val", "test", "fresh")
     got = [store.split(name)[i] for name in ("train", "val", "test") for i in range(10)]
     assert all(np.array_equal(a, b) for a, b in zip(got, sample[0], strict=False))
@@ -220,7 +220,7 @@ def test_official_files(official, sample):
 def test_other_counts_than_published_are_noted(official, monkeypatch):
     def notes():
         build = partial(listops.build_released_listops, source=official, fresh=2)
-        return prepare(content(), build, force=True).manifest["notes"]
+        return prepare_store(content(), build, force=True).manifest["notes"]
 
     published = {"train": "96,000", "val": "2,000", "test": "2,000"}
     said = [f"basic_{split}.tsv has 10 rows, where {count} are published" for split, count in published.items()]
@@ -240,7 +240,7 @@ def test_fresh_expressions_are_no_others(tmp_path):
     generated = partial(listops.build_listops, train=10, val=10, test=10, fresh=200, **limits)
     fresh = []
     for build in (imported, generated):
-        part = prepare(content(), build, force=True).split("fresh")
+        part = prepare_store(content(), build, force=True).split("fresh")
         fresh.append([bytes(part[i]) for i in range(200)])
     assert fresh[0] == fresh[1] and not set(fresh[0]) & {bytes(ids) for ids in sequences}
 
@@ -279,7 +279,7 @@ def test_official_files_in_an_archive(official, sample, tmp_path):
     (outer / "lra_release").mkdir()
     official.rename(outer / "lra_release" / "listops-1000")
     for source in (outer, pack(outer, tmp_path / "lra_release.gz")):
-        store = prepare(
+        store = prepare_store(
             content(), lambda w, source=source: listops.build_released_listops(w, source, fresh=2), force=True
         )
         val = store.split("val")
@@ -291,10 +291,10 @@ def test_files_are_named_with_their_place(official, tmp_path):
         file.write("[AVG 2 9 ]\t9\n")
     for source in (tmp_path, pack(official, tmp_path / "lra_release.gz")):
         with pytest.raises(UsageError, match=f"^{source}/listops-1000/basic_val.tsv:12: unknown ListOps token"):
-            prepare(content(), lambda w, source=source: listops.build_released_listops(w, source, fresh=2))
+            prepare_store(content(), lambda w, source=source: listops.build_released_listops(w, source, fresh=2))
 
 
 def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
     with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it anew"):
-        prepare(content(), lambda w: listops.build_released_listops(w, official, fresh=2))
+        prepare_store(content(), lambda w: listops.build_released_listops(w, official, fresh=2))

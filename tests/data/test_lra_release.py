@@ -46,7 +46,7 @@ def unpacked(tmp_path):
 
 
 def read(source, folder=FOLDER, patterns=PATTERNS):
-    return {file.name: file.stream.read() for file in lra_release.files(source, folder, *patterns)}
+    return {file.name: file.stream.read() for file in lra_release.release_files(source, folder, *patterns)}
 
 
 def expected(mark):
@@ -83,10 +83,10 @@ def test_a_copy_that_is_named_is_read(unpacked):
 
 def test_paths_for_messages(unpacked, tmp_path):
     name, inside = "metadata/0.npy", f"above/lra_release/lra_release/{FOLDER}/metadata/0.npy"
-    [file] = lra_release.files(unpacked, FOLDER, name)
+    [file] = lra_release.release_files(unpacked, FOLDER, name)
     assert file.path == str(tmp_path / inside)
     archive = pack(unpacked, tmp_path / "lra_release.gz")
-    [file] = lra_release.files(str(archive), FOLDER, name)
+    [file] = lra_release.release_files(str(archive), FOLDER, name)
     assert (file.name, file.path) == (name, f"{archive}/{inside}")
 
 

@@ -13,8 +13,8 @@ from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import released
 from lra.data.pathfinder.generate import draw_image, generate_images, threshold_accuracy
 from lra.data.pathfinder.law import image_law
-from lra.data.store import Content, prepare
-from lra.data.writer import Writer
+from lra.data.store import StoreContent, prepare_store
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from tests.fixtures import pack, write_pathfinder
 
@@ -47,8 +47,8 @@ def folder(tmp_path):
 
 def store(source, resolution=32, level="hard"):
     params = {"resolution": resolution, "level": level}
-    content = Content("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
-    return prepare(
+    content = StoreContent("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
+    return prepare_store(
         content,
         lambda writer: released.build_released_pathfinder(writer, source, resolution=resolution, level=level),
         force=True,
@@ -284,6 +284,6 @@ def test_half_an_archive_gives_no_store(folder, tmp_path, data_root):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
 def test_a_full_disk_is_one_line(folder, tmp_path, monkeypatch):
     (tmp_path / "pixels").symlink_to("/dev/full")
-    monkeypatch.setattr(Writer, "scratch", lambda _: tmp_path)
+    monkeypatch.setattr(StoreWriter, "scratch", lambda _: tmp_path)
     with pytest.raises(UsageError, match="no space left"):
         store(folder)

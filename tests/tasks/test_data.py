@@ -272,7 +272,7 @@ def test_training_begins_at_the_trainers_step():
     data = data_of("task=listops", *SHORT, step=7)
     ((batch,), *_) = next(iter(data.train_dataloader()))
     batch = batch.to(CPU)
-    labels = data.parts["train"].labels[order.rows(0, 7, 64, 300)]
+    labels = data.parts["train"].labels[order.step_rows(0, 7, 64, 300)]
     places, found = rows_and_labels(batch)
     assert sorted(places) == list(range(64)) and found == labels[places].tolist()
     assert batch.length.tolist() == sorted(batch.length.tolist(), reverse=True)

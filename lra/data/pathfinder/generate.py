@@ -18,7 +18,7 @@ from hashlib import blake2b
 import numpy as np
 
 from lra.data.pathfinder.law import ImageLaw, image_law
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 
 GENERATORS = {1: "lra.data.pathfinder@1", 2: "lra.data.pathfinder@2"}  # by version of the images: see `_key`
@@ -48,7 +48,7 @@ class Drawing:
 
 
 def build_pathfinder(
-    writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
+    writer: StoreWriter, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
 ) -> None:
     """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
 

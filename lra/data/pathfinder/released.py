@@ -14,7 +14,7 @@ from torch.utils.data import random_split
 from lra.data import checks, lra_release, picture
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
 from lra.data.pathfinder.law import ImageLaw, image_law
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError, system_error
 
 GENERATOR = "lra.data.pathfinder.released@1"
@@ -32,10 +32,10 @@ class _Row(NamedTuple):
     line: str  # file and number, for messages
 
 
-def build_released_pathfinder(writer: Writer, source: str | Path, *, resolution: int, level: str) -> None:
+def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolution: int, level: str) -> None:
     """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are joined.
 
-    `source` is LRA's release or a folder of it (`lra.data.lra_release.files`). The examples are the lines of
+    `source` is LRA's release or a folder of it (`lra.data.lra_release.release_files`). The examples are the lines of
     `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split` with seed 42 gives a tenth of
     them each to val and test, rounded down. A note says how many images are left out: the one that the release has
     empty, and those that no line names. While it works the pixels are on the disk twice. UsageError names the file that
@@ -81,7 +81,7 @@ def _read(source: str | Path, folder: str, images: ImageLaw, pixels: BinaryIO) -
     """All lines of metadata in order, and the place in `pixels` to which each image was written."""
     tables: list[tuple[int, list[_Row]]] = []
     places: dict[str, int] = {}
-    for file in lra_release.files(source, folder, "imgs/*/sample_*.png", "metadata/*.npy"):
+    for file in lra_release.release_files(source, folder, "imgs/*/sample_*.png", "metadata/*.npy"):
         if file.name.startswith("metadata/"):
             tables.append((_number(file), list(_rows(file, images.contour_length))))
         elif (data := file.stream.read()) or f"{folder}/{file.name}" != _EMPTY:
@@ -91,14 +91,14 @@ def _read(source: str | Path, folder: str, images: ImageLaw, pixels: BinaryIO) -
     return [row for _, table in tables for row in table], places
 
 
-def _number(file: lra_release.File) -> int:
+def _number(file: lra_release.ReleaseFile) -> int:
     try:
         return int(PurePosixPath(file.name).stem)
     except ValueError:
         raise UsageError(f"{file.path}: the files of metadata have numbers as names; take this one away") from None
 
 
-def _rows(file: lra_release.File, contour_length: int) -> Iterator[_Row]:
+def _rows(file: lra_release.ReleaseFile, contour_length: int) -> Iterator[_Row]:
     """Columns: folder, file, number in the folder, label, continuity, contour length, and others that say no more."""
     for number, text in enumerate(file.stream, start=1):
         line, fields = f"{file.path}:{number}", text.decode(errors="replace").split()
@@ -115,7 +115,7 @@ def _rows(file: lra_release.File, contour_length: int) -> Iterator[_Row]:
 def _decode(data: bytes, path: str, resolution: int) -> bytes:
     """Gray levels of a PNG file, row by row."""
     try:
-        with picture.opened(data, ["PNG"]) as image:
+        with picture.open_image(data, ["PNG"]) as image:
             if image.size == (resolution, resolution) and not image.mode.startswith(("I", "F")):  # of 16 bits or more
                 return image.convert("L").tobytes()
             found = f"{image.width}x{image.height} of mode {image.mode}"
