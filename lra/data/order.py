@@ -31,8 +31,8 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 def step_rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
     """The rows of optimisation step `step` (from 0), int64 `[size]`.
 
-    They are cut from the endless stream `epoch_order(seed, 0) + epoch_order(seed, 1) + ...`: no row is dropped, a batch may
-    cross the border of two epochs, and any step can be asked for without those before it.
+    They are cut from the endless stream `epoch_order(seed, 0) + epoch_order(seed, 1) + ...`. No row is dropped, and a
+    batch may cross the border of two epochs. Any step can be asked for without those before it.
     """
     if count < 1:
         raise UsageError("no training rows: prepare the data again (lra data prepare ... force=true)")

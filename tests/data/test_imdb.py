@@ -85,12 +85,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import lra
-from lra.data import hub, text
-from lra.data.store import Content, prepare
+from lra.data import hub, imdb
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
-content = Content("text", 1, {}, sys.argv[1], text.VOCABULARY, text.GENERATOR, None)
+content = StoreContent("text", 1, {}, sys.argv[1], imdb.VOCABULARY, imdb.GENERATOR, None)
 try:
-    prepare(content, lambda writer: text.build(writer, sys.argv[1]))
+    prepare_store(content, lambda writer: imdb.build_imdb(writer, sys.argv[1]))
 except UsageError as error:
     print(error)
 """

@@ -149,7 +149,7 @@ GOLDEN = ([3, 0, 3, 6, 0, 6, 9, 9], "9f1fce02977646df")
 
 @pytest.mark.slow
 def test_ids_do_not_depend_on_the_hash_seed():
-    code = "from lra.data import listops; print(listops.VOCABULARY, listops.generate(5, seed=1))"
+    code = "from lra.data import listops; print(listops.VOCABULARY, listops.generate_expressions(5, seed=1))"
 
     def output(seed):
         environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -277,9 +277,9 @@ GOLDEN[1] = {
 
 def test_images_do_not_depend_on_the_hash_seed():
     code = """
-from lra.data.pathfinder.generate import draw
-from lra.data.pathfinder.law import law
-one = draw(law(32, "hard"), seed=1, index=2)
+from lra.data.pathfinder.generate import draw_image
+from lra.data.pathfinder.law import image_law
+one = draw_image(image_law(32, "hard"), seed=1, index=2)
 print(one.pixels.tobytes().hex(), one.label, one.targets.tolist())
 """
 

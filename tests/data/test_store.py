@@ -240,14 +240,14 @@ def test_a_store_that_could_not_be_replaced_is_there_again(killed):
 SLOW_BUILD = """
 import sys, time
 import numpy as np
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 
 def build(writer):
     writer.add("train", [np.array([0, 1, 2])], [1])
     print("building", flush=True)
     time.sleep(float(sys.argv[1]))
 
-prepare(Content("toy", 1, {"n": 3}, "made up", ["a", "b", "c"], "test@1", 0), build)
+prepare_store(StoreContent("toy", 1, {"n": 3}, "made up", ["a", "b", "c"], "test@1", 0), build)
 """
 
 
