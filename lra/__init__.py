@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:  # imported when asked for: `lra ls` needs none of it
         from lra import ranks
 
-        ranks.check()
+        ranks.check_variables()
         from lra.training import fit
 
         return getattr(fit, name)

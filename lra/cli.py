@@ -15,10 +15,10 @@ from rich.text import Text
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.completion import complete
-from lra.errors import UsageError, unusable
+from lra.errors import UsageError, explain_system_error
 from lra.help import FitCommand
-from lra.streams import guarded
-from lra.terminal import Terminal, visible
+from lra.streams import guard_streams
+from lra.terminal import Terminal, make_visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
@@ -63,10 +63,10 @@ def test(
 @verb(app)
 def doctor() -> None:
     """What this machine has: GPU, versions, usable kernels, prepared data."""
-    from lra.doctor import report
+    from lra.doctor import diagnose
 
     table = Table(show_header=False, box=None)
-    for name, state in report():
+    for name, state in diagnose():
         table.add_row(name, state)
     console.print(table)
 
@@ -346,7 +346,7 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
-    with guarded() as output:
+    with guard_streams() as output:
         try:
             _main()
         except SystemExit as ended:
@@ -361,7 +361,7 @@ def main() -> None:
 def _main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
-        ranks.check()
+        ranks.check_variables()
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
@@ -373,7 +373,7 @@ def _main() -> None:
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if not (said := unusable(error) or caches.damaged(error)):
+        if not (said := explain_system_error(error) or caches.explain_damage(error)):
             raise
         _complain(said)
     except SystemExit as ended:
@@ -392,5 +392,5 @@ def _refuse(error: Any) -> NoReturn:
 
 def _complain(text: str) -> NoReturn:
     with suppress(OSError):  # a full disk may have the standard error, too
-        Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
+        Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {make_visible(text)}"))
     sys.exit(2)

@@ -57,12 +57,12 @@ def _behind(error: BaseException | None, *numbers: int) -> OSError | None:
     return None
 
 
-def disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
     return _behind(error, errno.ENOSPC, errno.EDQUOT) is not None
 
 
-def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
+def explain_system_error(error: BaseException, place: str | Path = "a file") -> str | None:
     """What is said of a file or folder that the system can't read or write, and how to mend it.
 
     Args:
@@ -83,7 +83,7 @@ def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
     return f"{found.filename or place} can't be used ({found.strerror}): {mend}"
 
 
-def failing(error: BaseException) -> bool:
+def is_disk_failure(error: BaseException) -> bool:
     """Whether a machine can't read or write what is there and may be used: nothing is damaged, and nothing denied."""
     of_users = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.EDQUOT)
     known = isinstance(error, OSError) and error.errno in _MENDS and error.errno not in of_users
@@ -91,7 +91,7 @@ def failing(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def name_file(path: str | Path) -> Iterator[None]:
     """Errors of the system inside are raised as OSErrors that name `path`, also where a library has wrapped them."""
     try:
         yield
@@ -116,7 +116,7 @@ def system_error(error: BaseException | None, file: str | Path | None = None) ->
     return error
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, a GPU's or the machine's: there PyTorch raises a plain RuntimeError."""
     import torch  # here, as the command line begins without it
 
@@ -130,13 +130,13 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def brief(value: object) -> str:
+def shorten(value: object) -> str:
     """A value for a message: of a long one the beginning, and its length."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:40]}… ({len(text):,} characters)"
 
 
-def named(error: BaseException) -> str:
+def name_error(error: BaseException) -> str:
     """Its type, and the first line of what it says."""
     name, said = type(error).__name__, first_line(error)
     return name if said == name else f"{name}: {said}"

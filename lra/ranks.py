@@ -16,14 +16,14 @@ from typing import Literal
 
 from lra.errors import UsageError
 
-STARTER = "LRA_STARTER"  # the process that started this one as a rank, by its id
+STARTER_VARIABLE = "LRA_STARTER"  # the process that started this one as a rank, by its id
 # what launchers say of a process: how many ranks there are, and which one it is
-COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
-PLACES = (
+COUNT_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
+PLACE_VARIABLES = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
     "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "FLUX_TASK_RANK",
 )  # fmt: skip
-STEP = ("SLURM_STEP_ID", "SLURM_STEPID")  # two names of one variable; a batch script has neither
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")  # two names of one variable; a batch script has neither
 # Lightning reads these as numbers when it is imported
 READ_BY_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -54,7 +54,7 @@ class Launch:
     name: str = "lra"
 
 
-def check() -> None:
+def check_variables() -> None:
     """UsageError for a variable with which Lightning can't be imported."""
     for name in READ_BY_LIGHTNING:
         try:
@@ -63,7 +63,7 @@ def check() -> None:
             raise UsageError(f"{name}={os.environ[name]} is not a number: unset {name}") from None
 
 
-def detect(devices: int, given: bool = False, started: int | None = None) -> Launch:
+def detect_launch(devices: int, given: bool = False, started: int | None = None) -> Launch:
     """The launch that a run with `trainer.devices` belongs to; UsageError where the variables contradict it.
 
     Args:
@@ -76,10 +76,10 @@ def detect(devices: int, given: bool = False, started: int | None = None) -> Lau
         launch = _torchrun(environ)
         _agree(devices, launch.local, given, f"torchrun started {launch.local}")
         return launch
-    if started is not None and environ.get(STARTER) == str(os.getpid()):
+    if started is not None and environ.get(STARTER_VARIABLE) == str(os.getpid()):
         _agree(devices, started, given, f"a run before it in this program started {started}")
         return Launch("lra", 0, started, started, 0)
-    if environ.get(STARTER) == str(os.getppid()):
+    if environ.get(STARTER_VARIABLE) == str(os.getppid()):
         launch = _child(environ)
         if launch.rank:
             _agree(devices, launch.world, given, f"the program was started with {launch.world}")
@@ -95,9 +95,10 @@ def detect(devices: int, given: bool = False, started: int | None = None) -> Lau
     return Launch("lra", 0, devices, devices, 0)
 
 
-def alone(environ: Environment) -> dict[str, str]:
+def without_ranks(environ: Environment) -> dict[str, str]:
     """An environment without what launchers say of ranks: for a process that is no rank of this one's run."""
-    of_launchers = {*COUNTS, *PLACES, *STEP, STARTER, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    of_launchers = {*COUNT_VARIABLES, *PLACE_VARIABLES, *STEP_VARIABLES, STARTER_VARIABLE}
+    of_launchers |= {"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {
         name: value
         for name, value in environ.items()
@@ -131,7 +132,7 @@ def _torchrun(environ: Environment) -> Launch:
 
 
 def _child(environ: Environment) -> Launch:
-    mend = f"unset {STARTER}"
+    mend = f"unset {STARTER_VARIABLE}"
     local_rank = _number(environ, "LOCAL_RANK", mend) if "LOCAL_RANK" in environ else 0
     world = _number(environ, "WORLD_SIZE", mend, 1) if local_rank else 1
     if local_rank >= world:
@@ -142,7 +143,7 @@ def _child(environ: Environment) -> Launch:
 def _tasks(environ: Environment) -> int:
     """The tasks of the step of srun that this process is in; 0 outside of one, as in a batch script."""
     counted = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    return _number(environ, counted, _unset(environ)) if counted and _first(environ, *STEP) else 0
+    return _number(environ, counted, _unset(environ)) if counted and _first(environ, *STEP_VARIABLES) else 0
 
 
 def _srun(environ: Environment, tasks: int) -> Launch:
@@ -163,7 +164,7 @@ def _srun(environ: Environment, tasks: int) -> Launch:
             f"{local}, SLURM_NODEID={node} of {nodes}): {mend}"
         )
     job = _number(environ, "SLURM_JOB_ID", mend) if "SLURM_JOB_ID" in environ else 0
-    step = _number(environ, str(_first(environ, *STEP)), mend)
+    step = _number(environ, str(_first(environ, *STEP_VARIABLES)), mend)
     given = "MASTER_PORT" in environ
     port = _port(environ, "unset it, or give a free port") if given else 15000 + (job + 1009 * step) % 10000
     return Launch("srun", rank, tasks, local, local_rank, node, _address(environ, nodes), port, f"lra/{job}.{step}")
@@ -190,7 +191,7 @@ def _refuse_others(environ: Environment, rank: int, world: int, joined: bool) ->
         joined: whether srun started the ranks. What is counted on each node is then no place among all ranks.
     """
     of_node = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK") if joined else ()
-    for names, holds in ((COUNTS, world), (PLACES, rank)):
+    for names, holds in ((COUNT_VARIABLES, world), (PLACE_VARIABLES, rank)):
         for name in names:
             if name in environ and name not in of_node and environ[name].strip() != str(holds):
                 what = f"srun says {holds}" if joined else "lra knows no launcher that started this process as a rank"
@@ -219,7 +220,7 @@ def _port(environ: Environment, mend: str) -> int:
 
 
 def _unset(environ: Environment) -> str:
-    return f"unset {' '.join(name for name in STEP if name in environ)} for a run of this process alone"
+    return f"unset {' '.join(name for name in STEP_VARIABLES if name in environ)} for a run of this process alone"
 
 
 def _shown(value: str) -> str:

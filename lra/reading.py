@@ -22,7 +22,7 @@ MOST_JSON = 64 << 20  # bytes; the largest manifests have some hundred thousand
 MOST_YAML = 1 << 18  # bytes; PyYAML reads about 50,000 a second
 MOST_NODES = 100_000  # values of a YAML file, aliases written out; those of lra have some hundred
 MOST_LEVELS = 50  # of values within values; those of lra have up to five
-DEEP = "it is nested too deeply"
+TOO_DEEP = "it is nested too deeply"
 MOST_CURVES = 1 << 30  # bytes; a row has about 50
 
 
@@ -49,11 +49,11 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text."""
     try:
-        return _shallow(
+        return _check_depth(
             json.loads(text, object_pairs_hook=_mapping, parse_int=_integer, parse_float=_real, parse_constant=_real)
         )
     except RecursionError:
-        raise ValueError(DEEP) from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def read_yaml(path: Path, by_hand: bool = False) -> Any:
@@ -64,19 +64,19 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
     """
     text = read_text(path, MOST_YAML)
     try:
-        loader = (_ByHand if by_hand else _Plain)(text)
+        loader = (_HandWrittenLoader if by_hand else _PlainLoader)(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _count(node, {})
-        return _shallow(loader.construct_document(node))
+        _count_nodes(node, {})
+        return _check_depth(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         where = f" on line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{error.problem or error.context}{where}") from None
     except (yaml.YAMLError, TypeError) as error:
         raise ValueError(str(error).partition("\n")[0]) from None
     except RecursionError:
-        raise ValueError(DEEP) from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def read_csv(path: Path, required: str) -> list[dict[str, str]]:
@@ -97,7 +97,7 @@ def read_csv(path: Path, required: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=len(row) > len(header))) for row in rows if row]
 
 
-def _shallow(value: Any) -> Any:
+def _check_depth(value: Any) -> Any:
     """A value that code which goes through it level by level can be given."""
     level = [value]
     for _ in range(MOST_LEVELS):
@@ -105,7 +105,7 @@ def _shallow(value: Any) -> Any:
         level = [part for parts in inner for part in parts]
         if not level:
             return value
-    raise ValueError(DEEP)
+    raise ValueError(TOO_DEEP)
 
 
 def is_number(value: Any) -> bool:
@@ -132,7 +132,7 @@ def _real(text: str) -> float:
     return value
 
 
-def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
     """The nodes of a tree in which aliases are written out; a few lines of aliases make a tree of any size."""
     if (known := counts.get(id(node))) is not None:
         if known == 0:
@@ -141,13 +141,13 @@ def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     counts[id(node)] = 0  # it is being counted
     inner: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
     parts = [part for pair in inner for part in pair] if isinstance(node, yaml.MappingNode) else inner
-    total = counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
+    total = counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in parts)
     if total > MOST_NODES:
         raise yaml.YAMLError(f"its aliases make more than {MOST_NODES:,} values of it")
     return total
 
 
-class _ByHand(yaml.SafeLoader):
+class _HandWrittenLoader(yaml.SafeLoader):
     """YAML without a key twice and numbers beyond 64 bits."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -163,7 +163,7 @@ class _ByHand(yaml.SafeLoader):
         return value
 
 
-class _Plain(_ByHand):
+class _PlainLoader(_HandWrittenLoader):
     """As programs write it, without aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -172,14 +172,14 @@ class _Plain(_ByHand):
         return super().compose_node(parent, index)
 
 
-_ByHand.add_constructor("tag:yaml.org,2002:int", _ByHand.construct_yaml_int)
-_Plain.add_constructor("tag:yaml.org,2002:int", _Plain.construct_yaml_int)
-_ByHand.yaml_implicit_resolvers = {
+_HandWrittenLoader.add_constructor("tag:yaml.org,2002:int", _HandWrittenLoader.construct_yaml_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_HandWrittenLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Plain.yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-_ByHand.add_implicit_resolver(  # YAML 1.1 wants a dot in it, and a sign after the e
+_PlainLoader.yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+_HandWrittenLoader.add_implicit_resolver(  # YAML 1.1 wants a dot in it, and a sign after the e
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
-class Output:
+class GuardedStream:
     """A standard stream. What can't be written is lost, and `error` says why; what writes goes on."""
 
     def __init__(self, stream: Any):
@@ -43,7 +43,7 @@ class Output:
 
 
 @contextmanager
-def guarded() -> Iterator[Output]:
+def guard_streams() -> Iterator[GuardedStream]:
     """Guards the standard streams of a command, and gives standard output.
 
     A character that a stream can't encode is replaced. A stream that was closed takes everything and shows nothing.
@@ -53,7 +53,7 @@ def guarded() -> Iterator[Output]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.stdout, sys.stderr = output, _ = Output(before[0]), Output(before[1])
+    sys.stdout, sys.stderr = output, _ = GuardedStream(before[0]), GuardedStream(before[1])
     try:
         yield output
     finally:

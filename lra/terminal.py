@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 
-def visible(text: str, kept: str = "") -> str:
+def make_visible(text: str, kept: str = "") -> str:
     r"""A text whose characters can all be seen: others are written as `\x1b`, but for those of `kept`."""
     if text.isprintable():
         return text
@@ -23,4 +23,4 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Each text goes through here, cells and titles of tables too."""
-        return super().render_str(visible(text, kept="\n"), **options)
+        return super().render_str(make_visible(text, kept="\n"), **options)

@@ -15,7 +15,7 @@ import torch
 
 from lra.config import registry
 from lra.data.writer import StoreWriter
-from lra.environment import commit, versions
+from lra.environment import current_commit, package_versions
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
 
@@ -79,11 +79,11 @@ def test_a_catalogue_fits_100_columns(what):
 
 def test_the_versions_are_printed():
     done = lra("--version")
-    installed = versions()
+    installed = package_versions()
     assert done.code == 0 and not done.err
     assert done.out.startswith(f"lra {installed['lra'] or 'not installed'}")
     assert f", torch {installed['torch']}, triton {installed['triton'] or 'not installed'}" in done.out
-    assert commit() is None or f"commit {commit()}" in done.out
+    assert current_commit() is None or f"commit {current_commit()}" in done.out
 
 
 def test_recipes_are_listed():

@@ -26,7 +26,7 @@ from lra.training.data import task_data
 
 def test_every_subject_has_a_row(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "nowhere" / "yet"))
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert {
         "Python",
         "lra",
@@ -46,7 +46,7 @@ def test_every_subject_has_a_row(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_gpu_is_named_and_the_kernels_are_run():
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert torch.cuda.get_device_name(0) in rows["GPU 0"] and "GB free" in rows["GPU 0"]
     assert rows["flash"].startswith("Triton works; ")
     assert "ptxas" in rows["ptxas"] and rows["tiles"] and "forward " in rows["  16 bits, deterministic"]
@@ -131,7 +131,7 @@ def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):
             manifest = json.loads((store.path / "manifest.json").read_text())
             (store.path / "manifest.json").write_text(json.dumps(manifest | {"splits": None}))
     (tmp_path / ".toy@9-00000000.partial").mkdir()
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     sound, unreadable, strange = (state for subject, state in rows.items() if subject.startswith("  toy@"))
     assert sound.endswith("MB: train 3")
     assert "manifest.json is missing or unreadable" in unreadable
@@ -148,7 +148,7 @@ def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypa
         rows = [np.zeros(5, np.uint8)] * 3
         store = prepare_store(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
         (store.path / ("manifest.json" if unreadable else "train.labels.npy")).write_text("{")
-        return data, dict(doctor.report())[f"  {store.path.name}"]
+        return data, dict(doctor.diagnose())[f"  {store.path.name}"]
 
     for args in (
         ("task=listops", "task.train=50", "task.data_seed=3", "task.max_length=600"),
@@ -176,7 +176,7 @@ def test_what_raises_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_gpus", broken)
     (tmp_path / "flash_attn.py").write_text('raise ImportError("undefined symbol: _ZN3c104cuda9SetDeviceEab")')
     monkeypatch.syspath_prepend(tmp_path)
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert rows["GPU"] == "fails: libcuda.so: cannot open"
     assert rows["flash-attn"] == "fails: undefined symbol: _ZN3c104cuda9SetDeviceEab"
 

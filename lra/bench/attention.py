@@ -25,7 +25,7 @@ from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.override import parse_overrides
 from lra.config.schema import at_most, droppable
-from lra.errors import UsageError, named, out_of_memory
+from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.models.attention import ATTENTIONS
 
 FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
@@ -187,7 +187,7 @@ def run_case(
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other cases are still worth having
-        status, reason = "failed", named(error)
+        status, reason = "failed", name_error(error)
     if status in ("WRONG", "failed"):
         times = {}
     for name in passes:
@@ -214,7 +214,7 @@ def _measure(
     try:
         return *_checked_times(case, backward, device, verdict), False
     except Exception as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # what follows is outside the handler, whose traceback keeps the tensors alive
     _clear(device)

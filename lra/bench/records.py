@@ -40,7 +40,7 @@ class Measurement:
     @property
     def mark(self) -> str:
         """The mark of a record that no clean commit made, else empty."""
-        return "" if self.made is None or environment.clean(self.made["commit"]) else environment.MARK
+        return "" if self.made is None or environment.is_clean_commit(self.made["commit"]) else environment.UNCLEAN_MARK
 
     def saved(self) -> dict[str, Any]:
         """The JSON object."""

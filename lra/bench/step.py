@@ -22,7 +22,7 @@ from lra.config.options import refuse_repeats, shown, take
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
-from lra.errors import UsageError, named, out_of_memory
+from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.training.assembly import build, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import hardware
@@ -139,8 +139,8 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
-        status, reason = "failed", named(error)
-        if out_of_memory(error):
+        status, reason = "failed", name_error(error)
+        if is_out_of_memory(error):
             batch = composed.config.batch
             status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
     return StepMeasurement(loop=loop, status=status, reason=reason)
@@ -181,7 +181,7 @@ def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, dev
         done = loops.by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
         where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record.ms)
     except Exception as error:  # the times are still worth having
-        return replace(record, reason=f"not profiled: {named(error)}")
+        return replace(record, reason=f"not profiled: {name_error(error)}")
     if where is None:
         return replace(record, reason="not profiled: the profiler saw no kernels")
     return replace(record, where=where)

@@ -13,7 +13,7 @@ import torch
 from lra import environment
 from lra.bench.records import part
 from lra.config.options import parse, refuse_repeats
-from lra.errors import UsageError, named
+from lra.errors import UsageError, name_error
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
@@ -187,7 +187,7 @@ def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
                 return "another kernel takes this case"
     except Exception as error:  # a tile that does not compile or fit raises what it likes
         torch.cuda.synchronize()  # raises too if the GPU can't go on
-        return named(error)
+        return name_error(error)
     return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lra.data import hub_errors
-from lra.errors import UsageError, disk_full, first_line, system_error
+from lra.errors import UsageError, first_line, is_disk_full, system_error
 
 CONFIG = "plain_text"  # of every data set read here
 CARD = "README.md"
@@ -189,7 +189,7 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
         splits = _arrow(source)
         note(f"{why}: the copy in the cache of `datasets` was read")
         return splits
-    if disk_full(failure):
+    if is_disk_full(failure):
         there = f"no space left for the download in {_cache()}"
         raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
     there = f"the copy in the Hub's cache is not whole: {unusable[0]}" if unusable else f"no copy is in {_cache()}"

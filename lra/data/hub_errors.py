@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from lra.errors import first_line, named, system_error
+from lra.errors import first_line, name_error, system_error
 
 MENDS = {  # by HTTP status
     403: "ask for access on the data set's page, or ask who runs the network, if a proxy forbids it",
@@ -66,7 +66,7 @@ def explain_failure(error: BaseException) -> str:
         return f"the proxy {proxy} can't be used ({first_line(chain[0])}): set HTTPS_PROXY to http://<host>:<port>"
     if isinstance(chain[0], ValueError | LookupError | TypeError | AttributeError) or "FileMetadataError" in kinds:
         mend = "log in to the network, or set HF_ENDPOINT"
-        return f"what answers at {endpoint}{through} is no Hub ({named(chain[0])}): {mend}"
+        return f"what answers at {endpoint}{through} is no Hub ({name_error(chain[0])}): {mend}"
     return first_line(chain[-1])
 
 

@@ -38,7 +38,7 @@ from lra.data.manifest import faulty_fields
 from lra.data.preparation import show_preparation
 from lra.data.split import Pairs, Split
 from lra.data.writer import DOCUMENTS, StoreWriter
-from lra.errors import UsageError, disk_full, failing, system_error
+from lra.errors import UsageError, is_disk_failure, is_disk_full, system_error
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
 PATIENCE_S = 30  # for another process, until that is told
@@ -109,7 +109,7 @@ def prepare_store(
     except UsageError:
         raise
     except Exception as error:
-        if disk_full(error):
+        if is_disk_full(error):
             raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
         raise
     return Store.open(path, command)
@@ -284,7 +284,7 @@ def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], Non
             **written,  # splits, documents, baselines, notes, differences
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "versions": environment.versions(),
+            "versions": environment.package_versions(),
         }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for file in [*files, partial / "manifest.json", partial]:
@@ -304,7 +304,7 @@ def _locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        if disk_full(error) or failing(error):
+        if is_disk_full(error) or is_disk_failure(error):
             raise
         raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lra.config.compose import differences
-from lra.environment import MARK, MARKED
+from lra.environment import UNCLEAN_MARK, UNCLEAN_NOTE
 from lra.errors import UsageError
 
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
@@ -27,8 +27,8 @@ class Reproduction(NamedTuple):
 
 def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:
     """A table whose title says what a mark on figures means, if there is one."""
-    marked = any(MARK in cell for row in rows for cell in row)
-    return f"{title} ({MARK} {MARKED})" if marked else title, header, rows
+    marked = any(UNCLEAN_MARK in cell for row in rows for cell in row)
+    return f"{title} ({UNCLEAN_MARK} {UNCLEAN_NOTE})" if marked else title, header, rows
 
 
 def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 
 from lra import environment
-from lra.errors import out_of_memory
+from lra.errors import is_out_of_memory
 
 # set for the runs of a grid: how many have a GPU at once
 RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
@@ -104,7 +104,7 @@ class Clock(pl.Callback):
         self.validation += time.perf_counter() - self._entered
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
-        if out_of_memory(exception):  # who else has the memory that ran out, now
+        if is_out_of_memory(exception):  # who else has the memory that ran out, now
             self.sharing = _planned()
             self._look_around(trainer)
 

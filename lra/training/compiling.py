@@ -22,7 +22,7 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     What is compiled for a packed batch is compiled once, for all numbers of rows. Then kernels depend on the batch
     that came first, and on what is the fastest of several: not so where attention has to be `deterministic`.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache("inductor")))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_folder("inductor")))
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # shapes; what comes after them would not be compiled
         return torch.compile(function, dynamic=False, options=INDUCTOR | {"deterministic": True})

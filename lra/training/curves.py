@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.errors import UsageError, naming
+from lra.errors import UsageError, name_file
 from lra.reading import read_csv
 from lra.training import events
 from lra.training.run import replacing, write
@@ -38,9 +38,9 @@ class Curves(Logger):
         assert step is not None
         if self.events is None:
             self.events = self._start(step)
-        with naming(self.path), self.path.open("a", newline="") as file:
+        with name_file(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
-        with naming(self.events), self.events.open("ab") as file:
+        with name_file(self.events), self.events.open("ab") as file:
             file.write(events.row(row, step))
 
     def _start(self, step: int) -> Path:
@@ -55,7 +55,7 @@ class Curves(Logger):
 
     def _start_events(self, kept: list[dict[str, str]]) -> Path:
         """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
-        with naming(self.folder):
+        with name_file(self.folder):
             self.folder.mkdir(exist_ok=True)
             before, when = [*self.folder.glob(events.PATTERN)], events.times(self.folder)
         path = self.folder / events.file_name()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.errors import UsageError, out_of_memory
+from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
 from lra.training.lightning import leave
@@ -95,7 +95,7 @@ class Faults(pl.Callback):
             try:
                 what = culprit(module, fault)
             except Exception as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 what = "the training loss or a gradient is not finite"
             message = f"{what} at step {step + 1}: {ADVICE}; {self.file} has the batch and the weights before it"

@@ -28,7 +28,7 @@ def join(run: RunConfig, given: bool = False) -> Launch:
         given: whether the user named `trainer.devices`.
     """
     started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    launch = ranks.detect(run.trainer.devices, given, started)
+    launch = ranks.detect_launch(run.trainer.devices, given, started)
     for only in (rank_zero_only, fabric_rank_zero_only):
         only.rank = launch.rank  # pyright: ignore[reportFunctionMemberAccess]
     return launch
@@ -45,7 +45,7 @@ def hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
     accelerator = _accelerator(run, launch)
     precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[run.trainer.precision]
     if starts:
-        os.environ[ranks.STARTER] = str(os.getpid())
+        os.environ[ranks.STARTER_VARIABLE] = str(os.getpid())
     return {
         "accelerator": accelerator, "devices": launch.local, "num_nodes": launch.world // launch.local,
         "precision": precision, "plugins": [Cluster(launch), *plugins],

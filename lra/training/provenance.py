@@ -53,7 +53,7 @@ def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], 
 def begin(module: TaskModule, run: Path, resumed: bool) -> None:
     """States that a session of a run begins with the weights that the module has."""
     before = module.provenance
-    commit = environment.commit() or UNKNOWN
+    commit = environment.current_commit() or UNKNOWN
     if resumed:
         stated = (before.get("commit") or UNKNOWN).split(", ")
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))

@@ -22,7 +22,7 @@ import yaml
 from lra import environment
 from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
-from lra.errors import UsageError, naming, unusable
+from lra.errors import UsageError, explain_system_error, name_file
 from lra.tasks import TASKS, versioned
 from lra.training.saved import End, read_config, read_environments, whole_result
 
@@ -192,7 +192,9 @@ class RunDirectory:
             write(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
             write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
-            raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
+            raise UsageError(
+                explain_system_error(error, self.path) or f"cannot write to {self.path} ({error})"
+            ) from error
 
     def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, last and whole."""
@@ -284,7 +286,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` in one step when all is written: a reader sees the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with naming(path):
+        with name_file(path):
             with aside.open("wb") as file:
                 yield file
                 file.flush()

@@ -111,7 +111,7 @@ def clean(result: Mapping[str, Any]) -> bool:
     """
     record = mapping(result.get("provenance"))
     stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
-    return all(map(environment.clean, [*stated, *([record.get("commit")] if record else [])]))
+    return all(map(environment.is_clean_commit, [*stated, *([record.get("commit")] if record else [])]))
 
 
 def chain(result: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from lra.data.store import Store, prepare_store
 from lra.data.writer import _save
-from lra.errors import UsageError, disk_full, failing
+from lra.errors import UsageError, is_disk_failure, is_disk_full
 from tests.data.toy import build, content
 
 
@@ -46,7 +46,7 @@ def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
 def test_an_array_on_a_full_disk_says_so():
     with pytest.raises(OSError) as caught:
         _save(Path("/dev/full"), np.zeros(100_000))
-    assert disk_full(caught.value)
+    assert is_disk_full(caught.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENODEV, errno.EINVAL])
@@ -86,7 +86,7 @@ def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
         patch.setattr(what, fails)
         Store.open(path, "lra data prepare task=toy")
     assert caught.value.errno == number and caught.value.filename
-    assert number == errno.EACCES or failing(caught.value)
+    assert number == errno.EACCES or is_disk_failure(caught.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -28,7 +28,7 @@ TINY = ["lengths=32,64", "batch=2", "heads=2", "head_dim=16", "attns=flash,stand
 def committed():
     """Whatever the tree of these tests is, what they measure is of a clean commit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "commit", lambda: "0123456789ab")
+        patch.setattr(environment, "current_commit", lambda: "0123456789ab")
         yield
 
 
@@ -153,7 +153,7 @@ def test_a_new_date_and_commit_are_no_other_environment_but_are_stated(folder):
     assert found["environment"] == part["environment"] and found["cells"][:-3] == part["cells"]
     made = [record.made or {} for record in read_measured(folder / "mask.json", AttentionMeasurement).cells]
     assert made[:-3] == [begun] * (len(made) - 3)
-    assert all(each["commit"] == environment.commit() and each["date"] > "2026" for each in made[-3:])
+    assert all(each["commit"] == environment.current_commit() and each["date"] > "2026" for each in made[-3:])
     whole = read(folder / "fig3.json")
     merged = read_measured(folder / "fig3.json", AttentionMeasurement).cells
     masked = [record.made for record in merged if (record.ragged, record.dropout) == ("mask", 0.0)]

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("here", "one_thread")
 def committed():
     """Whatever the tree of these tests is, what they measure is of a clean commit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "commit", lambda: "0123456789ab")
+        patch.setattr(environment, "current_commit", lambda: "0123456789ab")
         yield
 
 
@@ -269,7 +269,7 @@ def test_another_environment_is_refused_where_something_is_lacking(fake, change,
 
 
 def test_what_is_measured_later_states_its_own_date_command_and_commit(fake, monkeypatch):
-    monkeypatch.setattr(environment, "commit", lambda: "b")
+    monkeypatch.setattr(environment, "current_commit", lambda: "b")
     accuracy.run("table3", ONE)
     found = read()
     assert not any("made" in record for record in found["cells"])
@@ -283,7 +283,7 @@ def test_what_is_measured_later_states_its_own_date_command_and_commit(fake, mon
     assert found["cells"][:-1] == kept, "as they are, without a word"
     result = speed.read(FILE)
     *older, last = (record.made or {} for record in result.cells)
-    assert last["commit"] == "b" and last["command"] == environment.command() and last["date"] > begun["date"]
+    assert last["commit"] == "b" and last["command"] == environment.current_command() and last["date"] > begun["date"]
     assert older == [begun] * 3
     assert speed.made_with(result).startswith(f"CPU, commit a, b, 2026-01-01 to {last['date']}")
 

@@ -16,7 +16,7 @@ from lra.config.compose import Composed, differences, to_dict
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import names, read_yaml, recipes
 from lra.config.registry import unknown
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
 from lra.tasks import TASKS
@@ -222,7 +222,7 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
         ("columns", dict, "a mapping of columns"), ("paper", dict, "a mapping of attentions"),
     ):  # fmt: skip
         if key in tree and (not isinstance(tree[key], kind) or isinstance(tree[key], bool)):
-            yield f"{key} is {brief(repr(tree[key]))}, and must be {form}"
+            yield f"{key} is {shorten(repr(tree[key]))}, and must be {form}"
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
     if tree["recipe"] not in recipes():
@@ -245,4 +245,4 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"column {name}: {unknown('task', task[0], tasks)}"
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
-            yield f"paper's {attn} is {brief(repr(figures))}, and must be a mapping of columns to numbers"
+            yield f"paper's {attn} is {shorten(repr(figures))}, and must be a mapping of columns to numbers"

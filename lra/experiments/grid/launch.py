@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from lra import ranks
-from lra.errors import UsageError, unusable
+from lra.errors import UsageError, explain_system_error
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
@@ -147,7 +147,7 @@ class Local:
         try:
             yield
         except (UsageError, OSError) as error:
-            said = str(error) if isinstance(error, UsageError) else unusable(error, cell.directory.path)
+            said = str(error) if isinstance(error, UsageError) else explain_system_error(error, cell.directory.path)
             if said is None:
                 raise
             self.states[cell] = State("refused", {"error": said}, final=True)
@@ -192,7 +192,7 @@ class Local:
         share = str(max(1, torch.get_num_threads() // len(self.slots)))  # of what a single process would take
         threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
         sharing = {RUNS_PER_DEVICE: str(self.slots.count(room[0]) // room.count(room[0]))}
-        shared = threads | ranks.alone(os.environ) | sharing
+        shared = threads | ranks.without_ranks(os.environ) | sharing
         names = [name for name in dict.fromkeys(room) if name is not None]
         return shared | {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else shared
 

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from lra.config.options import parse
 from lra.config.override import Override
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 from lra.experiments.grid import cells
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.launch import FIT, Local, States, caught, slots
@@ -55,7 +55,7 @@ class Resources:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"slurm.{name}={value}: it is at least 1")
         if self.gres and re.search(r"\d{5}", self.gres):
-            raise UsageError(f"slurm.gres={brief(self.gres)} asks for more GPUs than there are: write gpu:1, say")
+            raise UsageError(f"slurm.gres={shorten(self.gres)} asks for more GPUs than there are: write gpu:1, say")
 
     @property
     def gpus(self) -> int | None:

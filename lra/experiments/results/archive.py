@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lra.config.compose import differences
 from lra.config.options import parse
-from lra.errors import UsageError, disk_full
+from lra.errors import UsageError, is_disk_full
 from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
 from lra.training.run import (
@@ -240,7 +240,9 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
     except OSError as error:
         if source != folder and error.filename and Path(error.filename).is_relative_to(source):
             raise  # of what is merged, which the error names
-        what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
+        what = (
+            "there is no space left" if is_disk_full(error) else f"it can't be written to ({error.strerror or error})"
+        )
         raise UsageError(f"runs={folder}: {what}, name another folder") from error
     finally:
         with suppress(OSError):  # not empty

@@ -14,7 +14,7 @@ from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import Table
 from lra.experiments.results.ledger import Entry, Row, hardware, mean
-from lra.terminal import visible
+from lra.terminal import make_visible
 from lra.training import curves
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def chart(title: str, across: str, lines: Mapping[str, list[Points]], number: Ma
             for place, line in enumerate(group):
                 look = plots.look(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
-        axes.set(title=title, xlabel=visible(across, kept="\n"), xscale="log" if log else "linear")
+        axes.set(title=title, xlabel=make_visible(across, kept="\n"), xscale="log" if log else "linear")
         plots.ticks(axes.xaxis)
         low, high = axes.get_ylim()
         room = max(0.0, LEAST_SPAN - (high - low)) / 2

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lra.config.options import refuse_repeats, take
 from lra.config.override import Override
 from lra.config.recipes import read_recipe
-from lra.environment import MARK
+from lra.environment import UNCLEAN_MARK
 from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
@@ -27,7 +27,7 @@ from lra.experiments.reproduction import Table, footnoted, number, spread
 from lra.experiments.results import html, ledger
 from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
-from lra.terminal import visible
+from lra.terminal import make_visible
 from lra.training.run import RUNS, write
 
 
@@ -177,7 +177,8 @@ def _accuracy(rows: list[Row], attn: str, column: str, field: str) -> str:
 def _marked(text: str, rows: list[Row], attn: str, *columns: str) -> str:
     """A figure of these columns, with a mark if not all of its results are of clean commits."""
     unclean = any(row.clean is False for row in rows if row.attention == attn and row.column in columns)
-    return text + MARK if unclean and text and not text.startswith("(") else text  # in brackets: the paper's alone
+    ours = text and not text.startswith("(")  # a figure in brackets is the paper's alone
+    return text + UNCLEAN_MARK if unclean and ours else text
 
 
 def _baselines(rows: list[Row], column: str, field: str) -> str:
@@ -261,7 +262,7 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
         "tex": lambda: latex(table, report),
         "html": lambda: html.page(table, *report),
     }
-    texts = {folder / f"{table.name}.{ending}": visible(make(), kept="\n") for ending, make in makers.items()}
+    texts = {folder / f"{table.name}.{ending}": make_visible(make(), kept="\n") for ending, make in makers.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
@@ -302,7 +303,7 @@ def latex(table: Grid, report: Report) -> str:
 
 
 _TEX = {"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", "~": r"\textasciitilde{}", "^": r"\^{}"}
-_TEX |= {MARK: r"\dag{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
+_TEX |= {UNCLEAN_MARK: r"\dag{}"} | {character: f"\\{character}" for character in "&%$#_{}"}
 
 
 def _tex(cells: Sequence[str]) -> str:
