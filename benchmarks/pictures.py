@@ -25,7 +25,7 @@ from benchmarks.command import command
 from benchmarks.pages.cards import RELEASES, released
 from benchmarks.pages.pictures import FOLDER
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.config.options import parse
 from lra.data import picture
 from lra.data.pathfinder.generate import draw_image, generate_images
@@ -115,7 +115,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     ]
     picture.save_png(sheet(rows), folder / f"{path.name}-samples.png")
     picture.save_png(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
-    write(folder / f"{path.name}.json", record)
+    write_measurement(folder / f"{path.name}.json", record)
     return record
 
 

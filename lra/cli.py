@@ -79,7 +79,7 @@ def tune(
     ] = None,
 ) -> None:
     """Measure the attention kernels' tiles on this GPU and keep the fastest for every later run: minutes, once."""
-    from lra.bench.tune import tune as run
+    from lra.bench.tune import tune_tiles as run
 
     written = run(fields or (), progress=lambda trial: console.print(str(trial)))
     console.print(f"written: {written}")
@@ -236,21 +236,21 @@ def bench_attention(
     fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
     """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
-    from lra.bench.attention import bench, notes, tables
+    from lra.bench.attention import attention_notes, attention_tables, bench_attention
 
-    result = bench(fields or (), progress=console.print)
+    result = bench_attention(fields or (), progress=console.print)
     records = result.cells
     wrong = any(record.failed for record in records)
-    _print_measured(tables(records, result.options["table"]), notes(records), wrong)
+    _print_measured(attention_tables(records, result.options["table"]), attention_notes(records), wrong)
 
 
-@verb(bench_app, "io", "lra.bench.io:IoOptions")
+@verb(bench_app, "io", "lra.bench.traffic:IoOptions")
 def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=value …]")] = None) -> None:
     """Bytes that attention moves to and from HBM, against block size: by formula, and measured where ncu is."""
-    from lra.bench.io import bench, table
+    from lra.bench.traffic import bench_traffic, traffic_table
 
-    result = bench(fields or ())
-    _print_rows(*table(result))
+    result = bench_traffic(fields or ())
+    _print_rows(*traffic_table(result))
     for note in result.notes:
         console.print(note)
 
@@ -262,10 +262,10 @@ def bench_step(
     ] = None,
 ) -> None:
     """Time of a training step of lra fit, beside loops without Lightning, and where it goes."""
-    from lra.bench.step import bench, notes, tables
+    from lra.bench.step import bench_step, step_notes, step_tables
 
-    result = bench(fields or (), progress=console.print)
-    _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
+    result = bench_step(fields or (), progress=console.print)
+    _print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
 
 
 @verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.bench.case import DTYPES, BenchmarkCase, attend, has_reference_dropout, make_batch
+from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, call_attention, has_reference_dropout, make_batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import NONE, Layout
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
 from lra.models.attention.base import Attention
 
-CHUNK = 2**23  # scores in memory at a time
+SCORES_AT_ONCE = 2**23  # scores in memory at a time
 
 
 class Verdict(NamedTuple):
@@ -33,12 +33,12 @@ class Verdict(NamedTuple):
 def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
     """All heads and sequences of a small case."""
     known, attention, case = _checkable(case, device)
-    problem = Case(case.lengths, case.heads, case.head_dim, DTYPES[case.dtype], dropout=case.dropout)
+    problem = Case(case.lengths, case.heads, case.head_dim, TORCH_DTYPES[case.dtype], dropout=case.dropout)
     inputs = make_inputs(problem, device)
     batch = make_batch(case.lengths, False, device, inputs.sequences["index"], inputs.seed)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(attention, q, k, v, batch, case.full)
+        return call_attention(attention, q, k, v, batch, case.full)
 
     actual = run(forward, inputs, problem.dtype)
     if not known:
@@ -60,7 +60,7 @@ def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, bac
     q, k, v, do = (x.detach() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(backward)
-    out = attend(attention, q, k, v, batch, case.full)
+    out = call_attention(attention, q, k, v, batch, case.full)
     learned = tuple(attention.parameters())
     grads = torch.autograd.grad(out, (q, k, v, *learned), do, materialize_grads=True) if backward else ()
     if not known:
@@ -71,11 +71,13 @@ def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, bac
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
     dropout = (case.dropout, batch.seed, int(batch.index[b]), case.heads - 1)
-    expected, plain = (one_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
+    expected, plain = (
+        reference_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype)
+    )
     return _judge(actual, expected[: len(actual)], plain)
 
 
-def one_head(
+def reference_head(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,7 +124,7 @@ def one_head(
 
 def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slice, slice | Tensor, Tensor | None]]:
     """Rows, the columns of the blocks that they see, and which of these each row sees, bool; on the CPU."""
-    step = max(1, CHUNK // count)
+    step = max(1, SCORES_AT_ONCE // count)
     if layout is None:
         yield from ((slice(first, first + step), slice(None), None) for first in range(0, count, step))
         return
@@ -147,8 +149,8 @@ def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
     visible = torch.tensor(float(longest))
     if attention.layout is not None:
         visible = attention.layout.token_mask(torch.arange(longest), torch.arange(longest)).sum(-1).clamp(min=1)
-    ones = torch.ones(sum(case.lengths), case.heads, case.head_dim, dtype=DTYPES[case.dtype], device=device)
-    made = attend(attention, ones, ones, ones, make_batch(case.lengths, False, device), case.full).float()
+    ones = torch.ones(sum(case.lengths), case.heads, case.head_dim, dtype=TORCH_DTYPES[case.dtype], device=device)
+    made = call_attention(attention, ones, ones, ones, make_batch(case.lengths, False, device), case.full).float()
     out, *others = made.split([n for n in case.lengths if n])
     # each row of the first sequence, the longest, is the mean of the ones that it sees, of which a share is dropped
     mean, spread = float(out.mean()), float(out.std())

@@ -1,7 +1,7 @@
 """Training loops that take the same steps: Lightning's as `lra fit` runs it, and three without Lightning.
 
 `captured` and `eager` are `lra.training.step.Step` with either engine. `bare` is what one would write by hand for
-sequences of one length: see `Dense` and `full`.
+sequences of one length: see `DenseAttention` and `fill_lengths`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lra.training.engine import CapturedStep
 from lra.training.narrator import Narrator
 from lra.training.step import Step
 
-BLOCKS = 5  # of the steps that are timed; their median counts
-ALONE = 10  # steps that start when the GPU is idle, which show what the host needs
+TIMED_BLOCKS = 5  # of the steps that are timed; their median counts
+IDLE_STARTS = 10  # steps that start when the GPU is idle, which show what the host needs
 
 
 class Stopwatch:
@@ -45,7 +45,7 @@ class Stopwatch:
 
     def __init__(self, warmup: int, steps: int, device: torch.device):
         self.device, self.done, self.first_seconds = device, 0, 0.0
-        blocks = min(BLOCKS, steps)
+        blocks = min(TIMED_BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
         self.stamps: list[Any] = []  # at the bounds: events of a GPU, else seconds
         self.shapes: list[tuple[int, int] | None] = []  # there, too
@@ -74,10 +74,10 @@ class Stopwatch:
             self._synchronize()
         if self.done in self.bounds:
             self.stamps.append(self._stamp())
-            self.shapes.append(shapes(step))
+            self.shapes.append(count_shapes(step))
         if self.done == self.bounds[-1]:
             self._synchronize()
-        return self.done == self.bounds[-1] + ALONE
+        return self.done == self.bounds[-1] + IDLE_STARTS
 
     def block_ms(self) -> list[float]:
         """Milliseconds of a step, in each block."""
@@ -113,18 +113,18 @@ class Stopwatch:
         self.idle = time.perf_counter()
 
 
-class Loop(NamedTuple):
+class TimedLoop(NamedTuple):
     """A loop that was timed."""
 
     module: TaskModule
     step: Step
     tokens: int  # real ones, in the steps that were measured
     rows: int  # the same with padding and filling
-    loss: float | None  # mean over all steps; of `fit` as it was logged last
-    further: Iterator[None]  # goes on with a step at each `next`; none of `fit`
+    loss: float | None  # mean over all steps; of `time_fit` as it was logged last
+    further: Iterator[None]  # goes on with a step at each `next`; none of `time_fit`
 
 
-def shapes(step: Step | None) -> tuple[int, int] | None:
+def count_shapes(step: Step | None) -> tuple[int, int] | None:
     """Of a captured step, how many shapes of batches came, and how many are graphs, as those that came again."""
     if step is None or not isinstance(step.engine, CapturedStep):
         return None
@@ -132,7 +132,7 @@ def shapes(step: Step | None) -> tuple[int, int] | None:
     return len(graphs), sum(graph is not None for graph in graphs)
 
 
-class _Watched(Step):
+class _TimedStep(Step):
     """Step that is timed."""
 
     def __init__(self, run: RunConfig, watch: Stopwatch):
@@ -147,20 +147,20 @@ class _Watched(Step):
             module.trainer.should_stop = self.ended = True
 
 
-def fit(run: RunConfig, watch: Stopwatch) -> Loop:
+def time_fit(run: RunConfig, watch: Stopwatch) -> TimedLoop:
     """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
-    step = _Watched(run, watch)
+    step = _TimedStep(run, watch)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
         trainer, _ = make_trainer(run, Path(folder))
         data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
         trainer.limit_val_batches = 0
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)
-    work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
-    return Loop(module, step, *work, step.logged, iter(()))
+    work = _count_work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
+    return TimedLoop(module, step, *work, step.logged, iter(()))
 
 
-def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
+def time_by_hand(name: str, run: RunConfig, watch: Stopwatch) -> TimedLoop:
     """`captured`, `eager` or `bare`; UsageError if it can't run on the watch's device."""
     device = watch.device
     run = replace(run, engine="eager" if name == "eager" else "captured")
@@ -172,7 +172,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
         encoder = module.model.encoder
         encoder.embedding.fused = False
         for block in encoder.blocks:
-            block.attention, block.fused = Dense(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
+            block.attention, block.fused = DenseAttention(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
     module.to(device).train()
     optimizer = step.optimizer(module)
     step.start(module, optimizer)
@@ -181,22 +181,22 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     if name == "bare":
         step_0 = batches.step(0)
         tokens = torch.randint(len(data.vocabulary), (step_0[0].rows,), dtype=torch.int32, device=device)
-        padded = [full(batch, tokens) for batch in step_0]
+        padded = [fill_lengths(batch, tokens) for batch in step_0]
         steps, rows = itertools.repeat(padded), len(watch.measured) * sum(batch.rows for batch in padded)
         work = rows, rows
         del data, batches  # with what they hold on the GPU
     else:
-        steps, work = itertools.chain.from_iterable(batches), _work(batches, watch.measured)
-    loop = _taken(step, device, steps)
+        steps, work = itertools.chain.from_iterable(batches), _count_work(batches, watch.measured)
+    loop = _take_steps(step, device, steps)
     watch.start()
     for _ in loop:
         if watch.tick(step):
             break
     assert step.tally is not None
-    return Loop(module, step, *work, float(step.tally.total) / watch.done, loop)
+    return TimedLoop(module, step, *work, float(step.tally.total) / watch.done, loop)
 
 
-def _taken(step: Step, device: torch.device, steps: Iterable[list[CollatedBatch]]) -> Iterator[None]:
+def _take_steps(step: Step, device: torch.device, steps: Iterable[list[CollatedBatch]]) -> Iterator[None]:
     """Takes a step at each `next`."""
     assert step.engine is not None
     for number, batches in enumerate(steps):
@@ -207,7 +207,7 @@ def _taken(step: Step, device: torch.device, steps: Iterable[list[CollatedBatch]
         yield
 
 
-class Dense(nn.Module):
+class DenseAttention(nn.Module):
     """PyTorch's scaled_dot_product_attention of padded sequences that all have `max_length` tokens, so without a mask.
 
     With it the model is a plain Transformer on `[B, N]` tokens of PyTorch's layers, its step compiled and captured,
@@ -229,13 +229,13 @@ class Dense(nn.Module):
     attend = forward  # as an Attention has it: batches are padded
 
 
-def full(padded: CollatedBatch, tokens: Tensor) -> CollatedBatch:
+def fill_lengths(padded: CollatedBatch, tokens: Tensor) -> CollatedBatch:
     """A padded batch of these tokens, which stay where they are, in which each sequence has `max_length` of them."""
     length = np.full_like(padded.length, padded.max_length)
     return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens[:rows], None))
 
 
-def _work(batches: TrainBatches, steps: range) -> tuple[int, int]:
+def _count_work(batches: TrainBatches, steps: range) -> tuple[int, int]:
     """Real tokens, and rows with padding and filling, of these steps."""
     tokens = rows = 0
     for batch in itertools.chain.from_iterable(map(batches.step, steps)):

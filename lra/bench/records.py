@@ -11,10 +11,10 @@ from typing import Any, Generic, Self, TypeVar, get_args, get_origin, get_type_h
 from lra import environment
 from lra.reading import is_number, read_json
 
-Made = dict[str, Any]  # date, command and commit of what measured a record
+Session = dict[str, Any]  # date, command and commit of what measured a record
 
 
-def part(session: Mapping[str, Any]) -> Made:
+def session_of(session: Mapping[str, Any]) -> Session:
     """What differs between sessions that measure for one file, of the `environment.describe` of one."""
     return {name: session.get(name) for name in ("date", "command", "commit")}
 
@@ -26,7 +26,8 @@ class Measurement:
     reason: str  # why there are no times
     ms: float | None
     memory_mb: float | None  # peak of what is allocated, in 10^6 bytes; None on a CPU
-    made: Made | None  # None where only one session has measured; in a file, of a record of the session that began it
+    # None where only one session has measured; in a file, of a record of the session that began it
+    made: Session | None
 
     @property
     def ok(self) -> bool:
@@ -86,7 +87,7 @@ class AttentionMeasurement(Measurement):
     repetitions: int | None = None
     checked: float | None = None  # largest error / budget
     reason: str = ""
-    made: Made | None = None
+    made: Session | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +112,14 @@ class StepMeasurement(Measurement):
     captured: int | None = None  # of these
     loss: float | None = None
     where: dict[str, Any] | None = None  # `breakdown` of the step
-    made: Made | None = None
+    made: Session | None = None
 
 
 M = TypeVar("M", bound=Measurement)
 
 
 @dataclass
-class Measured(Generic[M]):
+class MeasurementFile(Generic[M]):
     """What a file of measurements holds. A record of another session than the one that began it says so in the file."""
 
     environment: dict[str, Any]  # `environment.describe` of the session that began it
@@ -127,29 +128,29 @@ class Measured(Generic[M]):
 
     def saved(self) -> dict[str, Any]:
         """The JSON object."""
-        own = part(self.environment)
+        own = session_of(self.environment)
         cells = [
             {key: value for key, value in cell.saved().items() if (key, value) != ("made", own)} for cell in self.cells
         ]
         return {"environment": self.environment, "options": self.options, "cells": cells}
 
-    def sessions(self) -> list[Made]:
+    def sessions(self) -> list[Session]:
         """Of each session that has measured, by date; of a file without records, the one that began it."""
-        found = [cell.made or part(self.environment) for cell in self.cells] or [part(self.environment)]
+        found = [cell.made or session_of(self.environment) for cell in self.cells] or [session_of(self.environment)]
         return [dict(each) for each in sorted({tuple(made.items()) for made in found}, key=lambda each: str(each[0]))]
 
 
-def read_measured(path: Path, kind: type[M]) -> Measured[M]:
+def read_measurements(path: Path, kind: type[M]) -> MeasurementFile[M]:
     """A file of records of this kind. Raises OSError, and ValueError if it is no such file."""
     found, kinds = read_json(path), {"environment": dict, "options": dict, "cells": list}
     if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"it has not all of {', '.join(kinds)}")
-    own = part(found["environment"])
+    own = session_of(found["environment"])
     cells = [kind.loaded({"made": own} | cell if isinstance(cell, dict) else cell) for cell in found["cells"]]
     for cell in cells:
         if cell.made is None or cell.made.keys() != own.keys() or not _fits(list(cell.made.values()), list[str | None]):
             raise ValueError(f"a record's made is {cell.made!r}")
-    return Measured(found["environment"], found["options"], cells)
+    return MeasurementFile(found["environment"], found["options"], cells)
 
 
 def _names(kind: Any) -> dict[str, Field[Any]]:

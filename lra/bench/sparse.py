@@ -27,15 +27,15 @@ from lra.models.attention.flex import BLOCK, FlexAttention
 from lra.models.attention.sdpa import last_dim_contiguous
 
 PEERS = Registry("attention", "lra.bench", Capabilities)  # of an attention `name`, each called `name@library`
-OWN = ("impl", "deterministic")  # options of butterfly that choose among its own kernels
-FLEX_TILE = 64  # the smallest side of the tiles that FlexAttention's autotuning tries in the forward pass
+OWN_OPTIONS = ("impl", "deterministic")  # options of butterfly that choose among its own kernels
+LEAST_FLEX_TILE = 64  # the smallest side of the tiles that FlexAttention's autotuning tries in the forward pass
 FA4_BLOCK = (128, 128)  # what FlashAttention-4 has a backward for on Hopper
 
 
-def compared(attention: str) -> tuple[str, ...]:
+def with_peers(attention: str) -> tuple[str, ...]:
     """What a user would measure beside `name[:field=value…]`: flash and its peers, if it has any; else it alone."""
     name, *options = attention.split(":")
-    pattern = [str(option) for option in parse_overrides(options, f"attns={name}: ") if option.field not in OWN]
+    pattern = [str(option) for option in parse_overrides(options, f"attns={name}: ") if option.field not in OWN_OPTIONS]
     peers = [peer for peer in PEERS.catalogue() if peer.partition("@")[0] == name]
     return (attention, "flash", *(":".join((peer, *pattern)) for peer in reversed(peers))) if peers else (attention,)
 
@@ -49,7 +49,7 @@ class Peer(Attention):
     class Config(ButterflyAttention.Config):
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in OWN:
+            for name in OWN_OPTIONS:
                 if getattr(self, name) != getattr(ButterflyAttention.Config, name):
                     raise UsageError(f"{name}= is an option of butterfly's own kernels: leave it out for a peer")
 
@@ -86,7 +86,7 @@ class FlexButterfly(Peer):
 
     def resolve(self, device: torch.device, precision: str) -> str:
         name = super().resolve(device, precision)
-        least = BLOCK if self.config.mode == "default" else FLEX_TILE
+        least = BLOCK if self.config.mode == "default" else LEAST_FLEX_TILE
         if any(side % least for side in self.config.sides):
             raise UsageError(f"attn={self.name} supports blocks of multiples of {least}, not {self.config.block}")
         return name

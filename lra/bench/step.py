@@ -14,8 +14,8 @@ import torch
 
 from lra import environment
 from lra.bench import loops
-from lra.bench.breakdown import breakdown, recorded
-from lra.bench.files import output
+from lra.bench.breakdown import breakdown, record_kernels
+from lra.bench.output import open_output
 from lra.bench.records import StepMeasurement
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, shown, take
@@ -29,8 +29,8 @@ from lra.training.hardware import hardware
 from lra.training.lightning import quiet
 
 LOOPS = ("fit", "captured", "eager", "bare")
-PROFILED = ("captured", "bare")
-RECORDED = 10  # steps under the profiler
+PROFILED_LOOPS = ("captured", "bare")
+PROFILED_STEPS = 10  # steps under the profiler
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepOptions:
     @property
     def total(self) -> int:
         """Steps of the longest loop."""
-        return self.warmup + self.steps + loops.ALONE + RECORDED
+        return self.warmup + self.steps + loops.IDLE_STARTS + PROFILED_STEPS
 
 
 @dataclass
@@ -79,7 +79,7 @@ class StepResult:
         return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
 
 
-def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
+def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
     given = parse_overrides(args)
     options, fields = take(StepOptions, given)
@@ -88,8 +88,8 @@ def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
         fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
         composed = replace(composed, config=fresh)
     run: RunConfig = composed.config
-    if Override("profile", "true") in given and not set(options.loops) & set(PROFILED):
-        raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
+    if Override("profile", "true") in given and not set(options.loops) & set(PROFILED_LOOPS):
+        raise UsageError(f"profile=true is of loops={' and '.join(PROFILED_LOOPS)}: add one, or leave it out")
     if run.init or run.name or run.resume != "false" or run.draws != "same":
         raise UsageError("init=, name=, resume= and draws= mean nothing to a measurement: leave them out")
     if run.trainer.steps < options.total:
@@ -99,14 +99,14 @@ def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     return options, composed
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
+def bench_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
     """Measures; `out=` is rewritten after each loop.
 
     Args:
         args: `field=value` of StepOptions and of a run.
         progress: is given a line for each loop when it is done.
     """
-    options, composed = split(args)
+    options, composed = parse_step_fields(args)
     run: RunConfig = composed.config
     machine = hardware(run)
     if machine["devices"] * machine["num_nodes"] > 1:
@@ -118,21 +118,21 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     data.prepare_data()
     result = StepResult(environment.describe(), shown(options), run.saved(), [])
 
-    with output(options.out) as keep:
+    with open_output(options.out) as keep:
         for loop in options.loops:
-            clear(device)
-            result.loops.append(measured(loop, composed, options, device))
+            clear_gpu(device)
+            result.loops.append(measure_loop(loop, composed, options, device))
             keep(result.saved())
-            progress(line(result.loops[-1]))
+            progress(step_line(result.loops[-1]))
         for place, record in enumerate(result.loops):  # after all times, as a profiler may slow what follows
-            if options.profile and record.loop in PROFILED and record.ok:
-                clear(device)
+            if options.profile and record.loop in PROFILED_LOOPS and record.ok:
+                clear_gpu(device)
                 result.loops[place] = _profiled(record, run, options, device)
                 keep(result.saved())
     return result
 
 
-def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+def measure_loop(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
     """The record of one loop; it has no numbers where `reason` says why."""
     try:
         return _measure(loop, composed, options, device)
@@ -149,28 +149,28 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
 def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
     run = composed.config
-    done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)
+    done = loops.time_fit(run, watch) if loop == "fit" else loops.time_by_hand(loop, run, watch)
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    shapes = loops.shapes(done.step)
+    shapes = loops.count_shapes(done.step)
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return StepMeasurement(
         loop=loop,
         engine="captured" if shapes else "eager",
-        ms=_four(ms),
-        blocks_ms=[_four(block) for block in blocks],
+        ms=_round(ms),
+        blocks_ms=[_round(block) for block in blocks],
         steady=steady,
-        host_ms=_four(watch.host_ms()),
+        host_ms=_round(watch.host_ms()),
         tokens_per_second=round(1e3 * tokens / ms),
         rows_per_second=round(1e3 * rows / ms),
-        tokens=_four(tokens),
-        rows=_four(rows),
-        memory_mb=memory and _four(memory),
-        first_seconds=_four(watch.first_seconds),
+        tokens=_round(tokens),
+        rows=_round(rows),
+        memory_mb=memory and _round(memory),
+        first_seconds=_round(watch.first_seconds),
         shapes=shapes and shapes[0],
         captured=shapes and shapes[1],
-        loss=done.loss and _four(done.loss),
+        loss=done.loss and _round(done.loss),
     )
 
 
@@ -178,8 +178,8 @@ def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, dev
     """With where the time of the loop goes, in its steps after the warm-up, or the reason why that is unknown."""
     assert record.ms is not None
     try:
-        done = loops.by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
-        where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record.ms)
+        done = loops.time_by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
+        where = breakdown(record_kernels(done.further, PROFILED_STEPS, device), PROFILED_STEPS, record.ms)
     except Exception as error:  # the times are still worth having
         return replace(record, reason=f"not profiled: {name_error(error)}")
     if where is None:
@@ -187,7 +187,7 @@ def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, dev
     return replace(record, where=where)
 
 
-def tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def step_tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of the loops, and of where the time goes if that was recorded."""
     run = result.run
     header = ["loop", "engine", "ms", "tokens/s", "rows/s", "host ms", "memory, MB", "first step, s", "shapes"]
@@ -212,7 +212,7 @@ def tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]
         yield "where the time goes: ms of a step", ["group", *(record.loop for record, _ in profiled)], shares
 
 
-def notes(result: StepResult) -> list[str]:
+def step_notes(result: StepResult) -> list[str]:
     """What Lightning costs, and why loops have no numbers."""
     lines = [f"{record.loop}: {record.status}: {record.reason}" for record in result.loops if record.reason]
     for record in result.loops:
@@ -226,14 +226,14 @@ def notes(result: StepResult) -> list[str]:
     return [f"Lightning: fit takes {100 * result.lightning:+.1f}% against its engine's loop by hand", *lines]
 
 
-def line(record: StepMeasurement) -> str:
+def step_line(record: StepMeasurement) -> str:
     """What was measured of a loop."""
     if not record.ok:
         return f"{record.loop}: {record.status}"
     return f"{record.loop}: {record.ms:g} ms, {record.tokens_per_second:,} tokens/s"
 
 
-def clear(device: torch.device) -> None:
+def clear_gpu(device: torch.device) -> None:
     """Frees what the loop before left on a GPU, and forgets what was compiled for it."""
     if device.type != "cuda":
         return
@@ -245,6 +245,6 @@ def clear(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def _four(value: float) -> float:
+def _round(value: float) -> float:
     """Four significant digits."""
     return float(f"{value:.4g}")

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 BUDGET_MS = 500.0  # of repetitions, for one attention at one size
-FEWEST, MOST = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
+FEWEST_REPETITIONS, MOST_REPETITIONS = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
 SLOW_MS = 1000.0  # what takes longer is not repeated
-PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
+FIRST_PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
 
 
-Steps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
+TimedSteps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
 
 
-class Pass(NamedTuple):
+class PassTime(NamedTuple):
     """What a pass took."""
 
     ms: float  # median
@@ -26,7 +26,7 @@ class Pass(NamedTuple):
     memory_mb: float | None  # peak of what is allocated, in 10^6 bytes, inputs and gradients included; None on a CPU
 
 
-def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, Pass]:
+def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, PassTime]:
     """Runs `prepare` once, and the steps with what it returns again and again.
 
     On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, a longer one if the
@@ -37,17 +37,17 @@ def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> d
     flush = None
     if device.type == "cuda":
         flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    inputs, pauses = prepare(), dict.fromkeys(steps, PAUSE)
+    inputs, pauses = prepare(), dict.fromkeys(steps, FIRST_PAUSE)
     medians = _repeat(inputs, steps, 1, flush, pauses)
     once, repetitions = sum(medians.values()), 1
     if once < SLOW_MS:
-        repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, once))))
+        repetitions = round(min(MOST_REPETITIONS, max(FEWEST_REPETITIONS, BUDGET_MS / max(1e-3, once))))
         medians = _repeat(inputs, steps, repetitions, flush, pauses)
-    return {name: Pass(medians[name], repetitions, memory[name]) for name in steps}
+    return {name: PassTime(medians[name], repetitions, memory[name]) for name in steps}
 
 
 def _repeat(
-    inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
+    inputs: Any, steps: TimedSteps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
 ) -> dict[str, float]:
     """Each step's median milliseconds. `pauses` grow where the GPU waited for the host, and that does not count."""
     clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
@@ -83,7 +83,7 @@ def _clocked(
     return result, lambda: begin_event.elapsed_time(end_event), begin_event.query()
 
 
-def _memory(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, float]:
+def _memory(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, float]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     result, peaks = prepare(), {}

@@ -20,9 +20,9 @@ import torch
 from lra import environment
 from lra.bench import attention, plots
 from lra.bench.attention import AttentionOptions
-from lra.bench.files import alone, write
+from lra.bench.output import lock_output, write_measurement
 from lra.bench.presets import PASSES, SETTINGS
-from lra.bench.records import AttentionMeasurement, Measured, part, read_measured
+from lra.bench.records import AttentionMeasurement, MeasurementFile, read_measurements, session_of
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
@@ -58,7 +58,7 @@ class Options:
             "batch": self.batch, "heads": self.heads, "head_dims": self.head_dim, "dtypes": self.dtype,
         }  # fmt: skip
         texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
-        return attention.configure([f"{field}={text}" for field, text in texts.items()])
+        return attention.configure_attention([f"{field}={text}" for field, text in texts.items()])
 
 
 class Part:
@@ -67,11 +67,11 @@ class Part:
     def __init__(self, path: Path, options: AttentionOptions):
         self.path, self.options = path, options
         stated = json.loads(json.dumps(shown(options)))
-        self.result = Measured[AttentionMeasurement](environment.describe(), stated, [])
+        self.result = MeasurementFile[AttentionMeasurement](environment.describe(), stated, [])
         if not path.exists():
             return
         try:
-            self.result = read_measured(path, AttentionMeasurement)
+            self.result = read_measurements(path, AttentionMeasurement)
         except ValueError:
             raise UsageError(
                 f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
@@ -92,12 +92,12 @@ class Part:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not self.path.exists():
             self.result.environment = session
-        for records in attention.run(self.options, device, self._done()):
+        for records in attention.measure_cases(self.options, device, self._done()):
             places = {(record.attention, record.length) for record in records}
             others = [r for r in self.records if (r.attention, r.length) not in places]  # but for those that failed
-            self.result.cells = [*others, *(replace(record, made=part(session)) for record in records)]
-            write(self.path, self.result.saved())
-            progress(f"{self.path.stem}: {attention.line(records)}")
+            self.result.cells = [*others, *(replace(record, made=session_of(session)) for record in records)]
+            write_measurement(self.path, self.result.saved())
+            progress(f"{self.path.stem}: {attention.attention_line(records)}")
 
     def _done(self) -> set[tuple[str, int]]:
         """Cases that are measured, or can't be: a failure may have passed."""
@@ -131,7 +131,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     lacking = [name for name in options.settings if parts[name].lacking()]
     with ExitStack() as held:
         for name in lacking:
-            held.enter_context(alone(parts[name].path))
+            held.enter_context(lock_output(parts[name].path))
         parts = read()  # another process may just have completed them
         _check_environments(list(parts.values()), any(parts[name].lacking() for name in lacking))
         for name in lacking:
@@ -139,14 +139,14 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     parts = read()  # others may have gone on
     _check_environments(list(parts.values()), False)
     records = [record for part in parts.values() for record in part.records]
-    lines = [*attention.notes(records), verdict(records)]
+    lines = [*attention.attention_notes(records), verdict(records)]
     if lacking := [name for name, part in parts.items() if part.lacking()]:
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
         made_with = parts["plain"].result.environment
         stated = {name: value for name, value in shown(options).items() if name != "settings"}
-        write(folder / "fig3.json", Measured(made_with, stated, records).saved())
-        drawn = plots.draw(records, folder)
+        write_measurement(folder / "fig3.json", MeasurementFile(made_with, stated, records).saved())
+        drawn = plots.draw_figures(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
     wrong = any(record.failed for record in records)
     return Reproduction([*numbered(records), fastest(records)], lines, wrong)
@@ -163,10 +163,10 @@ def numbered(records: Sequence[AttentionMeasurement]) -> Iterator[Table]:
     for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
             if chosen := [r for r in records if setting_of(r) == setting and r.pass_name == name]:
-                yield from (footnoted(*made) for made in attention.tables(chosen, str(number)))
+                yield from (footnoted(*made) for made in attention.attention_tables(chosen, str(number)))
     chosen = [r for r in records if setting_of(r) == "plain" and r.pass_name == "both"]
     if any(record.memory_mb is not None for record in chosen):
-        yield footnoted(*list(attention.tables(chosen, "21"))[-1])
+        yield footnoted(*list(attention.attention_tables(chosen, "21"))[-1])
 
 
 class Race(NamedTuple):

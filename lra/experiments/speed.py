@@ -19,8 +19,8 @@ import torch
 
 from lra import environment
 from lra.bench import step
-from lra.bench.files import alone, write
-from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
+from lra.bench.output import lock_output, write_measurement
+from lra.bench.records import MeasurementFile, Session, StepMeasurement, read_measurements, session_of
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats
@@ -109,7 +109,7 @@ class SpeedMeasurement(StepMeasurement):
         return min(numbers) > 0 if self.ok else not any(numbers)
 
 
-Result = Measured[SpeedMeasurement]
+Result = MeasurementFile[SpeedMeasurement]
 
 
 class Pending(NamedTuple):
@@ -184,10 +184,10 @@ def run(
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
     if _lacking(wanted, result) and not dry_run:
-        with alone(path):
+        with lock_output(path):
             result = _open(path, stated, made)
             refuse_other_environment(path, result.environment, made)
-            _measure(path, result, _lacking(wanted, result), device, part(made), progress)
+            _measure(path, result, _lacking(wanted, result), device, session_of(made), progress)
     lacking = _lacking(wanted, result)
     table = table.under(asked)
     lines = [table.cited, *notes(result.cells)]
@@ -241,7 +241,7 @@ def paces(table: Grid, result: Result) -> list[tuple[dict[str, Any], float | Non
 def read(path: Path) -> Result:
     """A file of such measurements; UsageError if it is none."""
     try:
-        result = read_measured(path, SpeedMeasurement)
+        result = read_measurements(path, SpeedMeasurement)
         made = result.environment
         texts = [result.options["recipe"], *result.options["fields"], made["date"]]
         texts += filter(None, (made["gpu"], made.get("commit")))
@@ -314,7 +314,7 @@ def hardware_of(result: Result) -> str:
 
 def _measure(
     path: Path, result: Result, lacking: Sequence[Pending], device: torch.device,
-    made: Made, progress: Callable[[str], None],
+    made: Session, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
     quiet()
@@ -322,14 +322,14 @@ def _measure(
         data, module = build(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
-    write(path, result.saved())  # what can't be written is refused before it is measured
+    write_measurement(path, result.saved())  # what can't be written is refused before it is measured
     for one in lacking:
-        step.clear(device)
+        step.clear_gpu(device)
         _refuse_company(device)
         record = replace(_measured(one, device), made=made)
         result.cells = [*(other for other in result.cells if other.key != one.key), record]
-        write(path, result.saved())
-        progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
+        write_measurement(path, result.saved())
+        progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.step_line(record)}")
 
 
 def _refuse_company(device: torch.device) -> None:
@@ -342,10 +342,10 @@ def _refuse_company(device: torch.device) -> None:
 
 def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
     """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
-    record = step.measured(WAYS[one.way].loop, one.composed, one.options, device)
+    record = step.measure_loop(WAYS[one.way].loop, one.composed, one.options, device)
     if record.loop == "captured" and record.status == "unsupported":
         hinders = record.reason.rpartition(": ")[0]  # without what to set instead
-        record = step.measured("eager", one.composed, one.options, device)
+        record = step.measure_loop("eager", one.composed, one.options, device)
         record = replace(record, reason=record.reason or hinders)
     per_second = None if record.ms is None else float(f"{1e3 / record.ms:.4g}")
     column, attention, way = one.key
@@ -356,7 +356,7 @@ def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
 
 def _pending(cell: Cell, way: str, options: Options) -> Pending:
     fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
-    return Pending(cell, way, *step.split(fields))
+    return Pending(cell, way, *step.parse_step_fields(fields))
 
 
 def _device(composed: Composed) -> torch.device:
@@ -369,7 +369,7 @@ def _device(composed: Composed) -> torch.device:
 def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
     """What a file holds, or a result without records; UsageError if it was measured with other options."""
     if not path.exists():
-        return Measured(made, stated, [])
+        return MeasurementFile(made, stated, [])
     result = read(path)
     refuse_other_options(path, result.options, stated, *GROWING)
     for name in GROWING:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lra import environment
 from lra.bench import plots, timing
-from lra.bench.records import AttentionMeasurement, read_measured
+from lra.bench.records import AttentionMeasurement, read_measurements
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments import experiments, fig3, find
@@ -34,7 +34,7 @@ def committed():
 
 @pytest.fixture(autouse=True)
 def no_figures(quick, monkeypatch):
-    monkeypatch.setattr(plots, "figures", lambda records: {})  # a second each time: the whole run has drawn them
+    monkeypatch.setattr(plots, "make_figures", lambda records: {})  # a second each time: the whole run has drawn them
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_figure_has_a_line_for_each_attention(finished):
 def test_many_lines_look_different_and_have_their_names():
     names = [f"attention {i}" for i in range(30)]
     points = {name: [(128.0, i + 1.0), (256.0, 2.0 * i + 1)] for i, name in enumerate(names)}
-    drawing = plots.chart("many", "ms", points, {name: i for i, name in enumerate(names)})
+    drawing = plots.size_chart("many", "ms", points, {name: i for i, name in enumerate(names)})
     assert len({line.style for line in lines(drawing).values()}) == 30
     assert [word for word in words(drawing) if word in names] == names[::-1]  # from the slowest down, as the lines end
 
@@ -151,11 +151,11 @@ def test_a_new_date_and_commit_are_no_other_environment_but_are_stated(folder):
     assert again(folder) == ["mask: linformer"]
     found = read(folder / "mask.json")
     assert found["environment"] == part["environment"] and found["cells"][:-3] == part["cells"]
-    made = [record.made or {} for record in read_measured(folder / "mask.json", AttentionMeasurement).cells]
+    made = [record.made or {} for record in read_measurements(folder / "mask.json", AttentionMeasurement).cells]
     assert made[:-3] == [begun] * (len(made) - 3)
     assert all(each["commit"] == environment.current_commit() and each["date"] > "2026" for each in made[-3:])
     whole = read(folder / "fig3.json")
-    merged = read_measured(folder / "fig3.json", AttentionMeasurement).cells
+    merged = read_measurements(folder / "fig3.json", AttentionMeasurement).cells
     masked = [record.made for record in merged if (record.ragged, record.dropout) == ("mask", 0.0)]
     assert masked == made and whole["environment"] == read(folder / "plain.json")["environment"]
     assert again(folder) == []
@@ -208,7 +208,7 @@ def test_the_verdict_says_who_wins_and_by_how_much():
 
 
 def test_the_memory_is_table_21(finished):
-    parts = [read_measured(finished[0] / f"{name}.json", AttentionMeasurement) for name in SETTINGS]
+    parts = [read_measurements(finished[0] / f"{name}.json", AttentionMeasurement) for name in SETTINGS]
     records = [replace(record, memory_mb=7.0) for part in parts for record in part.cells]
     title, header, rows = list(numbered(records))[-1]
     assert title == "Table 21, peak memory of both, MB" and header[5:] == ["flash", "standard", "linformer"]
@@ -244,7 +244,7 @@ def test_two_commands_do_not_measure_for_one_file(folder):
 def test_what_another_process_has_just_completed_is_not_measured_again(folder, monkeypatch):
     whole = (folder / "mask.json").read_text()
     (folder / "mask.json").unlink()
-    monkeypatch.setattr(fig3, "alone", lambda path: nullcontext(path.write_text(whole)))
+    monkeypatch.setattr(fig3, "lock_output", lambda path: nullcontext(path.write_text(whole)))
     assert again(folder) == []
 
 

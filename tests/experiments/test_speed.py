@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra import environment
-from lra.bench.records import Measured, StepMeasurement
+from lra.bench.records import MeasurementFile, StepMeasurement
 from lra.cli import app
 from lra.config.override import parse_overrides
 from lra.errors import UsageError
@@ -347,7 +347,7 @@ def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_ap
     records.append(made("listops", "flash", "attention", 5.0))
     stated = result()
     cells = [SpeedMeasurement.loaded(record) for record in records]
-    measured = Measured(stated["environment"], stated["options"], cells)
+    measured = MeasurementFile(stated["environment"], stated["options"], cells)
     speeds = Speeds(measured.cells)
     assert speeds.ratios(columns, "flash", "product") == pytest.approx([4.0, 9.0, 50.0])
     assert speeds.ratios(columns, "flash", "attention") == [] and speeds.ratio("text", "linear", "product") is None

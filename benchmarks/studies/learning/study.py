@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.experiments.grid.launch import slots
 from lra.training import curves
 from lra.training.fit import configure
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
             records.append(future.result())
             compare(records)
             if options.out:  # rewritten after each run
-                write(options.out, {"runs": records})
+                write_measurement(options.out, {"runs": records})
     for task, name in sorted({(r["task"], r["variant"]) for r in records}):
         found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
         accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]

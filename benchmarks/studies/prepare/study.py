@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.data import store
 from lra.training.data import task_data
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(rows[-1]), flush=True)
     result = {"stores": rows, "cores": len(os.sched_getaffinity(0)), "environment": environment.describe()}
     if options.out:
-        write(options.out, result)
+        write_measurement(options.out, result)
 
 
 if __name__ == "__main__":

@@ -71,10 +71,10 @@ def chart(title: str, across: str, lines: Mapping[str, list[Points]], number: Ma
     def plot(axes: Axes) -> None:
         for name, group in lines.items():
             for place, line in enumerate(group):
-                look = plots.look(number[name])
+                look = plots.line_style(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
         axes.set(title=title, xlabel=make_visible(across, kept="\n"), xscale="log" if log else "linear")
-        plots.ticks(axes.xaxis)
+        plots.set_ticks(axes.xaxis)
         low, high = axes.get_ylim()
         room = max(0.0, LEAST_SPAN - (high - low)) / 2
         axes.set_ylim(low - room, high + room)
@@ -162,7 +162,7 @@ def _names(number: Mapping[str, int]) -> str:
     def sample(index: int) -> str:
         def plot(axes: Axes) -> None:
             axes.set_axis_off()
-            axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **plots.look(index))
+            axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **plots.line_style(index))
 
         return _picture((0.6, 0.25), plot, "")
 
@@ -172,5 +172,5 @@ def _names(number: Mapping[str, int]) -> str:
 
 def _picture(size: tuple[float, float], plot: Callable[[Axes], object], text: str) -> str:
     """Of so many inches, in the page itself; `text` stands for it."""
-    data = base64.b64encode(plots.svg(size, plot).encode()).decode()
+    data = base64.b64encode(plots.render_svg(size, plot).encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(text)}">'

@@ -17,7 +17,7 @@ from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ class BenchmarkCase:
 
     def build(self, device: torch.device) -> Attention:
         """The attention, training; UsageError if it does not support the case on the device."""
-        name, cls = configurable(self.attention)
+        name, cls = attention_class(self.attention)
         config = parse(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
         spec = AttentionSpec(self.heads, self.head_dim, max(self.span, *self.lengths), self.dropout)
         attention = cls(config, spec)
         attention.resolve(device, "fp32" if self.dtype == "fp32" else "bf16")  # what takes bf16 takes fp16
-        return attention.to(device, DTYPES[self.dtype]).train()
+        return attention.to(device, TORCH_DTYPES[self.dtype]).train()
 
 
-def configurable(attention: str) -> tuple[str, Any]:
+def attention_class(attention: str) -> tuple[str, Any]:
     """The name in `name[:field=value…]` and its class; UsageError if it is unknown or not installed."""
     name = attention.partition(":")[0]
     return name, (PEERS if "@" in name else ATTENTIONS).get(name)
@@ -106,7 +106,7 @@ def make_batch(
     )
 
 
-def attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, batch: Batch, full: bool) -> Tensor:
+def call_attention(attention: Attention, q: Tensor, k: Tensor, v: Tensor, batch: Batch, full: bool) -> Tensor:
     """`[T, H, D]` to the same. `full`: every length is max_length, so an attention with a `dense` form gets no mask."""
     dense: Any = getattr(attention, "dense", None)
     if full and dense:

@@ -18,7 +18,7 @@ from lra.errors import UsageError
 from lra.training.run import write as replace_file
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write_measurement(path: Path, result: dict[str, Any]) -> None:
     """As JSON, replaced in one step; its folder is made. UsageError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def lock_output(path: Path) -> Iterator[None]:
     """UsageError if another process measures for a file: each would replace the other's records, and slow it down.
 
     So it is if the file can't be written in the end.
@@ -53,11 +53,11 @@ def alone(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What writes a measurement to its `out=`, `alone` on it; does nothing without one."""
+def open_output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What writes a measurement to its `out=`, `lock_output` on it; does nothing without one."""
     environment.warn_unclean()
     if out is None:
         yield lambda _: None
         return
-    with alone(Path(out)):
-        yield functools.partial(write, Path(out))
+    with lock_output(Path(out)):
+        yield functools.partial(write_measurement, Path(out))
