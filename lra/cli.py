@@ -93,17 +93,17 @@ def reproduce(
     ] = False,
 ) -> None:
     """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
-    from lra.experiments import experiments, find
+    from lra.experiments import find_experiment, list_experiments
 
     if dry_run and not fields:
         raise UsageError("--dry-run of what? lra reproduce lists the names")
     if not fields:
         table = Table("experiment", "what")
-        for name, what in experiments().items():
+        for name, what in list_experiments().items():
             table.add_row(name, what)
         console.print(table)
         return
-    run = find(fields[0])
+    run = find_experiment(fields[0])
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
@@ -122,17 +122,17 @@ def report(
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
     from lra.config.recipes import names
-    from lra.experiments import described
+    from lra.experiments import describe_table
 
     if not fields:
         table = Table("table", "what")
         for name in names("table"):
-            table.add_row(name, described(name))
+            table.add_row(name, describe_table(name))
         console.print(table)
         return
-    from lra.experiments.results.report import run
+    from lra.experiments.results.report import make_report
 
-    made = run(fields[0], fields[1:])
+    made = make_report(fields[0], fields[1:])
     _print_measured(made.tables, made.notes)
 
 
@@ -276,9 +276,9 @@ def results_pack(
     ] = None,
 ) -> None:
     """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
-    from lra.experiments.results.archive import pack
+    from lra.experiments.results.archive import pack_runs
 
-    for line in pack(fields or ()):
+    for line in pack_runs(fields or ()):
         console.print(line)
 
 
@@ -288,9 +288,9 @@ def results_merge(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
 ) -> None:
     """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
-    from lra.experiments.results.archive import merge
+    from lra.experiments.results.archive import merge_runs
 
-    for line in merge(file, fields or ()):
+    for line in merge_runs(file, fields or ()):
         console.print(line)
 
 

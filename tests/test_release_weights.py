@@ -157,15 +157,15 @@ def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, result in RELEASED.items():
         place = result["directory"].removeprefix("checkpoints/runs/")
-        assert archive.merge(folder(name))[0] == f"{place}: added"
+        assert archive.merge_runs(folder(name))[0] == f"{place}: added"
         for file in release.FILES:
             assert (Path(result["directory"]) / file).read_bytes() == (folder(name) / file).read_bytes()
-        assert archive.merge(folder(name))[0] == f"{place}: kept, it is finished here"
+        assert archive.merge_runs(folder(name))[0] == f"{place}: kept, it is finished here"
     fields = ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"]
-    plan = accuracy.run("table6", [*fields, "task.version=1"], dry_run=True)
+    plan = accuracy.reproduce("table6", [*fields, "task.version=1"], dry_run=True)
     assert plan.lines[0] == "cells: 3, 3 done"
     with pytest.raises(UsageError, match="a run of pathx@1, and the task is pathx@2 by now: give task.version=1 "):
-        accuracy.run("table6", fields, dry_run=True)
+        accuracy.reproduce("table6", fields, dry_run=True)
 
 
 @pytest.fixture

@@ -34,9 +34,9 @@ def page(records: Sequence[AttentionMeasurement], made_with: dict[str, Any]) -> 
         "millisecond behind which they were queued (lra waits longer by now; not measured anew). Backward passes of "
         "`linformer` and `lsformer` lack the gradients of their own parameters (lra times them by now; not measured "
         "anew).",
-        f"**{fig3.verdict(records)}.**",
+        f"**{fig3.compare_with_claim(records)}.**",
         *(f"![{setting}, {what}]({FIGURES.name}/{_figure(setting, what)})" for setting, what in DRAWN),
-        *(_table(*rows) for rows in (fig3.fastest(records), *fig3.numbered(records))),
+        *(_table(*rows) for rows in (fig3.fastest_table(records), *fig3.paper_tables(records))),
     ]) + "\n"  # fmt: skip
 
 

@@ -17,12 +17,12 @@ from lra.errors import UsageError
 MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and memory of all attentions against N"}
 
 
-def experiments() -> dict[str, str]:
+def list_experiments() -> dict[str, str]:
     """Each by name, and what it is: those with a module of their own, and the tables of `configs/table`."""
-    return MODULES | {name: described(name) for name in names("table")}
+    return MODULES | {name: describe_table(name) for name in names("table")}
 
 
-def described(table: str) -> str:
+def describe_table(table: str) -> str:
     """What a table is, or why its YAML can't be read: one that is broken takes no other away."""
     try:
         tree = read_yaml("table", table)
@@ -32,8 +32,11 @@ def described(table: str) -> str:
     return ": ".join(stated) or "accuracies, each of a run by lra fit"
 
 
-def find(name: str, function: str = "run") -> Callable[..., Any]:
-    """A function of an experiment's module, `run` or `parse_fields`; UsageError with a suggestion if there is none."""
+def find_experiment(name: str, function: str = "reproduce") -> Callable[..., Any]:
+    """A function of an experiment's module: `reproduce` or `parse_fields`.
+
+    Raises UsageError with a suggestion for an unknown name.
+    """
     if name in MODULES:
         return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
     if name not in (tables := names("table")):
@@ -41,9 +44,9 @@ def find(name: str, function: str = "run") -> Callable[..., Any]:
     return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
 
 
-def parse_fields(args: Sequence[str]) -> Any:
+def parse_reproduction(args: Sequence[str]) -> Any:
     """The arguments of `lra reproduce` as its experiment parses them; nothing for the list of all."""
-    return find(args[0], "parse_fields")(args[1:]) if args else None
+    return find_experiment(args[0], "parse_fields")(args[1:]) if args else None
 
 
 def parse_report(args: Sequence[str]) -> Any:

@@ -26,14 +26,20 @@ from lra.bench.records import AttentionMeasurement, MeasurementFile, read_measur
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.registry import unknown
 from lra.errors import UsageError
-from lra.experiments.reproduction import Reproduction, Table, footnoted, refuse_other_environment, refuse_other_options
+from lra.experiments.reproduction import (
+    Reproduction,
+    TextTable,
+    add_footnote,
+    refuse_other_environment,
+    refuse_other_options,
+)
 
-OURS = "butterfly"  # what is block-sparse FlashAttention
-CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
+BLOCK_SPARSE = "butterfly"  # what is block-sparse FlashAttention
+PAPER_CLAIM = "block-sparse FlashAttention is faster than all other methods at every N"
 
 
 @dataclass(frozen=True)
-class Options:
+class Fig3Options:
     """What `lra reproduce fig3` measures: by default all of it, in the paper's sizes."""
 
     settings: tuple[str, ...] = tuple(SETTINGS)  # the others are taken as they are found
@@ -61,7 +67,7 @@ class Options:
         return attention.configure_attention([f"{field}={text}" for field, text in texts.items()])
 
 
-class Part:
+class SettingFile:
     """A setting and what its file holds of it; UsageError if the file was measured with other options."""
 
     def __init__(self, path: Path, options: AttentionOptions):
@@ -105,12 +111,12 @@ class Part:
         return {(record.attention, record.length) for record in self.records} - failed
 
 
-def parse_fields(args: Sequence[str]) -> Options:
+def parse_fields(args: Sequence[str]) -> Fig3Options:
     """Which settings are measured, of which attentions."""
-    return parse(Options, args)
+    return parse(Fig3Options, args)
 
 
-def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
+def reproduce(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
     """Measures what is lacking of the chosen settings, then reports on what there is of all.
 
     Args:
@@ -120,8 +126,8 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     options = parse_fields(args)
     folder, session = Path(options.out), environment.describe()
 
-    def read() -> dict[str, Part]:
-        return {name: Part(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
+    def read() -> dict[str, SettingFile]:
+        return {name: SettingFile(folder / f"{name}.json", options.setting(name)) for name in SETTINGS}
 
     parts = read()
     try:
@@ -139,7 +145,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
     parts = read()  # others may have gone on
     _check_environments(list(parts.values()), False)
     records = [record for part in parts.values() for record in part.records]
-    lines = [*attention.attention_notes(records), verdict(records)]
+    lines = [*attention.attention_notes(records), compare_with_claim(records)]
     if lacking := [name for name, part in parts.items() if part.lacking()]:
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
@@ -149,7 +155,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         drawn = plots.draw_figures(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")
     wrong = any(record.failed for record in records)
-    return Reproduction([*numbered(records), fastest(records)], lines, wrong)
+    return Reproduction([*paper_tables(records), fastest_table(records)], lines, wrong)
 
 
 def setting_of(record: AttentionMeasurement) -> str:
@@ -158,15 +164,15 @@ def setting_of(record: AttentionMeasurement) -> str:
     return next(name for name, setting in SETTINGS.items() if (setting.dropout > 0, setting.ragged) == own)
 
 
-def numbered(records: Sequence[AttentionMeasurement]) -> Iterator[Table]:
+def paper_tables(records: Sequence[AttentionMeasurement]) -> Iterator[TextTable]:
     """The paper's tables, those of which something was measured."""
     for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
             if chosen := [r for r in records if setting_of(r) == setting and r.pass_name == name]:
-                yield from (footnoted(*made) for made in attention.attention_tables(chosen, str(number)))
+                yield from (add_footnote(*made) for made in attention.attention_tables(chosen, str(number)))
     chosen = [r for r in records if setting_of(r) == "plain" and r.pass_name == "both"]
     if any(record.memory_mb is not None for record in chosen):
-        yield footnoted(*list(attention.attention_tables(chosen, "21"))[-1])
+        yield add_footnote(*list(attention.attention_tables(chosen, "21"))[-1])
 
 
 class Race(NamedTuple):
@@ -177,7 +183,7 @@ class Race(NamedTuple):
     second: str
 
 
-def races(records: Sequence[AttentionMeasurement]) -> dict[tuple[str, str, int], Race | None]:
+def find_races(records: Sequence[AttentionMeasurement]) -> dict[tuple[str, str, int], Race | None]:
     """By (setting, pass, N); None where `butterfly` has no time. A draw is not won."""
     times: dict[tuple[str, str, int], dict[str, float]] = {}
     for record in records:
@@ -188,57 +194,63 @@ def races(records: Sequence[AttentionMeasurement]) -> dict[tuple[str, str, int],
 
 
 def _race(spent: dict[str, float]) -> Race | None:
-    if OURS not in spent:
+    if BLOCK_SPARSE not in spent:
         return None
-    ours = spent[OURS]
-    others = {name: ms for name, ms in spent.items() if name != OURS}
+    ours = spent[BLOCK_SPARSE]
+    others = {name: ms for name, ms in spent.items() if name != BLOCK_SPARSE}
     best = min(others, key=lambda name: others[name], default=None)
     if best is None:
-        return Race(OURS, None, "")
-    return Race(OURS, others[best] / ours, best) if ours < others[best] else Race(best, ours / others[best], OURS)
+        return Race(BLOCK_SPARSE, None, "")
+    return (
+        Race(BLOCK_SPARSE, others[best] / ours, best)
+        if ours < others[best]
+        else Race(best, ours / others[best], BLOCK_SPARSE)
+    )
 
 
-def fastest(records: Sequence[AttentionMeasurement]) -> Table:
+def fastest_table(records: Sequence[AttentionMeasurement]) -> TextTable:
     """The winner of each pass and N in every setting."""
-    found = races(records)
+    found = find_races(records)
     settings = [name for name in SETTINGS if any(place[0] == name for place in found)]
     rows = sorted({place[1:] for place in found}, key=lambda row: (PASSES.index(row[0]), row[1]))
     marks = {(record.pass_name, record.length): record.mark for record in records if record.mark}
     lines = [
         [name, f"{n}{marks.get((name, n), '')}"]
-        + [_shown(found[place]) if (place := (s, name, n)) in found else "" for s in settings]
+        + [_describe_race(found[place]) if (place := (s, name, n)) in found else "" for s in settings]
         for name, n in rows
     ]
-    title = f"fastest attention: how many times faster than the next, or, if it is not {OURS}, than {OURS}"
-    return footnoted(title, ["pass", "N", *settings], lines)
+    title = (
+        f"fastest attention: how many times faster than the next, or, if it is not {BLOCK_SPARSE}, than {BLOCK_SPARSE}"
+    )
+    return add_footnote(title, ["pass", "N", *settings], lines)
 
 
-def verdict(records: Sequence[AttentionMeasurement]) -> str:
+def compare_with_claim(records: Sequence[AttentionMeasurement]) -> str:
     """The paper's statement against what was measured, and who wins where it does not hold."""
-    found = races(records)
+    found = find_races(records)
     decided = {place: race for place, race in found.items() if race and race.factor}
     lost: dict[str, list[tuple[int, float]]] = {}
     for (_, _, n), race in decided.items():
-        if race.winner != OURS:
+        if race.winner != BLOCK_SPARSE:
             lost.setdefault(race.winner, []).append((n, race.factor or 1.0))
     won = len(decided) - sum(map(len, lost.values()))
-    parts = [f"paper: {CLAIM}; here {OURS} is the fastest in {won} of {len(decided)} (setting, pass, N)"]
+    parts = [f"paper: {PAPER_CLAIM}; here {BLOCK_SPARSE} is the fastest in {won} of {len(decided)} (setting, pass, N)"]
     for name, races_lost in sorted(lost.items(), key=lambda item: -len(item[1])):
         lengths, most = [n for n, _ in races_lost], max(factor for _, factor in races_lost)
         span = f"{min(lengths)}" if min(lengths) == max(lengths) else f"{min(lengths)} to {max(lengths)}"
         parts.append(f"{name} in {len(races_lost)}, N = {span}, by a factor of {most:.2f} at most")
     if undecided := len(found) - len(decided):
-        parts.append(f"not decided in {undecided}, where {OURS} or every other has no time")
+        parts.append(f"not decided in {undecided}, where {BLOCK_SPARSE} or every other has no time")
     return "; ".join(parts)
 
 
-def _shown(race: Race | None) -> str:
+def _describe_race(race: Race | None) -> str:
     if race is None:
-        return f"no time of {OURS}"
+        return f"no time of {BLOCK_SPARSE}"
     return race.winner if race.factor is None else f"{race.winner} {race.factor:.2f} ({race.second})"
 
 
-def _check_environments(parts: Sequence[Part], measuring: bool) -> None:
+def _check_environments(parts: Sequence[SettingFile], measuring: bool) -> None:
     """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
     made = [part for part in parts if part.records]
     if made:

@@ -30,9 +30,9 @@ from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import (
     Reproduction,
-    Table,
-    footnoted,
-    number,
+    TextTable,
+    add_footnote,
+    format_tenth,
     refuse_other_environment,
     refuse_other_options,
 )
@@ -41,8 +41,8 @@ from lra.training.hardware import hardware
 from lra.training.lightning import quiet
 from lra.training.run import RUNS
 
-Key = tuple[str, str, str]  # column, attention and way
-STANDARD = "standard"  # what the paper's speed is compared with
+SpeedKey = tuple[str, str, str]  # column, attention and way
+BASELINE = "standard"  # what the paper's speed is compared with
 
 
 class Way(NamedTuple):
@@ -60,15 +60,15 @@ WAYS = {
 }
 _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
-GROWING = ("tasks", "attns")  # options of a file, to which later commands add
+GROWING_OPTIONS = ("tasks", "attns")  # options of a file, to which later commands add
 # of `lra fit` or of the runs, but set or of no use here
-REFUSED = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
+REFUSED_FIELDS = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
     ("seed", "seeds", "launcher", "devices", "per_device", "trainer.devices"), _ALONE
 )
 
 
 @dataclass(frozen=True)
-class Options:
+class SpeedOptions:
     """What is measured. What is not a field here is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
@@ -93,7 +93,7 @@ class SpeedMeasurement(StepMeasurement):
     steps_per_second: float | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SpeedKey:
         return self.column, self.attention, self.way
 
     def saved(self) -> dict[str, Any]:
@@ -109,10 +109,10 @@ class SpeedMeasurement(StepMeasurement):
         return min(numbers) > 0 if self.ok else not any(numbers)
 
 
-Result = MeasurementFile[SpeedMeasurement]
+SpeedFile = MeasurementFile[SpeedMeasurement]
 
 
-class Pending(NamedTuple):
+class PendingMeasurement(NamedTuple):
     """A measurement to make."""
 
     cell: Cell
@@ -121,7 +121,7 @@ class Pending(NamedTuple):
     composed: Composed
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SpeedKey:
         return self.cell.column, self.cell.attn, self.way
 
 
@@ -138,7 +138,7 @@ class Speeds:
 
     def ratio(self, column: str, attn: str, way: str) -> float | None:
         """How many times the steps per second of `standard`; None if either is not known."""
-        ours, standard = (self.per_second(column, name, way) for name in (attn, STANDARD))
+        ours, standard = (self.per_second(column, name, way) for name in (attn, BASELINE))
         return ours / standard if ours and standard else None
 
     def ratios(self, columns: Sequence[str], attn: str, way: str) -> list[float]:
@@ -147,13 +147,13 @@ class Speeds:
 
     def speedup(self, columns: Sequence[str], attn: str, way: str) -> str:
         """The geometric mean of `ratios`, and how many they are; with a mark if a record of these has one."""
-        used = (self.records.get((column, name, way)) for column in columns for name in (attn, STANDARD))
+        used = (self.records.get((column, name, way)) for column in columns for name in (attn, BASELINE))
         text = mean_ratio(self.ratios(columns, attn, way))
         return text and text + max((record.mark for record in used if record), default="")
 
 
-def run(
-    table: Grid, options: Options, fields: Sequence[Override], asked: Sequence[Cell],
+def measure_speeds(
+    table: Grid, options: SpeedOptions, fields: Sequence[Override], asked: Sequence[Cell],
     progress: Callable[[str], None] = lambda line: None, dry_run: bool = False,
 ) -> Reproduction:  # fmt: skip
     """Measures what is lacking, then reports on all of it.
@@ -172,14 +172,14 @@ def run(
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
         wanted += [_pending(stage, PRODUCT, options) for stage in stages]
-    device = _device(wanted[0].composed)
+    device = _choose_device(wanted[0].composed)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
     stated = {
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(map(str, fields)),
         "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
-    path, made = Path(options.out or file_of(table)), environment.describe()
+    path, made = Path(options.out or default_file(table)), environment.describe()
     if device.type == "cpu":
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
@@ -190,7 +190,7 @@ def run(
             _measure(path, result, _lacking(wanted, result), device, session_of(made), progress)
     lacking = _lacking(wanted, result)
     table = table.under(asked)
-    lines = [table.cited, *notes(result.cells)]
+    lines = [table.cited, *speed_notes(result.cells)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
         try:
@@ -198,20 +198,20 @@ def run(
         except UsageError as error:
             lines.append(f"but not here: {error}")
     wrong = not dry_run and not all(record.status in ("ok", "OOM") for record in result.cells)
-    shown = [footnoted(*made) for made in (*tables(table, result, columns, attns), detail(result.cells))]
+    shown = [add_footnote(*made) for made in (*speed_tables(table, result, columns, attns), detail_table(result.cells))]
     return Reproduction(shown, lines, wrong)
 
 
-def file_of(table: Grid) -> Path:
+def default_file(table: Grid) -> Path:
     """Where its measurements are by default."""
     return RUNS.parent / f"{table.name}-speed.json"
 
 
-def named(table: Grid, file: Path, recipe: str) -> Result:
-    """`read` of the file in `speed=`; UsageError too if it is of another recipe, or of no column of the table."""
+def read_named_file(table: Grid, file: Path, recipe: str) -> SpeedFile:
+    """The file in `speed=`, as `read_speeds`. UsageError if it is of another recipe, or of no column of the table."""
     if not file.is_file():
         raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
-    result = read(file)
+    result = read_speeds(file)
     if (other := result.options["recipe"]) != recipe:
         raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
     measured = {record.column for record in result.cells}
@@ -220,7 +220,7 @@ def named(table: Grid, file: Path, recipe: str) -> Result:
     return result
 
 
-def cells(table: Grid, result: Result) -> list[Cell]:
+def measured_cells(table: Grid, result: SpeedFile) -> list[Cell]:
     """What was measured, stages aside, to be composed anew of its recipe and fields."""
     found = {(record.column, record.attention) for record in result.cells}
     columns = [name for name in table.columns if name in {column for column, _ in found}]
@@ -228,17 +228,17 @@ def cells(table: Grid, result: Result) -> list[Cell]:
     return [cell for cell in made if (cell.column, cell.attn) in found]
 
 
-def paces(table: Grid, result: Result) -> list[tuple[dict[str, Any], float | None]]:
+def measured_paces(table: Grid, result: SpeedFile) -> list[tuple[dict[str, Any], float | None]]:
     """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
     Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
     """
     found = {(r.column, r.attention): r.steps_per_second for r in result.cells if r.way == PRODUCT}
-    runs = [run for cell in cells(table, result) for run in (*cell.stages, cell)]
+    runs = [run for cell in measured_cells(table, result) for run in (*cell.stages, cell)]
     return [(run.directory.config, found[key]) for run in runs if (key := (run.column, run.attn)) in found]
 
 
-def read(path: Path) -> Result:
+def read_speeds(path: Path) -> SpeedFile:
     """A file of such measurements; UsageError if it is none."""
     try:
         result = read_measurements(path, SpeedMeasurement)
@@ -252,27 +252,27 @@ def read(path: Path) -> Result:
     raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
 
 
-def tables(table: Grid, result: Result, columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
+def speed_tables(table: Grid, result: SpeedFile, columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:
     """The speedups in both ways beside the paper's, then each way's steps per second."""
     speeds, place = Speeds(result.cells), hardware_of(result)
     averaged = table.together(columns)
-    title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
+    title = f"speedup over {BASELINE} on {place}, each measured alone: geometric mean (columns)"
     yield (
         table.titled(title),
         ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
         [
-            [a, *(speeds.speedup(averaged, a, way) for way in WAYS), number(table.figure(a, "speedup"))]
+            [a, *(speeds.speedup(averaged, a, way) for way in WAYS), format_tenth(table.figure(a, "speedup"))]
             for a in attns
         ],
     )  # fmt: skip
     for name, way in WAYS.items():
         yield (
-            f"{name}, {way.about}: steps per second (times {STANDARD}) on {place}", ["attention", *columns],
+            f"{name}, {way.about}: steps per second (times {BASELINE}) on {place}", ["attention", *columns],
             [[a, *(_cell(speeds, c, a, name) for c in columns)] for a in attns],
         )  # fmt: skip
 
 
-def detail(records: Sequence[SpeedMeasurement]) -> Table:
+def detail_table(records: Sequence[SpeedMeasurement]) -> TextTable:
     """All that was measured: a step's time, its rows with padding and filling, and its peak memory."""
     header = ["column", "attention", "way", "engine", "ms", "steps/s", "rows", "memory, MB"]
     rows = []
@@ -286,7 +286,7 @@ def detail(records: Sequence[SpeedMeasurement]) -> Table:
     return "what was measured", header, rows
 
 
-def notes(records: Sequence[SpeedMeasurement]) -> list[str]:
+def speed_notes(records: Sequence[SpeedMeasurement]) -> list[str]:
     """How many are in which state, and why cells have no numbers, or not those of the captured engine."""
     counts = Counter(record.status for record in records)
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -298,7 +298,7 @@ def notes(records: Sequence[SpeedMeasurement]) -> list[str]:
     return [f"measurements: {said or 'none'}", *(f"{reason} ({', '.join(cells)})" for reason, cells in why.items())]
 
 
-def made_with(result: Result) -> str:
+def describe_origin(result: SpeedFile) -> str:
     """The hardware, commit, date and fields of a measurement."""
     sessions, fields = result.sessions(), result.options["fields"]
     commits = ", ".join(dict.fromkeys(str(session["commit"]) for session in sessions))
@@ -307,13 +307,13 @@ def made_with(result: Result) -> str:
     return f"{hardware_of(result)}, commit {commits}, {period}{given}"
 
 
-def hardware_of(result: Result) -> str:
+def hardware_of(result: SpeedFile) -> str:
     """The GPU, or CPU, that was measured."""
     return " ".join((result.environment["gpu"] or "CPU").split())  # of one line, as it is in titles
 
 
 def _measure(
-    path: Path, result: Result, lacking: Sequence[Pending], device: torch.device,
+    path: Path, result: SpeedFile, lacking: Sequence[PendingMeasurement], device: torch.device,
     made: Session, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
@@ -326,7 +326,7 @@ def _measure(
     for one in lacking:
         step.clear_gpu(device)
         _refuse_company(device)
-        record = replace(_measured(one, device), made=made)
+        record = replace(_measure_one(one, device), made=made)
         result.cells = [*(other for other in result.cells if other.key != one.key), record]
         write_measurement(path, result.saved())
         progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.step_line(record)}")
@@ -340,7 +340,7 @@ def _refuse_company(device: torch.device) -> None:
             raise UsageError("another process is on this GPU: wait for it, or choose one by CUDA_VISIBLE_DEVICES")
 
 
-def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
+def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurement:
     """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
     record = step.measure_loop(WAYS[one.way].loop, one.composed, one.options, device)
     if record.loop == "captured" and record.status == "unsupported":
@@ -354,30 +354,30 @@ def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
     )  # fmt: skip
 
 
-def _pending(cell: Cell, way: str, options: Options) -> Pending:
+def _pending(cell: Cell, way: str, options: SpeedOptions) -> PendingMeasurement:
     fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
-    return Pending(cell, way, *step.parse_step_fields(fields))
+    return PendingMeasurement(cell, way, *step.parse_step_fields(fields))
 
 
-def _device(composed: Composed) -> torch.device:
+def _choose_device(composed: Composed) -> torch.device:
     machine = hardware(composed.config)
     if machine["devices"] * machine["num_nodes"] > 1:
         raise UsageError("speed=true measures one device: start it without torchrun")
     return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
 
 
-def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
+def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> SpeedFile:
     """What a file holds, or a result without records; UsageError if it was measured with other options."""
     if not path.exists():
         return MeasurementFile(made, stated, [])
-    result = read(path)
-    refuse_other_options(path, result.options, stated, *GROWING)
-    for name in GROWING:
+    result = read_speeds(path)
+    refuse_other_options(path, result.options, stated, *GROWING_OPTIONS)
+    for name in GROWING_OPTIONS:
         result.options[name] = list(dict.fromkeys((*result.options.get(name, ()), *stated[name])))
     return result
 
 
-def _lacking(wanted: Sequence[Pending], result: Result) -> list[Pending]:
+def _lacking(wanted: Sequence[PendingMeasurement], result: SpeedFile) -> list[PendingMeasurement]:
     done = {record.key for record in result.cells if record.status != "failed"}  # which may have passed
     return [one for one in wanted if one.key not in done]
 

@@ -25,11 +25,11 @@ from lra.training.run import RunDirectory
 
 # fields of a task that leave what its scores mean: where its data lies, which part is held out, from which stream it is
 # drawn, how much there is, and how its classifier compares two texts
-SAME = tuple(
+EQUIVALENT_TASK_FIELDS = tuple(
     f"task.{name}" for name in ("source", "data_seed", "version", "train", "val", "test", "fresh", "difference")
 )
 # of `lra fit`, but set by the grid or by the command
-SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
+FIELDS_OF_GRID = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
 MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
 
 
@@ -107,7 +107,7 @@ class Grid:
                 continue  # its task is that of seed 0, and composing takes long
             task, made = cell.composed.config.task, self.columns[cell.column].fields
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
-            changed = differences(paper, here, (*SAME, *(override.field for override in made)))
+            changed = differences(paper, here, (*EQUIVALENT_TASK_FIELDS, *(override.field for override in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
         others = {column: "; ".join(changed) for column, changed in found.items() if changed}
         changed = replace(self, others=others)
@@ -165,7 +165,7 @@ class Grid:
         """
         given = {override.field: override for override in parse_overrides(fields)}
         for override in given.values():
-            if mend := SET.get(override.field):
+            if mend := FIELDS_OF_GRID.get(override.field):
                 raise UsageError(f"{override} can't be one for every cell: give {mend}")
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
@@ -193,12 +193,12 @@ class Grid:
         ]  # fmt: skip
 
 
-def read(name: str) -> Grid:
+def read_grid(name: str) -> Grid:
     """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
     if name not in (known := names("table")):
         raise UsageError(unknown("table", name, known))
     tree = read_yaml("table", name)
-    if wrong := next(_wrong(tree), None):
+    if wrong := next(_faults(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
     columns = {
         key: Column(parse_overrides(value["fields"], f"table/{name}.yaml: column {key}: "), value.get("apart", False))
@@ -208,7 +208,7 @@ def read(name: str) -> Grid:
     return Grid(name=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 
 
-def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
+def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     """What makes of a YAML no table, the first thing first."""
     required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
     for key in tree:

@@ -11,9 +11,9 @@ from typing import Any
 
 from lra.config.compose import OWN, differences
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import State
-from lra.experiments.grid.grid import SAME, Cell
-from lra.experiments.grid.launch import States
+from lra.experiments.grid.cells import CellState
+from lra.experiments.grid.grid import EQUIVALENT_TASK_FIELDS, Cell
+from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.output import duration
@@ -21,24 +21,31 @@ from lra.training.run import RUNS, unshared
 from lra.training.saved import read_result
 
 # fields that don't change what a step takes
-NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
+FIELDS_WITHOUT_PACE = (
+    "seed",
+    *OWN,
+    *EQUIVALENT_TASK_FIELDS,
+    "trainer.steps",
+    "trainer.eval_every",
+    "trainer.log_every",
+)
 
 
 @dataclass(frozen=True)
-class Alone:
+class MeasuredSpeeds:
     """What `speed=true` measured."""
 
     paces: Sequence[tuple[dict[str, Any], float | None]] = ()  # configurations and steps per second; None: it failed
     source: str = ""
 
     def has(self, cell: Cell) -> bool:
-        return any(_same(config, cell) for config, _ in self.paces)
+        return any(_takes_the_same(config, cell) for config, _ in self.paces)
 
     def pace(self, cell: Cell) -> float | None:
-        return next((pace for config, pace in self.paces if _same(config, cell)), None)
+        return next((pace for config, pace in self.paces if _takes_the_same(config, cell)), None)
 
 
-def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
+def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds, command: str = "") -> Reproduction:
     """The cells and the time of training that is left, by their steps per second.
 
     Those of finished runs that had their GPU to themselves; or else what was measured alone; or else those of runs
@@ -72,7 +79,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
                 if cell in left:
                     sources[source] = None
         rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
-    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
+    lines = [cells.count_states(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
     if times:
         # one run is in one place, and a chain of stages one after the other
         waits = times | elsewhere
@@ -91,7 +98,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
     return Reproduction([("cells", header, rows)], lines)
 
 
-def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
+def _pace(cell: Cell, alone: MeasuredSpeeds) -> tuple[float, str] | None:
     """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
     run = cell.composed.config
     results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
@@ -100,7 +107,7 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         for result in results
         if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
         and result["steps_per_second"] > 0
-        and _same(result["config"], cell)
+        and _takes_the_same(result["config"], cell)
     ]  # fmt: skip
     if single := [result for result in found if unshared(result)]:
         return statistics.median(result["steps_per_second"] for result in single), _finished(single)
@@ -117,16 +124,16 @@ def _finished(results: list[dict[str, Any]]) -> str:
     return f"finished runs on {', '.join(sorted(gpus))}"
 
 
-def _same(config: dict[str, Any], cell: Cell) -> bool:
+def _takes_the_same(config: dict[str, Any], cell: Cell) -> bool:
     """Whether a step of the cell takes what it takes with this configuration."""
-    return not differences(config, cell.directory.config, NOT_PACE)
+    return not differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
 
 
-def _steps(cell: Cell, state: State) -> int:
+def _steps(cell: Cell, state: CellState) -> int:
     """That are left."""
     done = 0
     if state.status == "running elsewhere":
-        done = cells.reached(cell)[0]
+        done = cells.read_progress(cell)[0]
     elif state.resumes:
         with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
             done = checkpoints.behind(cell.directory.last)[0]

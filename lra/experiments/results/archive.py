@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lra.config.compose import differences
 from lra.config.options import parse
 from lra.errors import UsageError, is_disk_full
-from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
+from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, is_plain_name, unpack_archive
 from lra.training import checkpoints, curves
 from lra.training.run import (
     CLAIM,
@@ -37,10 +37,10 @@ from lra.training.run import (
 )
 from lra.training.saved import ENDS, End, read_config, whole_result
 
-ENDING = ".tar.xz"
+ARCHIVE_ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
 # merge replaces it
-RANKS = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
+FILE_ORDER = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
 Decision = tuple[str, str]  # `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files
 BUSY: Decision = ("kept", "a process works on it here")
 
@@ -53,8 +53,8 @@ class PackOptions:
     checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
 
     def __post_init__(self) -> None:
-        if not self.out.endswith(ENDING):
-            raise UsageError(f"lra results pack needs an out=<file>{ENDING}")
+        if not self.out.endswith(ARCHIVE_ENDING):
+            raise UsageError(f"lra results pack needs an out=<file>{ARCHIVE_ENDING}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MergeOptions:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run's directory as it is on the disk."""
 
     path: Path
@@ -159,7 +159,7 @@ class Run:
             self.check_weights(config)
 
 
-def pack(args: Sequence[str]) -> list[str]:
+def pack_runs(args: Sequence[str]) -> list[str]:
     """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
 
     With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
@@ -198,7 +198,7 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
     return [*notes, f"{count} runs, {len(packed)} files, {max(1, out.stat().st_size // 1000):,} kB: {out}"]
 
 
-def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
+def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     """Adds the runs of an archive, or a released run's folder, to those below `runs`; returns what to print.
 
     A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
@@ -211,15 +211,15 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     if not (file.is_file() or released):
         raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder, file) as staging:
-        (_copy if released else unpack)(file, staging / "new")
+        (_copy if released else unpack_archive)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
             raise UsageError(f"{file} holds no runs: get it anew")
-        looked = [_look(run, Run(folder / run.name)) for run in arrived]
+        looked = [_look(run, StoredRun(folder / run.name)) for run in arrived]
         if refused := [why for action, why in looked if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
         decided = [
-            seen if seen[0] == "kept" else _settle(run, Run(folder / run.name), staging / "old" / run.name)
+            seen if seen[0] == "kept" else _settle(run, StoredRun(folder / run.name), staging / "old" / run.name)
             for run, seen in zip(arrived, looked, strict=True)
         ]
     lines = [
@@ -250,14 +250,14 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
-def _runs(folder: Path) -> Iterator[Run]:
+def _runs(folder: Path) -> Iterator[StoredRun]:
     """The directories of runs; hidden ones are none."""
     for file in sorted(folder.glob("*/*/*/config.yaml")):
         if not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            yield Run(file.parent)
+            yield StoredRun(file.parent)
 
 
-def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
+def _chosen(run: StoredRun, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
     """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
     try:
         if not run.finished() and not held.enter_context(at_rest(run.path)):  # a finished one changes no more
@@ -269,39 +269,39 @@ def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str],
     return names, note
 
 
-def _wanted(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
+def _wanted(run: StoredRun, checkpoints: str) -> tuple[Sequence[str], str]:
     result = run.result()
     if result and result["status"] == "finished":
-        asked = CHECKPOINTS[checkpoints]
+        asked = CHECKPOINT_FILES[checkpoints]
         missing = ", ".join(name for name in asked if not run.has(name))
-        return (*SMALL, *asked), f"{run.name}: has no {missing}" if missing else ""
+        return (*SMALL_FILES, *asked), f"{run.name}: has no {missing}" if missing else ""
     if checkpoints != "none" and run.has("last.ckpt"):
-        return (*SMALL, "best.ckpt", "last.ckpt"), ""
+        return (*SMALL_FILES, "best.ckpt", "last.ckpt"), ""
     if result:  # out of memory, or failed: a table shows it
-        return SMALL, ""
+        return SMALL_FILES, ""
     why = ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
     return (), f"left out: {run.name}, unfinished{why}"
 
 
 def _copy(source: Path, folder: Path) -> None:
     """A finished run's files to where below `folder` its result has it; UsageError if it is not finished."""
-    run = Run(source)
+    run = StoredRun(source)
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
     place = str(result.get("directory", source)).split("/")[-3:]
-    if len(place) != 3 or not all(map(plain_name, place)):
+    if len(place) != 3 or not all(map(is_plain_name, place)):
         raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
     target = folder.joinpath(*place)
     target.mkdir(parents=True, exist_ok=True)
-    for name in (*SMALL, *CHECKPOINTS["all"]):
+    for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]):
         if run.has(name):
             shutil.copyfile(source / name, target / name)
 
 
-def _checked(run: Run, file: Path) -> Run:
+def _checked(run: StoredRun, file: Path) -> StoredRun:
     """A run as unpacked, if its files are of one run, and of the one that its place says."""
     try:
-        run.check(CHECKPOINTS["all"])
+        run.check(CHECKPOINT_FILES["all"])
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     if not run.has("result.json") and not run.has("last.ckpt"):
@@ -309,12 +309,12 @@ def _checked(run: Run, file: Path) -> Run:
     return run
 
 
-def _look(new: Run, old: Run) -> Decision:
+def _look(new: StoredRun, old: StoredRun) -> Decision:
     """What would become of a run; changes nothing."""
     return BUSY if old.path.is_dir() and claimed(old.path) else _decide(new, old)
 
 
-def _settle(new: Run, old: Run, aside: Path) -> Decision:
+def _settle(new: StoredRun, old: StoredRun, aside: Path) -> Decision:
     """Does what becomes of a run; what was there before goes `aside`."""
     if (held := claim(old.path)) is None:
         return BUSY
@@ -330,7 +330,7 @@ def _settle(new: Run, old: Run, aside: Path) -> Decision:
         os.close(held)
 
 
-def _decide(new: Run, old: Run) -> Decision:
+def _decide(new: StoredRun, old: StoredRun) -> Decision:
     """Of a run that no process works on."""
     if not (old.path / "config.yaml").exists():
         if vacant(old.path):
@@ -352,9 +352,9 @@ def _decide(new: Run, old: Run) -> Decision:
     return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
 
 
-def _lacking(old: Run, new: Run) -> list[str]:
+def _lacking(old: StoredRun, new: StoredRun) -> list[str]:
     """The files of `new` that `old` has not."""
-    return [name for name in (*SMALL, *CHECKPOINTS["all"]) if new.has(name) and not old.has(name)]
+    return [name for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]) if new.has(name) and not old.has(name)]
 
 
 def _place(new: Path, target: Path, aside: Path) -> None:
@@ -373,4 +373,4 @@ def _place(new: Path, target: Path, aside: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir(), key=lambda file: RANKS.get(file.name, 0))
+    return sorted(folder.iterdir(), key=lambda file: FILE_ORDER.get(file.name, 0))

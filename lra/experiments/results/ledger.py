@@ -25,19 +25,19 @@ from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
 from lra.training.saved import chain, clean, lacking, mapping
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
-NOT_COMPARED = (
+UNCOMPARED_FIELDS = (
     "name", "resume", "draws",  # where a run writes, and how it was called
     *COMPUTING,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
-NAMED = 5  # results of no cell, at most
-RESULT = "result.json"  # of a run's directory
+MOST_NAMED = 5  # results of no cell, at most
+RESULT_NAME = "result.json"  # of a run's directory
 
 Identity = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ResultFile:
     """A result and the file that it is in."""
 
     path: Path
@@ -55,11 +55,11 @@ class Entry:
     def curves(self) -> Path | None:
         """The CSV file of its curves, if it is in a run's directory and they are there."""
         file = self.path.with_name("metrics.csv")
-        return file if self.path.name == RESULT and file.is_file() else None
+        return file if self.path.name == RESULT_NAME and file.is_file() else None
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A cell and seed: a line of the CSV file. Accuracies are in %; None, and an empty status, is not known."""
 
     column: str
@@ -98,13 +98,13 @@ class Row:
 class Ledger:
     """Cells with their results, and what else there is to say of the folder."""
 
-    entries: dict[Cell, Entry] = field(default_factory=dict)
-    stopped: dict[Cell, Entry] = field(default_factory=dict)  # without one: the stage that was out of memory
+    entries: dict[Cell, ResultFile] = field(default_factory=dict)
+    stopped: dict[Cell, ResultFile] = field(default_factory=dict)  # without one: the stage that was out of memory
     older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
     notes: list[str] = field(default_factory=list)
 
 
-def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
+def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
 
     Of a cell without one, that of a stage that was out of memory: it cannot begin. Where a field chooses the version of
@@ -116,7 +116,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     if not folder.is_dir():
         raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
     ledger, strangers = Ledger(), []
-    entries, ledger.notes = find(folder)
+    entries, ledger.notes = find_results(folder)
     entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
     wanted, defaults, tasks = _identities(cells)
     owners = ((_owner(entry, wanted, defaults)[0], entry.task) for entry in entries)
@@ -143,16 +143,16 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         shown.setdefault((ledger.entries[cell].task, tasks[cell]), {})[cell.column] = None
     for (older, newer), columns in shown.items():
         ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is {newer} by now")
-    ledger.stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
+    ledger.stopped = _blocked_by_stage([cell for cell in cells if cell not in ledger.entries], entries)
     known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
-        if len(named) > NAMED:
-            named[NAMED:] = [f"and {len(named) - NAMED} more"]
+        if len(named) > MOST_NAMED:
+            named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
         ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
     return ledger
 
 
-def find(folder: Path) -> tuple[list[Entry], list[str]]:
+def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
     """Every result below `folder`, and a note for each file that is none and should be one."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
@@ -163,32 +163,32 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
             continue
-        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
+        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT_NAME):
             continue  # some other measurement
         if lacks := lacking(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
         else:
-            entries.append(Entry(path, content))
+            entries.append(ResultFile(path, content))
     return entries, notes
 
 
-def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
+def configuration_identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
     """The fields by which a configuration is compared, with `LATER` and `defaults` for those that it lacks."""
     known = dict(flatten(defaults))
     fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
     if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
         fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
-    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+    return {name: value for name, value in fields.items() if name not in UNCOMPARED_FIELDS}
 
 
-def row(table: Grid, cell: Cell, found: Ledger) -> Row:
+def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
     """Of a cell that could not begin no more than that, and why."""
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
         known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
     if (entry := found.entries.get(cell)) is None:
-        return Row(cell.column, cell.attn, cell.seed, **known)
+        return ReportRow(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], spent(result)
     micro = mapping(result["config"].get("batch")).get("micro")
@@ -198,7 +198,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "train_seconds": result.get("train_seconds") if unshared(result) else None,
         "steps_per_second": result.get("steps_per_second") if unshared(result) else None,
         "memory_gb": None if peak is None else peak / 1e9,
-        "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
+        "hardware": describe_gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
         "micro": micro,
         "commit": made_with.get("commit") or "",
@@ -220,38 +220,42 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         # a run may never leave chance: it counts, and is named
         if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
             known["status"] = "stuck"
-    return Row(cell.column, cell.attn, cell.seed, **known)
+    return ReportRow(cell.column, cell.attn, cell.seed, **known)
 
 
-def values(rows: Sequence[Row], field: str, **where: Any) -> list[float]:
+def known_values(rows: Sequence[ReportRow], field: str, **where: Any) -> list[float]:
     """What is known of a field in the finished rows for which `where` holds, seed by seed."""
     chosen = (row for row in rows if row.status in ("finished", "stuck"))
     chosen = (row for row in chosen if all(getattr(row, name) == value for name, value in where.items()))
     return [value for row in chosen if (value := getattr(row, field)) is not None]
 
 
-def mean(rows: Sequence[Row], field: str, **where: Any) -> float | None:
-    return statistics.fmean(found) if (found := values(rows, field, **where)) else None
+def mean_value(rows: Sequence[ReportRow], field: str, **where: Any) -> float | None:
+    return statistics.fmean(found) if (found := known_values(rows, field, **where)) else None
 
 
-def hardware(rows: Sequence[Row]) -> list[str]:
+def finished_hardware(rows: Sequence[ReportRow]) -> list[str]:
     """On what the finished rows ran."""
     return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
 
 
 def _owner(
-    entry: Entry, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
+    entry: ResultFile, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
 ) -> tuple[Cell | None, bool]:
     """Which of the cells a result is of, and whether any is of its task and attention."""
     config = entry.result["config"]
     default = defaults.get((config["task"]["name"], config["attn"]["name"]))
-    return wanted.get(_key(entry.task, identity(config, default or {}))), default is not None
+    return wanted.get(_key(entry.task, configuration_identity(config, default or {}))), default is not None
 
 
-def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
-    """The results for want of memory of stages without which a cell cannot begin; `entries` in the order of `match`."""
+def _blocked_by_stage(cells: Iterable[Cell], entries: Sequence[ResultFile]) -> dict[Cell, ResultFile]:
+    """Cells that cannot begin, and for each the result of its stage that was out of memory.
+
+    Args:
+        entries: in the order of `match_results`.
+    """
     attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
-    found: dict[Cell, Entry] = {}
+    found: dict[Cell, ResultFile] = {}
     if not attns:
         return found  # to compose stages takes long
     for cell in cells:
@@ -284,7 +288,7 @@ def _identities(
         saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
-        own = identity(saved, default)
+        own = configuration_identity(saved, default)
         for number in range(1, getattr(run.task, "version", 1)):
             wanted[_key(f"{run.task.name}@{number}", own | {"task.version": number})] = cell
         wanted[_key(tasks[cell], own)] = cell
@@ -306,7 +310,7 @@ def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, An
     }
 
 
-def gpus(gpu: str | None, count: int) -> str:
+def describe_gpus(gpu: str | None, count: int) -> str:
     """What a run had, for people."""
     name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
     return name if count == 1 else f"{count} × {name}"

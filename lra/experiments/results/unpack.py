@@ -12,19 +12,19 @@ from typing import IO, cast
 from lra.errors import UsageError
 from lra.training.run import FIRST_FAILURE
 
-SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
-CHECKPOINTS = {
+SMALL_FILES = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
+CHECKPOINT_FILES = {
     "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
     "all": ("best.ckpt", "last.ckpt", "model.safetensors"),
 }  # fmt: skip
 LEAST_LIMIT = 64 << 20  # bytes that any archive may unpack to
 MOST_GROWTH = 200  # times an archive's own size: curves shrink by less, checkpoints hardly
 MOST_SMALL = 64 << 20  # bytes of a small file
-BUFFER = 1 << 20
+BUFFER_BYTES = 1 << 20
 
 
-def unpack(file: Path, folder: Path) -> None:
-    """An archive's files below `folder`; UsageError if it holds anything else than `pack` writes."""
+def unpack_archive(file: Path, folder: Path) -> None:
+    """An archive's files below `folder`; UsageError if it holds anything else than `pack_runs` writes."""
     limit = max(LEAST_LIMIT, MOST_GROWTH * file.stat().st_size)
     stated, seen = 0, set()
     with file.open("rb") as packed, lzma.open(packed) as plain:
@@ -35,13 +35,13 @@ def unpack(file: Path, folder: Path) -> None:
                     name, stated = _name(member, file), stated + member.size
                     if name in seen:
                         raise UsageError(f"{file} has {name} twice: get it anew")
-                    if stated > limit or (name.rpartition("/")[2] in SMALL and member.size > MOST_SMALL):
+                    if stated > limit or (name.rpartition("/")[2] in SMALL_FILES and member.size > MOST_SMALL):
                         raise UsageError(
                             f"{file} states more bytes than runs have, {stated:,} up to {name}: get it anew"
                         )
                     seen.add(name)
                     _extract(tar, member, folder / name)
-            while stream.read(BUFFER):  # the checksum is at the end
+            while stream.read(BUFFER_BYTES):  # the checksum is at the end
                 pass
         except (lzma.LZMAError, EOFError, ValueError, tarfile.TarError, RecursionError) as error:
             raise UsageError(
@@ -52,7 +52,7 @@ def unpack(file: Path, folder: Path) -> None:
             raise UsageError(f"{file} has no {run}/config.yaml: get it anew")
 
 
-def plain_name(part: str) -> bool:
+def is_plain_name(part: str) -> bool:
     """Whether a part of a path leads down, and can be printed."""
     return bool(part) and not part.startswith(".") and part.isprintable() and "\\" not in part
 
@@ -60,7 +60,9 @@ def plain_name(part: str) -> bool:
 def _name(member: tarfile.TarInfo, file: Path) -> str:
     """The name of a regular file of a run; anything else is refused."""
     parts = member.name.split("/")
-    if not (len(parts) == 4 and all(map(plain_name, parts)) and parts[3] in (*SMALL, *CHECKPOINTS["all"])):
+    if not (
+        len(parts) == 4 and all(map(is_plain_name, parts)) and parts[3] in (*SMALL_FILES, *CHECKPOINT_FILES["all"])
+    ):
         raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
@@ -70,7 +72,7 @@ def _name(member: tarfile.TarInfo, file: Path) -> str:
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with cast(IO[bytes], tar.extractfile(member)) as source, path.open("xb") as target:
-        shutil.copyfileobj(source, target, BUFFER)
+        shutil.copyfileobj(source, target, BUFFER_BYTES)
     if path.stat().st_size != member.size:
         raise tarfile.ReadError(f"{member.name} is cut short")
 

@@ -13,7 +13,7 @@ import pytest
 
 from lra.errors import UsageError
 from lra.experiments.results import unpack
-from lra.experiments.results.archive import merge
+from lra.experiments.results.archive import merge_runs
 from lra.training.run import FIRST_FAILURE
 from tests.experiments.results.archives import DONE, SMALL, packed
 
@@ -68,7 +68,7 @@ def refuse(file: Path, target: Path, message: str) -> None:
     """One error, and nothing written."""
     before = sorted(target.parent.rglob("*"))
     with pytest.raises(UsageError, match=message):
-        merge(file, [f"runs={target}"])
+        merge_runs(file, [f"runs={target}"])
     assert sorted(target.parent.rglob("*")) == before
 
 

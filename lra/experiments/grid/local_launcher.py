@@ -23,21 +23,22 @@ import torch
 from lra import ranks
 from lra.errors import UsageError, explain_system_error
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import State
+from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import Cell
 from lra.training.clock import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, LOG, claim
 
-FIT = (sys.executable, "-m", "lra", "fit")
+FIT_COMMAND = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
-REFUSED = 2  # exit code of a process whose input was refused, or that was out of memory, which its result says
-DEATHS = 2  # processes that end without a result, or for want of memory beside others, before a call gives a cell up
+EXIT_REFUSED = 2  # exit code of a process whose input was refused, or that was out of memory, which its result says
+# processes that end without a result, or for want of memory beside others, before a call gives a cell up
+MOST_DEATHS = 2
 
 Slot = str | None  # what CUDA_VISIBLE_DEVICES is set to; None leaves it as it is
-States = Mapping[Cell, State]
+CellStates = Mapping[Cell, CellState]
 
 
-def slots(devices: int | None) -> Sequence[Slot]:
+def list_slots(devices: int | None) -> Sequence[Slot]:
     """So many slots, by default all GPUs, or one where there is none; UsageError if there are fewer GPUs."""
     gpus = torch.cuda.device_count()
     most = max(gpus, 1)
@@ -50,14 +51,14 @@ def slots(devices: int | None) -> Sequence[Slot]:
 
 
 @dataclass(frozen=True)
-class Child:
+class RunningProcess:
     """A process and the slots that it has: one, or all of its GPUs."""
 
     process: subprocess.Popen[bytes]
     slots: Sequence[Slot]
 
 
-class Local:
+class LocalLauncher:
     """Works on cells until each is done, out of memory, failed twice, refused, or given up as its processes just die.
 
     A cell that was out of memory beside others is run again with all slots of a GPU.
@@ -74,20 +75,20 @@ class Local:
         self,
         todo: Sequence[Cell],
         slots: Sequence[Slot],
-        watch: Callable[[States], None] = lambda states: None,
+        watch: Callable[[CellStates], None] = lambda states: None,
         say: Callable[[str], None] = lambda line: None,
-        command: Sequence[str] = FIT,
+        command: Sequence[str] = FIT_COMMAND,
     ):
-        self.states: dict[Cell, State] = {cell: cells.look(cell) for cell in todo}
+        self.states: dict[Cell, CellState] = {cell: cells.cell_state(cell) for cell in todo}
         self.free, self.slots, self.watch, self.say, self.command = list(slots), list(slots), watch, say, command
         self.starts = {cell.directory.path: cell for cell in todo}
-        self.children: dict[Cell, Child] = {}
+        self.children: dict[Cell, RunningProcess] = {}
         self.deaths: Counter[Cell] = Counter()
         self.looked = time.monotonic()
 
-    def work(self) -> States:
+    def work(self) -> CellStates:
         """Returns the final states; on SIGINT and SIGTERM, SystemExit with 130 or 143 when all processes have ended."""
-        with caught(signal.SIGINT, signal.SIGTERM) as signals:
+        with catch_signals(signal.SIGINT, signal.SIGTERM) as signals:
             try:
                 self.watch(self.states)
                 while self.children or self._left():
@@ -100,7 +101,7 @@ class Local:
             finally:
                 self._stop(signals)
             # what could not begin, as a stage is out of memory, is so, too
-            self.states |= {cell: cells.look(cell) for cell, state in self.states.items() if not state.final}
+            self.states |= {cell: cells.cell_state(cell) for cell, state in self.states.items() if not state.final}
             self.watch(self.states)
         return self.states
 
@@ -109,7 +110,7 @@ class Local:
         return [
             cell
             for cell, state in self.states.items()
-            if not state.final and cell not in self.children and self.deaths[cell] < DEATHS
+            if not state.final and cell not in self.children and self.deaths[cell] < MOST_DEATHS
             if not (before := self._before(cell)) or self._reachable(before)
         ]
 
@@ -121,7 +122,7 @@ class Local:
     def _reachable(self, cell: Cell) -> bool:
         """Whether a cell is done or may yet be."""
         state, before = self.states[cell], self._before(cell)
-        if state.final or self.deaths[cell] >= DEATHS:
+        if state.final or self.deaths[cell] >= MOST_DEATHS:
             return state.status == "done"
         return before is None or self._reachable(before)
 
@@ -131,7 +132,7 @@ class Local:
             self.looked = time.monotonic()
             for cell in self._left():
                 with self._refused(cell):
-                    self.states[cell] = cells.look(cell)
+                    self.states[cell] = cells.cell_state(cell)
         for cell in self._left():
             if not self.free:
                 break
@@ -150,7 +151,7 @@ class Local:
             said = str(error) if isinstance(error, UsageError) else explain_system_error(error, cell.directory.path)
             if said is None:
                 raise
-            self.states[cell] = State("refused", {"error": said}, final=True)
+            self.states[cell] = CellState("refused", {"error": said}, final=True)
             self.say(f"{cell}: refused, {said}")
 
     def _room(self, cell: Cell, alone: bool) -> Sequence[Slot]:
@@ -165,13 +166,13 @@ class Local:
         path = cell.directory.path
         held = claim(path)
         if held is None:
-            self.states[cell] = State("running elsewhere")
+            self.states[cell] = CellState("running elsewhere")
             return
         try:
-            self.states[cell] = cells.settled(cell)  # others may have gone on since it was looked at
+            self.states[cell] = cells.state_on_disk(cell)  # others may have gone on since it was looked at
             if self.states[cell].final:
                 return
-            cells.clear(cell)
+            cells.clear_result(cell)
             arguments = [*self.command, *map(str, cell.args), "resume=auto"]
             with (path / LOG).open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
@@ -183,8 +184,8 @@ class Local:
                 )  # fmt: skip
             for slot in room:
                 self.free.remove(slot)
-            self.children[cell] = Child(process, room)
-            self.states[cell] = State("running")
+            self.children[cell] = RunningProcess(process, room)
+            self.states[cell] = CellState("running")
         finally:
             os.close(held)  # the process has it now
 
@@ -196,7 +197,7 @@ class Local:
         names = [name for name in dict.fromkeys(room) if name is not None]
         return shared | {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else shared
 
-    def _ended(self) -> Iterator[tuple[Cell, Child]]:
+    def _ended(self) -> Iterator[tuple[Cell, RunningProcess]]:
         """Takes the processes that have ended from the children."""
         for cell, child in list(self.children.items()):
             if child.process.poll() is not None:
@@ -209,16 +210,18 @@ class Local:
     def _reap(self) -> None:
         for cell, child in self._ended():
             with self._refused(cell):
-                self.states[cell] = cells.settled(cell)
+                self.states[cell] = cells.state_on_disk(cell)
             state, code = self.states[cell], child.process.returncode
             if state.status == "refused":
                 continue
             if state.result is None:
-                self.deaths[cell] += DEATHS if code == REFUSED else 1  # the same input would be refused again
-                again = "given up until the next call" if self.deaths[cell] >= DEATHS else "taken up once more"
+                self.deaths[cell] += MOST_DEATHS if code == EXIT_REFUSED else 1  # the same input would be refused again
+                again = "given up until the next call" if self.deaths[cell] >= MOST_DEATHS else "taken up once more"
                 self.say(f"{cell}: ended without a result ({_ending(cell, code)}), {again}")
-                if code == REFUSED:
-                    self.states[cell] = State("refused", {"error": _said(cell).removeprefix("lra: ")}, final=True)
+                if code == EXIT_REFUSED:
+                    self.states[cell] = CellState(
+                        "refused", {"error": _last_line(cell).removeprefix("lra: ")}, final=True
+                    )
             elif state.crowded:  # by others than this command's, perhaps, which are still there
                 self.deaths[cell] += 1
 
@@ -236,18 +239,18 @@ class Local:
             ended += [cell for cell, _ in self._ended()]
             time.sleep(TICK_S / 4)
         if ended:
-            self.states |= {cell: cells.settled(cell) for cell in ended}
+            self.states |= {cell: cells.state_on_disk(cell) for cell in ended}
             self.watch(self.states)
 
 
 def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    said = _said(cell)
+    said = _last_line(cell)
     return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if said else "")
 
 
-def _said(cell: Cell) -> str:
+def _last_line(cell: Cell) -> str:
     """The last line of its process; empty if that said nothing, or its folder is gone."""
     try:
         log = (cell.directory.path / LOG).read_text(errors="replace")
@@ -258,7 +261,7 @@ def _said(cell: Cell) -> str:
 
 
 @contextmanager
-def caught(*numbers: signal.Signals) -> Iterator[list[int]]:
+def catch_signals(*numbers: signal.Signals) -> Iterator[list[int]]:
     """Those of these signals that arrive meanwhile, in their order."""
     arrived: list[int] = []
     before = {number: signal.getsignal(number) for number in numbers}
