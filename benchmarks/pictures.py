@@ -47,7 +47,7 @@ QUERY = (0, 200, 255)
 
 
 @dataclass(frozen=True)
-class Options:
+class PictureOptions:
     init: str = ""  # a released folder
     count: int = 512  # test images, of which the sheet shows the first of each kind
 
@@ -58,11 +58,11 @@ class Options:
 
 @command
 def main(arguments: Sequence[str]) -> None:
-    depict(parse(Options, arguments))
+    depict(parse(PictureOptions, arguments))
     print("make docs shows them in docs/pictures.md")
 
 
-def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
+def depict(options: PictureOptions, folder: Path = FOLDER) -> dict[str, Any]:
     """Draws the sheet and the attention of a released model, and returns what it wrote of them."""
     path = Path(options.init)
     if path.name not in released() or path.resolve() != RELEASES / path.name:

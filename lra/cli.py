@@ -236,9 +236,9 @@ def bench_attention(
     fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
     """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
-    from lra.bench.attention import attention_notes, attention_tables, bench_attention
+    from lra.bench.attention import attention_notes, attention_tables, measure_attention
 
-    result = bench_attention(fields or (), progress=console.print)
+    result = measure_attention(fields or (), progress=console.print)
     records = result.cells
     wrong = any(record.failed for record in records)
     _print_measured(attention_tables(records, result.options["table"]), attention_notes(records), wrong)
@@ -247,9 +247,9 @@ def bench_attention(
 @verb(bench_app, "io", "lra.bench.traffic:IoOptions")
 def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=value …]")] = None) -> None:
     """Bytes that attention moves to and from HBM, against block size: by formula, and measured where ncu is."""
-    from lra.bench.traffic import bench_traffic, traffic_table
+    from lra.bench.traffic import measure_traffic, traffic_table
 
-    result = bench_traffic(fields or ())
+    result = measure_traffic(fields or ())
     _print_rows(*traffic_table(result))
     for note in result.notes:
         console.print(note)
@@ -262,9 +262,9 @@ def bench_step(
     ] = None,
 ) -> None:
     """Time of a training step of lra fit, beside loops without Lightning, and where it goes."""
-    from lra.bench.step import bench_step, step_notes, step_tables
+    from lra.bench.step import measure_step, step_notes, step_tables
 
-    result = bench_step(fields or (), progress=console.print)
+    result = measure_step(fields or (), progress=console.print)
     _print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
 
 

@@ -264,7 +264,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
 
 def test_the_pictures_are_those_of_the_weights(tmp_path):
     name, count = "pathfinder", 64
-    made = pictures.depict(pictures.Options(f"{folder(name)}", count), tmp_path)
+    made = pictures.depict(pictures.PictureOptions(f"{folder(name)}", count), tmp_path)
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     look, before = made["attention"], kept["attention"]
     assert look.pop("largest") == pytest.approx(before.pop("largest"), abs=1e-3) and look == before

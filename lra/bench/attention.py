@@ -127,7 +127,7 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
     return options
 
 
-def bench_attention(
+def measure_attention(
     args: Sequence[str], progress: Callable[[str], None] = lambda line: None
 ) -> MeasurementFile[AttentionMeasurement]:
     """Measures; writes `out=` after every case and `plots=` in the end.

@@ -11,10 +11,10 @@ from typing import Any, Generic, Self, TypeVar, get_args, get_origin, get_type_h
 from lra import environment
 from lra.reading import is_number, read_json
 
-Session = dict[str, Any]  # date, command and commit of what measured a record
+SessionFacts = dict[str, Any]  # date, command and commit of what measured a record
 
 
-def session_of(session: Mapping[str, Any]) -> Session:
+def session_of(session: Mapping[str, Any]) -> SessionFacts:
     """What differs between sessions that measure for one file, of the `environment.describe` of one."""
     return {name: session.get(name) for name in ("date", "command", "commit")}
 
@@ -27,7 +27,7 @@ class Measurement:
     ms: float | None
     memory_mb: float | None  # peak of what is allocated, in 10^6 bytes; None on a CPU
     # None where only one session has measured; in a file, of a record of the session that began it
-    made: Session | None
+    made: SessionFacts | None
 
     @property
     def ok(self) -> bool:
@@ -87,7 +87,7 @@ class AttentionMeasurement(Measurement):
     repetitions: int | None = None
     checked: float | None = None  # largest error / budget
     reason: str = ""
-    made: Session | None = None
+    made: SessionFacts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class StepMeasurement(Measurement):
     captured: int | None = None  # of these
     loss: float | None = None
     where: dict[str, Any] | None = None  # `breakdown` of the step
-    made: Session | None = None
+    made: SessionFacts | None = None
 
 
 M = TypeVar("M", bound=Measurement)
@@ -134,7 +134,7 @@ class MeasurementFile(Generic[M]):
         ]
         return {"environment": self.environment, "options": self.options, "cells": cells}
 
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[SessionFacts]:
         """Of each session that has measured, by date; of a file without records, the one that began it."""
         found = [cell.made or session_of(self.environment) for cell in self.cells] or [session_of(self.environment)]
         return [dict(each) for each in sorted({tuple(made.items()) for made in found}, key=lambda each: str(each[0]))]

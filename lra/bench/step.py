@@ -99,7 +99,7 @@ def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Comp
     return options, composed
 
 
-def bench_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
+def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
     """Measures; `out=` is rewritten after each loop.
 
     Args:

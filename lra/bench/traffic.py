@@ -112,7 +112,7 @@ class IoResult:
     notes: list[str]
 
 
-def bench_traffic(args: Sequence[str]) -> IoResult:
+def measure_traffic(args: Sequence[str]) -> IoResult:
     """Counts the bytes of the whole batch."""
     options = parse(IoOptions, args)
     missing = "counters=false" if options.counters == "false" else why_no_counters()

@@ -45,7 +45,7 @@ def build_aan(writer: StoreWriter, source: str | Path, dataset: Literal["lra", "
     for split in ("train", "val", "test"):
         writer.add_pairs(split, splits[split][:, 1:], splits[split][:, 0])
         if dataset == "lra":
-            writer.find(checks.check_count(_RELEASED[split], len(splits[split]), _PUBLISHED[split]))
+            writer.find(checks.check_row_count(_RELEASED[split], len(splits[split]), _PUBLISHED[split]))
 
 
 class _Documents:

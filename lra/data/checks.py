@@ -33,7 +33,7 @@ def hash_rows(sequences: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     return np.frombuffer(b"".join(digests), np.uint64)
 
 
-def check_count(name: str, rows: int, published: int) -> Iterator[Finding]:
+def check_row_count(name: str, rows: int, published: int) -> Iterator[Finding]:
     """Whether a copy has as many rows as are published: nothing else tells a part from the whole."""
     if rows != published:
         yield Finding(f"{name} has {rows:,} rows, where {published:,} are published", True)

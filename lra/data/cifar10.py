@@ -29,7 +29,7 @@ def build_cifar10(writer: StoreWriter, source: str | Path) -> None:
     writer.compare(source)
     splits = hub.load_splits(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
-        writer.find(checks.check_count(split, len(rows), PUBLISHED[split]))
+        writer.find(checks.check_row_count(split, len(rows), PUBLISHED[split]))
         for batch in rows:
             labels = batch["label"]
             if not all(label in range(10) for label in labels):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 
-TORCH_DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
+TORCH_DTYPE_OF = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class CollatedBatch:
     def unpack(self, packed: Tensor) -> Batch:
         """The batch, where `packed` lies."""
         vectors = zip(self._places, self._vectors, strict=True)
-        start, length, index, label, *laid = (packed[place].view(TORCH_DTYPES[v.dtype.str]) for place, v in vectors)
+        start, length, index, label, *laid = (packed[place].view(TORCH_DTYPE_OF[v.dtype.str]) for place, v in vectors)
         tokens, positions = self.read(laid, self.rows)
         if self.prefix is not None:
             tokens.index_fill_(0, start[: self.prefixed].long(), self.prefix)

@@ -26,7 +26,7 @@ def build_imdb(writer: StoreWriter, source: str | Path) -> None:
     writer.compare(source)
     splits = hub.load_splits(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
-        writer.find(checks.check_count(split, len(rows), PUBLISHED))
+        writer.find(checks.check_row_count(split, len(rows), PUBLISHED))
         for batch in rows:
             if not all(isinstance(text, str) for text in batch["text"]):
                 raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")

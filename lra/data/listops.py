@@ -149,7 +149,7 @@ def build_released_listops(
     writer.compare(source)
     for name, split in splits.items():
         writer.add(split, *parts[name])
-        writer.find(checks.check_count(name, len(parts[name][1]), PUBLISHED[split]))
+        writer.find(checks.check_row_count(name, len(parts[name][1]), PUBLISHED[split]))
     known = {fingerprint for sequences, _ in parts.values() for fingerprint in fingerprints(sequences)}
     limits = {"min_length": min_length, "max_length": max_length}
     drawn = generate_expressions(fresh, seed=seed + FRESH_SEED_OFFSET, exclude=known, **limits)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.collated import TORCH_DTYPES
+from lra.data.collated import TORCH_DTYPE_OF
 from lra.data.split import Examples, Pairs, Split
 
 MEMORY_SHARE = 1 / 4  # of a GPU's memory, at most: the rest is the model's
@@ -103,7 +103,7 @@ def _identity(vector: np.ndarray) -> Any:
 
 def _copy(vector: np.ndarray, device: torch.device) -> Tensor:
     """The vector on `device`, and a 0 after its last element."""
-    dtype = TORCH_DTYPES[vector.dtype.str]
+    dtype = TORCH_DTYPE_OF[vector.dtype.str]
     there = torch.zeros(len(vector) + 1, dtype=dtype, device=device)
     buffer = torch.empty(min(CHUNK, len(vector)), dtype=dtype, pin_memory=device.type == "cuda")
     for first in range(0, len(vector), CHUNK):

@@ -20,7 +20,7 @@ import torch
 from lra import environment
 from lra.bench import step
 from lra.bench.output import lock_output, write_measurement
-from lra.bench.records import MeasurementFile, Session, StepMeasurement, read_measurements, session_of
+from lra.bench.records import MeasurementFile, SessionFacts, StepMeasurement, read_measurements, session_of
 from lra.bench.step import StepOptions
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats
@@ -314,7 +314,7 @@ def hardware_of(result: SpeedFile) -> str:
 
 def _measure(
     path: Path, result: SpeedFile, lacking: Sequence[PendingMeasurement], device: torch.device,
-    made: Session, progress: Callable[[str], None],
+    made: SessionFacts, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
     quiet()

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra.bench import attention, plots, timing
-from lra.bench.attention import attention_notes, attention_tables, bench_attention
+from lra.bench.attention import attention_notes, attention_tables, measure_attention
 from lra.bench.cases import BenchmarkCase, call_attention, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, reference_head
 from lra.bench.output import lock_output
@@ -141,14 +141,14 @@ def tiny(*args: str) -> list[str]:
 
 
 def records(*args: str) -> list[Any]:
-    return bench_attention(tiny(*args)).cells
+    return measure_attention(tiny(*args)).cells
 
 
 def test_records_tables_and_json(tmp_path):
     lines: list[str] = []
     out, folder = tmp_path / "new" / "a.json", tmp_path / "plots"
     args = tiny("attns=flash,sdpa,standard,cudnn", f"out={out}", f"plots={folder}")
-    result: Any = bench_attention(args, progress=lines.append)
+    result: Any = measure_attention(args, progress=lines.append)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result.saved()))
     assert result.environment["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
     assert len(lines) == 8 and len(result.cells) == 24
@@ -187,7 +187,7 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monke
     monkeypatch.setattr(attention, "measure_cases", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=message):
-        bench_attention([given])
+        measure_attention([given])
 
 
 def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, mon
     out.write_text("measured before")
     monkeypatch.setattr(attention, "measure_cases", lambda *_: pytest.fail("measured"))
     with lock_output(out), pytest.raises(UsageError, match="another process measures for .*a.json: wait for it"):
-        bench_attention([f"out={out}"])
+        measure_attention([f"out={out}"])
 
     def stopped(*_):
         assert out.read_text() == "measured before"
@@ -203,7 +203,7 @@ def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, mon
 
     monkeypatch.setattr(attention, "measure_cases", stopped)
     with pytest.raises(KeyboardInterrupt):
-        bench_attention([f"out={out}"])
+        measure_attention([f"out={out}"])
     assert out.read_text() == "measured before" and list(tmp_path.iterdir()) == [out]
 
 
@@ -226,7 +226,7 @@ def test_ragged_batches_have_real_lengths(monkeypatch):
     monkeypatch.setattr(attention, "IMDB_LENGTHS", (7, 0, 40))
     args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
     assert {cell.lengths for cell in attention.configure_attention(args).cases()} == {(40, 7, 0)}  # the longest first
-    cells = bench_attention(args).cells
+    cells = measure_attention(args).cells
     assert {(r.status, r.tokens, r.squares, r.length) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
 
 
@@ -359,7 +359,7 @@ def test_the_command_prints_and_fails_on_wrong(broken):
 
 @pytest.mark.gpu
 def test_a_gpu_has_times_and_memory():
-    cells: Any = bench_attention(
+    cells: Any = measure_attention(
         ["attns=flash,sdpa,standard", "lengths=512", "head_dims=64", "dropout=0,0.1", "tokens=4096"]
     ).cells
     assert {r.status for r in cells} == {"ok"}, attention_notes(cells)

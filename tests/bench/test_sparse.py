@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.pages import kernels
-from lra.bench.attention import attention_notes, attention_tables, bench_attention, configure_attention
+from lra.bench.attention import attention_notes, attention_tables, configure_attention, measure_attention
 from lra.bench.cases import BenchmarkCase, make_batch
 from lra.bench.check import check_dropout, check_small, check_timed, reference_head
 from lra.bench.sparse import PEERS, block_mask, with_peers
@@ -66,7 +66,7 @@ def broken(monkeypatch):
 
 def records(*args: str) -> list[Any]:
     fields = TINY | dict(arg.split("=", 1) for arg in args)
-    return bench_attention([f"{name}={value}" for name, value in fields.items()]).cells
+    return measure_attention([f"{name}={value}" for name, value in fields.items()]).cells
 
 
 def peer(name: str, n: int, **options: Any) -> Any:
@@ -283,7 +283,9 @@ def test_flash_attention_4_is_given_the_blocks_that_are_seen(monkeypatch):
 
 def test_the_page_of_kernels_has_a_table_of_them(tmp_path):
     assert kernels.sparse(tmp_path) == ""
-    result = bench_attention([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]).saved()
+    result = measure_attention(
+        [f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]
+    ).saved()
     flex = [dict(r) for r in result["cells"] if r["attention"] == BUTTERFLY and not r["dropout"]]
     for record in flex:
         record.update(attention="butterfly@flex:block=16", ms=7.0)

@@ -21,7 +21,7 @@ import lra
 from lra.bench import loops, step
 from lra.bench.breakdown import GAPS, KERNEL_GROUPS, LONGEST_KERNELS, OTHER, KernelLaunch, breakdown, kernel_group
 from lra.bench.loops import IDLE_STARTS, TIMED_BLOCKS, DenseAttention, Stopwatch, fill_lengths
-from lra.bench.step import PROFILED_STEPS, bench_step, parse_step_fields, step_notes, step_tables
+from lra.bench.step import PROFILED_STEPS, measure_step, parse_step_fields, step_notes, step_tables
 from lra.cli import app
 from lra.data.split import Split
 from lra.errors import UsageError
@@ -95,7 +95,7 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
     monkeypatch.setattr(
         Stopwatch, "steady", lambda _: [True] * TIMED_BLOCKS
     )  # which shapes come anew is no matter here
-    result: Any = bench_step(tiny("batch.micro=4"))
+    result: Any = measure_step(tiny("batch.micro=4"))
     assert [record.status for record in result.loops] == ["ok"] * 4 and taken == [PROFILED_STEPS] * 2
     fit, captured, eager, bare = result.loops
     assert [record.engine for record in result.loops] == ["captured", "captured", "eager", "captured"]
@@ -124,7 +124,7 @@ def test_blocks_in_which_shapes_are_captured_do_not_count(without_graphs, monkey
         ("5 5 5 5 5 5 5", 3.0, None),
     ):
         found = iter([(int(count), 1) for count in came.split()])
-        result: Any = bench_step(tiny("loops=captured", "steps=10", "profile=false"))
+        result: Any = measure_step(tiny("loops=captured", "steps=10", "profile=false"))
         assert result.loops[0].ms == ms
         assert [text[: len(note or "")] for text in step_notes(result)] == [note] * bool(note)
 
@@ -142,7 +142,7 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
     pairs = [(i % 2, f"P{i}", f"P{(7 * i + 3) % 20}") for i in range(20)]
     source = write_aan_papers(tmp_path / "aan", kinds, train=pairs, val=pairs[:5], test=pairs[5:9])
     fields = [field for field in tiny("profile=false", "task.max_length=30") if not BY_TASK.match(field)]
-    result: Any = bench_step(
+    result: Any = measure_step(
         [*fields, "task=retrieval", "task.dataset=scisumm", "model.pooling=cls", f"task.source={source}"]
     )
     fit, captured, eager, bare = result.loops
@@ -157,9 +157,9 @@ def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
     names = "takes_projection", "takes_feed_forward"
     for name in names:
         monkeypatch.setattr(transformer, name, lambda *_, name=name: asked.append(name))
-    (bare,) = bench_step(tiny("loops=bare", "profile=false")).loops
+    (bare,) = measure_step(tiny("loops=bare", "profile=false")).loops
     assert bare.status == "ok" and not asked
-    bench_step(tiny("loops=eager"))
+    measure_step(tiny("loops=eager"))
     assert {*asked} == {*names}
 
 
@@ -168,7 +168,7 @@ def test_pixels_with_positions_of_their_own(without_graphs):
     fields = [field for field in tiny("loops=captured,bare", "profile=false") if not BY_TASK.match(field)]
     few = ("task.train=24", "task.val=6", "task.test=12", "task.tokens=lit", "batch.size=2")
     fields = [field for field in fields if not field.startswith(("batch.size", "task.max_length"))]
-    result: Any = bench_step([*fields, "task=pathfinder", *few])
+    result: Any = measure_step([*fields, "task=pathfinder", *few])
     captured, bare = result.loops
     assert (captured.status, bare.status, bare.tokens) == ("ok", "ok", 2 * 1024) and captured.tokens < 2048
 
@@ -183,7 +183,7 @@ def test_lightnings_loop_takes_steps_and_no_more(monkeypatch):
         return forward(self, batch)
 
     monkeypatch.setattr(TaskModule, "forward", watched)
-    (record,) = bench_step(tiny("loops=fit", "steps=30", "trainer.steps=80")).loops
+    (record,) = measure_step(tiny("loops=fit", "steps=30", "trainer.steps=80")).loops
     assert record.status == "ok" and handlers == {signal.getsignal(signal.SIGTERM)}
 
 
@@ -192,20 +192,20 @@ def test_a_loop_that_fails_leaves_the_others(monkeypatch):
         raise RuntimeError("a compiler\nsays much")
 
     monkeypatch.setattr(step.loops, "fit", broken)
-    result: Any = bench_step(tiny("loops=fit,eager"))
+    result: Any = measure_step(tiny("loops=fit,eager"))
     assert [record.status for record in result.loops] == ["failed", "ok"] and result.lightning is None
     assert step_notes(result) == ["fit: failed: RuntimeError: a compiler"]
 
 
 def test_a_loop_that_does_not_fit_is_oom(monkeypatch):
     monkeypatch.setattr(step.loops, "fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
-    (record,) = bench_step(tiny("loops=fit")).loops
+    (record,) = measure_step(tiny("loops=fit")).loops
     assert record.status == "OOM" and record.reason.endswith("does not fit: halve it")
 
 
 def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeypatch):
     monkeypatch.setattr(step, "record_kernels", lambda *_: [])
-    (record,) = bench_step(tiny("loops=captured")).loops
+    (record,) = measure_step(tiny("loops=captured")).loops
     assert record.status == "ok" and record.ms and record.reason.startswith("not profiled: the profiler saw")
 
 
@@ -228,7 +228,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
 def test_bad_options_name_the_mend(args, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", [__file__])  # a worker of xdist is no file
     with pytest.raises(UsageError, match=message):
-        bench_step(tiny(*args))
+        measure_step(tiny(*args))
 
 
 @pytest.mark.parametrize("fields", [(), ("task.tokens=lit",)])  # the latter scales positions, which needs init=
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monke
     monkeypatch.setattr(step, "measure_loop", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"out=.*file/step.json can't be written \(.*\): name another file"):
-        bench_step(tiny(f"out={tmp_path / 'file' / 'step.json'}"))
+        measure_step(tiny(f"out={tmp_path / 'file' / 'step.json'}"))
 
 
 def test_own_options_are_none_of_the_run():
@@ -346,7 +346,7 @@ def test_bare_attention_is_attention():
 @pytest.mark.gpu
 def test_captured_and_bare_agree_on_a_gpu():
     gpu = ("trainer.accelerator=gpu", "trainer.precision=bf16", "model.heads=2")
-    result: Any = bench_step(tiny(*gpu))
+    result: Any = measure_step(tiny(*gpu))
     assert [record.status for record in result.loops] == ["ok"] * 4, step_notes(result)
     fit, captured, eager, bare = result.loops
     assert fit.engine == "captured" and captured.captured >= 1 and bare.captured == bare.shapes == 1

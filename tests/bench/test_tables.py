@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lra.bench.attention import attention_notes, attention_tables, bench_attention, configure_attention
+from lra.bench.attention import attention_notes, attention_tables, configure_attention, measure_attention
 from lra.bench.cases import BenchmarkCase, call_attention, make_batch
 from lra.bench.presets import RUNTIME_TABLES, masked_lengths, with_budget
 from lra.cli import app
@@ -101,7 +101,7 @@ def test_a_padding_mask_hides_up_to_20_tokens():
 
 
 def test_one_table_is_printed_with_what_it_left_out():
-    result = bench_attention([*TINY, "table=11", "attns=flash,linformer,cudnn"])
+    result = measure_attention([*TINY, "table=11", "attns=flash,linformer,cudnn"])
     records = result.cells
     assert [r.status for r in records] == ["ok", "ok", "unsupported"]
     assert [(r.attention, r.options) for r in records[:2]] == [("flash", ""), ("linformer", "k=16")]

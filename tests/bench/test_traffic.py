@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from lra.bench import traffic
 from lra.bench.traffic import (
     Traffic,
-    bench_traffic,
     flash_traffic,
     kernel_traffic,
+    measure_traffic,
     on_chip_elements,
     read_kernels,
     read_traffic,
@@ -124,7 +124,7 @@ def test_larger_blocks_move_less_and_theorem_2_is_the_leading_term():
 def test_rows_table_and_json(tmp_path):
     out = tmp_path / "new" / "io.json"
     args = ["length=128", "head_dim=16", "heads=2", "batch=3", "blocks=16,64", "counters=false", f"out={out}"]
-    result = bench_traffic(args)
+    result = measure_traffic(args)
     assert json.loads(out.read_text()) == json.loads(json.dumps(asdict(result)))
     assert [row.algorithm for row in result.rows] == [
         traffic.STANDARD_ALGORITHM,
@@ -151,17 +151,17 @@ def test_rows_table_and_json(tmp_path):
 )
 def test_bad_options_name_the_mend(arg, message):
     with pytest.raises(UsageError, match=message):
-        bench_traffic([arg])
+        measure_traffic([arg])
 
 
 def test_counters_that_are_asked_for_and_missing_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="counters=true: PyTorch finds no GPU"):
-        bench_traffic(["counters=true"])
+        measure_traffic(["counters=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="counters=true: ncu .* is not on PATH"):
-        bench_traffic(["counters=true"])
+        measure_traffic(["counters=true"])
 
 
 def test_each_kernel_has_its_counters():
@@ -201,7 +201,7 @@ def test_what_ncu_counts_stands_beside_the_formula(monkeypatch, output, code, me
     monkeypatch.setattr(traffic, "why_no_counters", lambda: None)
     monkeypatch.setattr(traffic.subprocess, "run", run)
     monkeypatch.setattr(traffic.environment, "describe", dict)
-    result = bench_traffic(["blocks=64"])
+    result = measure_traffic(["blocks=64"])
     assert calls[0][0] == "ncu" and calls[0][-6:] == ["1024", "64", "16", "64", "bf16", "64"]
     assert [row.measured_read for row in result.rows] == [None, None, measured] and result.notes == notes
 

@@ -47,7 +47,7 @@ def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolu
     scratch = writer.scratch() / "pixels"
     with scratch.open("wb") as file:  # not a memory map: on a full disk, writing to one kills the process
         rows, places = _read(source, folder, images, file)
-    writer.find(checks.check_count(f"{folder}/metadata", len(rows), PUBLISHED))
+    writer.find(checks.check_row_count(f"{folder}/metadata", len(rows), PUBLISHED))
     kept = [row for row in rows if row.image in places or f"{folder}/{row.image}" != _EMPTY]
     unnamed = set(places)
     for row in kept:
