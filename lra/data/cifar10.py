@@ -22,9 +22,14 @@ _MEND = f"lra data prepare task=image source=<folder of a local mirror of {HUB}>
 def build_cifar10(writer: StoreWriter, source: str | Path) -> None:
     """Store the splits train and test: rows of 32 pixels from the top, labels 0 to 9 (airplane to truck).
 
-    A gray level is the luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B as Pillow rounds it. `source` is a Hub id or
-    a folder with the same layout (README.md with the config "plain_text", parquet files with the columns img and
-    label). UsageError if it cannot be had or is something else.
+    A gray level is the luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B as Pillow rounds it.
+
+    Args:
+        source: a Hub id, or a folder with the same layout: README.md with the config "plain_text", and parquet files
+            with the columns img and label.
+
+    Raises:
+        UsageError: if the data set cannot be had or is another one.
     """
     writer.compare(source)
     splits = hub.load_splits(source, name="CIFAR-10", columns=("img", "label"), mend=_MEND, note=writer.note)
@@ -45,7 +50,7 @@ def build_cifar10(writer: StoreWriter, source: str | Path) -> None:
 
 
 def _gray(image: Any) -> np.ndarray:
-    """Tokens uint8 `[1024]` of an image as the Hub stores it, a dictionary with the bytes of a file."""
+    """Tokens uint8 `[1024]` of an image as the Hub stores it: a dictionary with the bytes of a file."""
     with picture.open_image(image["bytes"]) as read:
         if read.mode != "RGB" or read.size != (SIDE, SIDE):
             raise ValueError(f"{read.mode} {read.size}")

@@ -1,7 +1,7 @@
-"""Random ListOps expressions, compiled. Apart from `listops.py` so that only drawing them needs numba.
+"""Random ListOps expressions, compiled. This is apart from `listops.py`, so that only drawing needs numba.
 
-Expression `i` of a seed is a function of (seed, i) alone: each has its own random stream, so that neither the
-number of cores nor the chunking matters.
+Expression `i` of a seed is a function of (seed, i) alone, as each has its own random stream. Neither the number of
+cores nor the size of chunks matters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _S60, _S62, _THREE = np.uint64(60), np.uint64(62), np.uint64(3)
 
 @cached_njit
 def _apply(operator, arguments):
-    """Value of one operator. `arguments`: int64 `[arity]`, sorted in place."""
+    """The value of one operator. `arguments`: int64 `[arity]`, sorted in place."""
     if operator == SM:
         return arguments.sum() % 10
     arguments.sort()
@@ -33,10 +33,10 @@ def _apply(operator, arguments):
 
 @cached_njit
 def _draw(state, tokens, max_length, max_depth, operators, arities, filled, values):
-    """One expression into `tokens`. Returns (state, length, value); length 0 if it exceeds `max_length`.
+    """Draws one expression into `tokens`. Returns (state, length, value); the length is 0 if it exceeds `max_length`.
 
-    One 64-bit draw per node: two bits decide between operator (1/4) and digit, two more and the low half say
-    which. `operators`, `arities`, `filled` `[depth]` and `values` `[depth, max_args]` hold the open operators.
+    Each node takes one 64-bit draw. Two bits decide between operator (1/4) and digit. Two more bits, or the low half,
+    say which one. `operators`, `arities`, `filled` `[depth]` and `values` `[depth, max_args]` hold the open operators.
     """
     length, depth, needed = 0, 0, 1  # `needed`: tokens that the nodes drawn so far amount to at least
     while True:
@@ -74,8 +74,8 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
 def draw_expressions(seed, first, count, min_length, max_length, max_depth, max_args):
     """Expressions `first` .. `first + count - 1` of `seed`, each drawn until its length fits.
 
-    Returns tokens uint8 `[count, max_length]`, lengths int64 `[count]` and values int64 `[count]`. A
-    length of 0 says that none fitted in ATTEMPTS draws, and ends the work.
+    Returns tokens uint8 `[count, max_length]`, lengths int64 `[count]` and values int64 `[count]`. If none of ATTEMPTS
+    draws fits, the length is 0 and no further expression is drawn.
     """
     tokens = np.empty((count, max_length), np.uint8)
     lengths, labels = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -95,7 +95,10 @@ def draw_expressions(seed, first, count, min_length, max_length, max_depth, max_
 
 @cached_njit
 def evaluate_tokens(tokens, offsets):
-    """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`; -1 of what is no whole one."""
+    """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`.
+
+    The value is -1 where the tokens are not one whole expression.
+    """
     count = len(offsets) - 1
     found = np.full(count, -1)
     most = 0

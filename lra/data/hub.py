@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face Hub, or of a folder with the same layout.
 
-A download stays in the Hub's own cache, where `hf download` puts it too; its files are then read as a folder's.
+A download stays in the Hub's own cache, where `hf download` puts it too. Its files are then read like a folder's.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Columns = dict[str, list[Any]]  # values by column
 
 
 class UnusableSource(Exception):
-    """Why a folder can't be taken for the data set."""
+    """Why a folder cannot be used as the data set."""
 
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split, as batches of rows; its length is the number of rows."""
+    """One split as batches of rows. Its length is the number of rows."""
 
     count: int
     columns: set[str]
@@ -53,11 +53,16 @@ class HubSplit:
 def load_splits(
     source: str | Path, *, name: str, columns: tuple[str, ...], mend: str, note: Callable[[str], None]
 ) -> dict[str, HubSplit]:
-    """The splits train and test, each of which has rows and these columns.
+    """The splits train and test. Each has rows, and all of these columns.
 
-    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. `note` is told if
-    the Hub can't be asked and a cached copy is read in its place. UsageError, ending in the command `mend`, if the data
-    set called `name` can't be had or is something else.
+    Args:
+        source: a Hub id, or a folder with its layout: README.md that names CONFIG, and parquet files.
+        name: of the data set, for messages.
+        mend: the command that ends every message.
+        note: is told if the Hub cannot be reached and a cached copy is read instead.
+
+    Raises:
+        UsageError: if the data set cannot be had or is another one.
     """
     path = os.path.expanduser(source)
     try:
@@ -83,7 +88,7 @@ def load_splits(
 
 
 def _is_folder(path: str) -> bool:
-    """Whether a folder is meant, which is there, and no name on the Hub."""
+    """Whether `path` is a folder that exists, and not a name on the Hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -127,7 +132,7 @@ def _patterns(card: Path) -> dict[str, list[str]]:
 
 
 def _parquet(paths: Sequence[Path]) -> HubSplit:
-    """The rows of parquet files one after another."""
+    """The rows of parquet files, one file after another."""
     for path in paths:
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) != (
             count := sum(shard[1] == other[1] for each in paths if (other := _SHARD.fullmatch(each.name)))
@@ -149,7 +154,7 @@ def _parquet(paths: Sequence[Path]) -> HubSplit:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A parquet file. What fails while it is read is the operating system's fault or the file's, and is told so."""
+    """Opens a parquet file. An error while it is read is either the system's, and passes, or the file's."""
     try:
         with path.open("rb") as file:  # by name, pyarrow takes some for addresses
             yield pq.ParquetFile(file)
@@ -164,7 +169,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
-    """The splits of a data set of the Hub: downloaded, or a cached copy if the Hub can't be asked."""
+    """The splits of a data set of the Hub: downloaded, or from a cached copy if the Hub cannot be reached."""
     failure = None
     if not _offline():
         try:
@@ -197,13 +202,13 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
 
 
 def _offline() -> str:
-    """The variable by which the user asks for no network; empty if there is none."""
+    """The variable by which the user forbids the network; empty if none is set."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), "")
 
 
 def _download(source: str) -> Path:
-    """The folder of the newest revision, with what its card names."""
+    """The folder of the newest revision, with all files that its card names."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -229,7 +234,7 @@ def _cache() -> str:
 
 
 def _snapshots(source: str) -> list[Path]:
-    """Folders of revisions in the Hub's cache, the one of `main` first, then the newest."""
+    """Folders of revisions in the Hub's cache: that of `main` first, then the newest."""
     there = Path(_cache(), f"datasets--{source.replace('/', '--')}")
     main = ""
     with suppress(OSError, ValueError):
@@ -239,7 +244,7 @@ def _snapshots(source: str) -> list[Path]:
 
 
 def _arrow(source: str) -> dict[str, HubSplit]:
-    """What `datasets` has cached in a form of its own."""
+    """The copy that `datasets` has cached in its own form."""
     import datasets
     import datasets.config
 

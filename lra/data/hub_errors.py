@@ -1,4 +1,4 @@
-"""Why the Hub could not be asked, in words that name the mend."""
+"""Why the Hub could not be reached, in words that name the mend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AWAY = {"NetworkError", "ConnectError", "ConnectionError", "NewConnectionError"
 
 
 def explain_failure(error: BaseException) -> str:
-    """Why a download failed, from what the Hub's client raised."""
+    """Why a download failed, from the error of the Hub's client."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -85,7 +85,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _proxy(endpoint: str) -> str | None:
-    """Host and port of the proxy that requests to `endpoint` go through, without its password."""
+    """Host and port of the proxy for requests to `endpoint`, without its password."""
     address = urllib.parse.urlsplit(endpoint)
     if not address.hostname or urllib.request.proxy_bypass(address.hostname):
         return None

@@ -18,10 +18,14 @@ _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
 def build_imdb(writer: StoreWriter, source: str | Path) -> None:
-    """Store the labelled splits train and test whole: label 0 negative, 1 positive, truncation is for `Split.collate`.
+    """Store the labelled splits train and test. Reviews are whole; `Split.collate` truncates them later.
 
-    `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
-    the columns text and label). UsageError if it cannot be had or is something else.
+    Args:
+        source: a Hub id, or a folder with the same layout: README.md with the config "plain_text", and parquet files
+            with the columns text and label (0 negative, 1 positive).
+
+    Raises:
+        UsageError: if the data set cannot be had or is another one.
     """
     writer.compare(source)
     splits = hub.load_splits(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)

@@ -1,7 +1,7 @@
 """ListOps: nested list operations on digits (LRA, 501 to 1999 tokens), generated or read from LRA's files.
 
-Grammar and law are those of LRA's generator. Length counts operators, digits and closing brackets, not the
-parentheses of the TSV files, which carry no information and are dropped.
+Grammar and distribution are those of LRA's generator. Length counts operators, digits and closing brackets. The
+parentheses of the TSV files carry no information and are dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDS = {token: number for number, token in enumerate(VOCABULARY)}
 
 
 def tokenize(text: str) -> np.ndarray:
-    """Token ids uint8 `[T]` of an expression, parenthesised or not; UsageError names an unknown token."""
+    """Token ids uint8 `[T]` of an expression, with or without parentheses. UsageError names an unknown token."""
     tokens = text.replace("(", " ").replace(")", " ").split()
     try:
         return np.array([_IDS[token] for token in tokens], np.uint8)
@@ -55,9 +55,9 @@ def build_listops(
     min_length: int = 501,
     max_length: int = 1999,
 ) -> None:
-    """Generate the splits train, val and test, and `fresh`: a larger test set of another seed.
+    """Generate the splits train, val and test, and `fresh`, a larger test set of another seed.
 
-    The counts are expressions per split; no expression occurs twice in any of them.
+    The counts are expressions per split. No expression occurs twice in all of them.
     """
     draw = partial(generate_expressions, min_length=min_length, max_length=max_length)
     sequences, labels = draw(train + val + test, seed=seed)
@@ -79,10 +79,15 @@ def generate_expressions(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The first `count` different expressions of `seed`, and their values: uint8 arrays `[T]`, int64 `[count]`.
 
-    A node is an operator with probability 1/4 above depth `max_depth` (the root has depth 1), else a digit; an
-    operator has 2 to `max_args` arguments; all choices are uniform; kept if `min_length <= T <= max_length`.
-    `exclude` holds fingerprints of expressions that must not occur. The result does not depend on `workers` (threads,
-    by default one per core). UsageError if the limits admit too few expressions.
+    Above depth `max_depth` (the root has depth 1) a node is an operator with probability 1/4, else a digit. An operator
+    has 2 to `max_args` arguments. All choices are uniform. Expressions with `min_length <= T <= max_length` are kept.
+
+    Args:
+        exclude: fingerprints of expressions that must not occur.
+        workers: threads, by default one per core. The result does not depend on them.
+
+    Raises:
+        UsageError: if the limits admit too few expressions.
     """
     if not (1 <= min_length <= max_length and max_depth >= 1 and max_args >= 2):
         raise UsageError("ListOps limits need 1 <= min_length <= max_length, max_depth >= 1 and max_args >= 2")
@@ -107,7 +112,7 @@ def generate_expressions(
 def _candidates(
     pool: ThreadPoolExecutor, workers: int, seed: int, law: tuple[int, int, int, int]
 ) -> Iterator[tuple[np.ndarray, int | None]]:
-    """The endless stream of expressions of `seed` with their values; None where the law admits none."""
+    """The endless stream of expressions of `seed` with their values; None where the limits admit none."""
     from lra.data.expressions import draw_expressions
 
     for first in itertools.count(0, workers):  # a wave of one chunk each: the whole stream would not fit in memory
@@ -119,7 +124,7 @@ def _candidates(
 
 
 def fingerprints(sequences: Sequence[np.ndarray]) -> set[bytes]:
-    """What identifies expressions, for `exclude` of `generate_expressions`."""
+    """The set that `exclude` of `generate_expressions` takes."""
     return {_fingerprint(tokens) for tokens in sequences}
 
 
@@ -136,10 +141,11 @@ def build_released_listops(
     min_length: int = 501,
     max_length: int = 1999,
 ) -> None:
-    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`.
+    """Import LRA's own files, `basic_train.tsv`, `basic_val.tsv` and `basic_test.tsv`, and generate `fresh`.
 
-    The split `fresh` is generated as in `build_listops`.
-    `source` is their folder or LRA's release around it, unpacked or not (`lra.data.lra_release.release_files`).
+    Args:
+        source: the folder of the files, or LRA's release around it, unpacked or not (`lra_release.release_files`).
+        seed: of the split `fresh`, which is generated as in `build_listops`, likewise the other arguments.
     """
     splits = {f"basic_{split}.tsv": split for split in PUBLISHED}
     parts = {
@@ -159,7 +165,7 @@ def build_released_listops(
 
 
 def _compare_lengths(test: np.ndarray, fresh: np.ndarray, min_length: int, max_length: int) -> Iterator[checks.Finding]:
-    """Whether the lengths of `test`, int64 `[n]`, can be of the law of those of `fresh`."""
+    """Notes lengths of `test`, int64 `[n]`, that cannot be of the distribution of those of `fresh`."""
     outside = np.mean((test < min_length) | (test > max_length))
     error = fresh.std() * np.sqrt(1 / len(test) + 1 / len(fresh))
     apart = abs(test.mean() - fresh.mean())
@@ -174,9 +180,15 @@ def _compare_lengths(test: np.ndarray, fresh: np.ndarray, min_length: int, max_l
 def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[list[np.ndarray], np.ndarray]:
     """One of LRA's ListOps files: uint8 arrays `[T]` and labels int64 `[n]`.
 
-    A header names the columns Source (an expression) and Target (its value, 0 to 9), tab-separated, lines ending in LF
-    or CRLF. UsageError names the file, `path`, and the line that is not so, whose T exceeds `max_length`, or whose
-    expression is not whole or has another value.
+    A header names the columns Source (an expression) and Target (its value, 0 to 9). They are tab-separated, and lines
+    end in LF or CRLF.
+
+    Args:
+        path: for messages.
+
+    Raises:
+        UsageError: names the line that does not have this form, whose T exceeds `max_length`, or whose expression is
+            not whole or has another value.
     """
     sequences, labels = [], []
     lines = (line.decode(errors="replace").rstrip("\r\n").split("\t") for line in stream)
@@ -211,7 +223,7 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
 
 
 def evaluate_expressions(sequences: Sequence[np.ndarray]) -> list[int]:
-    """The values of expressions, token ids uint8 `[T]`; -1 of what is not one whole expression."""
+    """The values of expressions, token ids uint8 `[T]`; -1 where the tokens are not one whole expression."""
     from lra.data import expressions
 
     offsets = np.cumsum([0, *map(len, sequences)])
@@ -219,10 +231,15 @@ def evaluate_expressions(sequences: Sequence[np.ndarray]) -> list[int]:
 
 
 def format_tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
-    """An expression as lines: operators with their values, arguments indented, at most `max_lines` lines in all.
+    """An expression as lines: operators with their values, and their arguments indented.
 
-    An operator whose arguments are all digits is one line, `MAX 2 9 = 9`; of a longer tree the last line says how many
-    lines more there are. UsageError if `ids` is not one whole expression.
+    An operator whose arguments are all digits takes one line, `MAX 2 9 = 9`.
+
+    Args:
+        max_lines: of a longer tree, the last line says how many more lines there are.
+
+    Raises:
+        UsageError: if `ids` is not one whole expression.
     """
     tokens = [VOCABULARY[i] for i in reversed(ids)]
     try:
@@ -238,7 +255,7 @@ def format_tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
 
 
 def _branch(tokens: list[str]) -> tuple[int, list[str]]:
-    """Value and lines of the expression that ends a reversed list of tokens, which is taken from the list."""
+    """Value and lines of the expression at the end of a reversed list of tokens. It is removed from the list."""
     token = tokens.pop()
     if token not in _FUNCTIONS:
         return int(token), [token]

@@ -1,8 +1,8 @@
-"""The files of LRA's release, from its archive or from the folder in which that is unpacked.
+"""The files of LRA's release, from its archive or from the folder in which it is unpacked.
 
-`lra_release.gz` is a gzipped tar of about 7.7 GB that holds some data folders twice, as `lra_release/<folder>` and as
-`lra_release/lra_release/<folder>`. The inner copy is the good one and is taken wherever both are seen. An archive is
-read from front to back and never unpacked: once for its names and to see that it is whole, once for the files.
+`lra_release.gz` is a gzipped tar of about 7.7 GB. It holds some data folders twice, as `lra_release/<folder>` and as
+`lra_release/lra_release/<folder>`. The inner copy is the good one, and is taken where both exist. An archive is read
+from front to back and never unpacked: once for its names and to check that it is whole, once for the files.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ class ReleaseFile(NamedTuple):
 def release_files(source: str | Path, folder: str, *patterns: str) -> Iterator[ReleaseFile]:
     """The files of one data folder of the release that match `patterns`, where `*` is any part of one name.
 
-    `folder` is its place in the release, as `pathfinder32/curv_baseline`. What is hidden, as the files that macOS puts
-    beside others, is no file of it. `source` is a tar archive (plain, gzip, bzip2
-    or xz) or a folder: one of the two folders `lra_release`, what holds the outer one, or the data folder or one above
-    it. A folder's files come sorted, an archive's in its own order. UsageError if the data folder is not there or its
-    copies cannot be told apart, if nothing matches one of the patterns, if a file is a link, or if an archive is
-    damaged, cut short or has members outside itself; nothing is yielded from such an archive.
+    A folder's files come sorted, an archive's in its own order. Hidden files, such as those that macOS adds, do not
+    count.
+
+    Args:
+        source: a tar archive (plain, gzip, bzip2 or xz), or a folder: one of the two folders `lra_release`, the one
+            that holds the outer one, the data folder, or a folder above it.
+        folder: place of the data folder in the release, as `pathfinder32/curv_baseline`.
+
+    Raises:
+        UsageError: if the data folder is missing or its copies cannot be told apart, if nothing matches one of the
+            patterns, or if a file is a link. Also if an archive is damaged, cut short or has members outside itself;
+            nothing is yielded from such an archive.
     """
     source = Path(os.path.expanduser(source)).resolve()
     unpacked = os.path.isdir(source)
@@ -64,7 +70,7 @@ def release_files(source: str | Path, folder: str, *patterns: str) -> Iterator[R
 
 
 def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping[str, list[str]]) -> str:
-    """Which of the folders that may be `folder` is meant, and whether it has what is asked for."""
+    """The one of these folders that is `folder`, if it has all that is asked for."""
     roots = [root for root in found if f"{root.removesuffix(folder)}{INNER_FOLDER}/{folder}" not in found]
     if not roots:
         raise UsageError(f"{source} has no {patterns[0]} in a folder {folder}: {_MEND}")
@@ -81,7 +87,7 @@ def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping
 
 
 def _names_in_folder(source: Path, folder: str, patterns: tuple[str, ...]) -> dict[str, list[str]]:
-    """Matching names by the folder, relative to `source`, that holds them and may be `folder`."""
+    """Matching names by the folder that holds them, relative to `source`, and that may be `folder`."""
     parts = PurePosixPath(folder).parts
     ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
     nested = [f"*/{folder}", f"*/*/{folder}"]  # not deeper: the release has millions of files
@@ -95,7 +101,7 @@ def _names_in_folder(source: Path, folder: str, patterns: tuple[str, ...]) -> di
 
 
 def _names_in_archive(source: Path, folder: str, patterns: tuple[str, ...]) -> dict[str, list[str]]:
-    """Matching names by the folder of the archive that holds them and may be `folder`."""
+    """Matching names by the folder of the archive that holds them, and that may be `folder`."""
     matching = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for pattern in patterns)
     wanted = re.compile(f"(?:(.*)/)?({matching})", re.DOTALL)
     found = defaultdict(list)
@@ -137,7 +143,7 @@ def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[Release
 
 
 def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]]:
-    """The archive's members with their normal paths, up to its very end, so that a damaged one cannot pass."""
+    """The archive's members with their normal paths. It is read to its very end, so a damaged one cannot pass."""
     try:
         with _decompressed(source) as stream:
             with tarfile.open(fileobj=_BoundedStream(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
@@ -156,7 +162,7 @@ def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFi
 
 
 def _decompressed(source: Path) -> BinaryIO:
-    """Opened here and not by tarfile, which in a stream neither checks checksums nor notices a missing end."""
+    """Opens an archive. tarfile would not check the checksums of a stream, nor notice that its end is missing."""
     try:
         with source.open("rb") as file:
             head = file.read(8)
@@ -169,7 +175,10 @@ def _decompressed(source: Path) -> BinaryIO:
 
 
 class _BoundedStream(io.RawIOBase):
-    """A stream that is not read on and on past its end, as tarfile does to skip a member that states more bytes."""
+    """A stream that ends with an error if it is read on past its end.
+
+    tarfile does that to skip a member that states more bytes than there are.
+    """
 
     def __init__(self, stream: BinaryIO):
         self.stream, self.empty = stream, 0
@@ -183,7 +192,7 @@ class _BoundedStream(io.RawIOBase):
 
 
 class _Member(tarfile.TarInfo):
-    """Only zeros end an archive: tarfile also takes a broken header, or none, for its end."""
+    """A member whose broken header is an error. tarfile itself takes a broken or missing header for the end."""
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:

@@ -41,11 +41,11 @@ from lra.data.writer import DOCUMENTS, StoreWriter
 from lra.errors import UsageError, is_disk_failure, is_disk_full, system_error
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
-PATIENCE_S = 30  # for another process, until that is told
+PATIENCE_S = 30  # seconds to wait for another process before a warning says so
 ABSENT_CODES = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
-# what a file system answers that can't map, lock or sync files
+# error codes of a file system that can't map, lock or sync files
 UNSUPPORTED_CODES = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-# what every manifest says beside its format and files
+# fields of every manifest, beside its format and files
 MANIFEST_FIELDS = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
     *("splits", "baselines", "notes", "date", "versions"),
@@ -53,24 +53,24 @@ MANIFEST_FIELDS = (
 
 
 def data_root() -> Path:
-    """The folder of all prepared stores: `$LRA_DATA`, which may be one of many users, else the user's cache."""
+    """The folder of all prepared stores: `$LRA_DATA`, which users may share, else in the user's cache."""
     chosen = os.environ.get("LRA_DATA")
     return Path(os.path.expanduser(chosen)).absolute() if chosen else environment.cache_root()
 
 
 def store_folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
-    """Where the store of this task, version and parameters lives, whether or not it exists."""
+    """The folder of the store of this task, version and parameters, whether or not it exists."""
     return data_root() / f"{task}@{version}-{_hash(params)[:8]}"
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
-    """Identity of a vocabulary: weights trained with one must not meet tokens of another. 64 hex digits."""
+    """Identity of a vocabulary, 64 hex digits. Weights that were trained with one must not meet another."""
     return _hash(list(vocabulary))
 
 
 @dataclass(frozen=True)
 class StoreContent:
-    """What a store holds and where it comes from: the part of its manifest known before it is built."""
+    """What a store holds and where it comes from: the part of its manifest that is known before it is built."""
 
     task: str
     version: int
@@ -92,11 +92,15 @@ def prepare_store(
     force: bool = False,
     command: str = "",
 ) -> Store:
-    """The store of `content`, built by `build` if it does not exist yet (or anew if `force`).
+    """The store of `content`. `build` makes it if it does not exist yet, or anew with `force`.
 
-    The store appears in place at once and complete, or not at all. Of several processes that prepare it at
-    the same time one builds and the others wait for it. Raises UsageError where the disk is full or the
-    folder cannot be written. `command` as in `Store.open`.
+    The store appears at once and complete, or not at all. Of several processes one builds, and the others wait.
+
+    Args:
+        command: as in `Store.open`.
+
+    Raises:
+        UsageError: if the disk is full or the folder cannot be written.
     """
     path = content.path
     if os.path.exists(path) and not force:
@@ -117,21 +121,25 @@ def prepare_store(
 
 @dataclass(frozen=True)
 class Store:
-    """A prepared store on disk, of one build: its files are mapped at once, and stay so where another takes its place.
+    """A prepared store on disk, of one build. No array is read before a split is asked for.
 
-    No array is read before a split is asked for.
+    All files are mapped at once, so a store stays whole when another build replaces it.
     """
 
     path: Path
     manifest: Mapping[str, Any]
-    command: str  # that prepares it; empty if that is not known
+    command: str  # prepares it; empty if it is not known
     arrays: Mapping[str, np.ndarray]  # by file
 
     @classmethod
     def open(cls, path: Path, command: str = "") -> Store:
-        """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file.
+        """The store at `path`.
 
-        The errors name `command` as the one that prepares this store; without it they name no other.
+        Args:
+            command: prepares this store, and messages name it; empty if it is not known.
+
+        Raises:
+            UsageError: if the store is not there, has another format, or lacks (part of) a file.
         """
         if _size(path) is None:
             mend = f"; run: {command}" if command else ""
@@ -209,7 +217,7 @@ class Store:
         return UsageError(f"{what}; {_mend(self.path, self.command)}")
 
     def verify(self) -> None:
-        """Read every byte again; UsageError names the first file that is not what was written."""
+        """Reads every byte again. UsageError names the first file that is not what was written."""
         Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
@@ -238,7 +246,7 @@ def _map(file: Path, command: str) -> np.ndarray:
 
 
 def _load(file: Path) -> np.ndarray:
-    """An array whose memory is the file: shared, else private. It is read where the file system can't map files."""
+    """An array that maps the file: shared, else private. It is read into memory where the file system can't map."""
     modes: tuple[Literal["r", "c"], ...] = ("r", "c")
     for mode in modes:
         try:
@@ -256,19 +264,19 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _within(values: np.ndarray, count: int) -> bool:
-    """Whether all are numbers from 0 to `count - 1`; those that a byte can't leave are not read."""
+    """Whether all values are from 0 to `count - 1`. Bytes are not read if every byte is valid."""
     if values.dtype == np.uint8 and count >= 256:
         return True
     return values.dtype.kind in "iu" and values.min(initial=0) >= 0 and values.max(initial=0) < count
 
 
 def _mend(path: Path, command: str) -> str:
-    """The mend of a damaged store that `command` prepares."""
+    """How to mend a damaged store that `command` prepares."""
     return f"run: {command} force=true" if command else f"remove {path}, and what needs it prepares it anew"
 
 
 def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], None]) -> None:
-    """Build beside `path`, then rename. Only under the lock."""
+    """Builds beside `path`, then renames. Call it under the lock only."""
     partial = _beside(path, "partial")
     partial.mkdir()
     try:
@@ -299,7 +307,7 @@ def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], Non
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time prepares a store. The lock goes when its process does."""
+    """Lets one process at a time prepare a store. The lock goes when its process ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -333,7 +341,7 @@ def _lock(file: int, path: Path) -> None:
 
 
 def _clean_up(path: Path) -> None:
-    """Remove what a build has beside `path`; a store that it moved aside goes back if there is no other in place."""
+    """Removes what a build left beside `path`. A store that was moved aside goes back if there is no other."""
     shutil.rmtree(_beside(path, "partial"), ignore_errors=True)
     old = _beside(path, "old")
     if os.path.exists(old) and not os.path.exists(path):
@@ -359,7 +367,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Put a file or a folder's entries on the disk, so that a rename never outlives what it names."""
+    """Puts a file or a folder's entries on the disk, so that a rename never outlives what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -81,7 +81,7 @@ def _fits(kind, space, at, occupied):
 
 @cached_njit
 def _free(kind, space, at, occupied):
-    """How much is free within the margin around a pixel, 0 to 255: 255 less the largest value there."""
+    """How free the margin around a pixel is, 0 to 255: 255 less the largest value there."""
     most = 0
     for i in range(kind.disc[0], kind.disc[1]):
         most = max(most, np.int64(occupied[at + space[i].offset]))
@@ -90,9 +90,10 @@ def _free(kind, space, at, occupied):
 
 @cached_njit
 def _choose(kind, space, pivot, occupied, random):
-    """Which step follows, with probability ~ its weight times the share that is free there; -1 at a dead end.
+    """The next step, chosen with probability ~ its weight times the share that is free there; -1 at a dead end.
 
-    A step proposed by weight alone, and kept with the probability of its free share, is such a draw, and a cheap one.
+    Proposing a step by weight alone, and keeping it with the probability of its free share, is such a draw, and is
+    cheap.
     """
     for _ in range(_PROPOSALS):
         level, choice = _uniform(random), 0
@@ -129,7 +130,7 @@ def _begin(law, kinds, number, y, x, paddle, pivot):
 
 @cached_njit
 def _extend(law, kinds, space, paddles, last, pivot, occupied, random):
-    """Put paddle `last + 1` after paddle `last`, which only then occupies its space. False if none has a place."""
+    """Puts paddle `last + 1` after paddle `last`, which occupies its space only then. False if none has a place."""
     kind = kinds[paddles[last].kind]
     # In floating point: near the image's edge the last digit of a step moves the pivot, in LRA's generator as here
     y, x = math.ceil(pivot.y + kind.step[0]), math.ceil(pivot.x + kind.step[1])
@@ -185,7 +186,7 @@ def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empt
 
 @cached_njit
 def _startable(law, kind, space, at, occupied):
-    """Whether a contour may begin at a pixel: what the probe meets is free or outside the image."""
+    """Whether a contour may begin at a pixel: all that the probe meets is free or outside the image."""
     i = kind.probe[0]
     while i < kind.probe[1]:
         place = at + space[i].offset
@@ -211,7 +212,9 @@ def _crowded(law, occupied):
 
 @cached_njit
 def _tip(law, kind, space, occupied, random):
-    """Uniform over the pixels where a contour may begin in this direction: y and x, or -1 and -1 if there is none."""
+    """A uniform choice of the pixels where a contour may begin in this direction: (y, x), or (-1, -1) if there is
+    none.
+    """
     for _ in range(_TRIES):
         y, x = draw_below(_bits(random), law.side), draw_below(_bits(random), law.side)
         if _startable(law, kind, space, _flat(law, y, x), occupied):
@@ -228,7 +231,7 @@ def _tip(law, kind, space, occupied, random):
 
 @cached_njit
 def _distractor(law, kinds, space, first, paddles, pivot, occupied, random):
-    """One attempt at a distractor. False if it has no place; part of it may then occupy space."""
+    """One attempt at a distractor. False if it has no place. Part of it may then occupy space."""
     number = first + draw_below(_bits(random), DEGREES)
     if not kinds[number].startable or _crowded(law, occupied):
         return False
@@ -248,7 +251,7 @@ def _distractor(law, kinds, space, first, paddles, pivot, occupied, random):
 
 @cached_njit
 def _distractors(law, kinds, space, first, paddles, pivot, occupied, saved, random):
-    """All distractors that find a place, one after the other. Returns how many."""
+    """All distractors that find a place, one after the other. Returns how many there are."""
     placed, length = 0, law.distractor_length
     saved[:] = occupied
     for _ in range(law.distractors):
@@ -293,9 +296,9 @@ def _draw_marker(law, markers, y, x, image):
 def draw_images(laws, starts, kinds, space, ink, bearings, markers, seed, first, count):
     """Images `first` to `first + count - 1` of `seed`, a uint64. The other arguments are `Tables`.
 
-    Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the
-    two markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors; the number of
-    distractors and the number of pairs of targets that were tried, both int64 `[count]`.
+    Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the two
+    markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors. The last two are int64
+    `[count]`: the number of distractors, and the number of pairs of targets that were tried.
     """
     law = laws[0]
     side, length = law.side, law.contour_length

@@ -1,8 +1,8 @@
-"""Pathfinder: are two markers on the same contour? Images by the law of LRA's sets, of 32 to 256 pixels a side.
+"""Pathfinder: are two markers on the same contour? Images as in LRA's sets, with 32 to 256 pixels a side.
 
-An image shows two target contours of paddles, shorter distractors, and two markers, one where a target begins and one
-where a target ends. Label 1: it is the same target (Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020, arXiv
-2011.04006). Targets may touch, cross and even end on one pixel, so a few images cannot be told apart.
+An image shows two target contours of paddles, shorter distractors, and two markers. One marker is where a target
+begins, the other where a target ends. Label 1 means that it is the same target (Linsley et al. 2018, arXiv 1805.08315;
+Tay et al. 2020, arXiv 2011.04006). Targets may touch, cross and even end on one pixel, so a few images are ambiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ImageChunk:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One image and what it shows: contours from tip to tip, paddles as their two ends, pixels as y and x."""
+    """One image and what it shows. A contour runs from tip to tip, a paddle is its two ends, a pixel is y and x."""
 
     pixels: np.ndarray  # uint8 [resolution, resolution]
     label: int
@@ -50,9 +50,9 @@ class Drawing:
 def build_pathfinder(
     writer: StoreWriter, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
 ) -> None:
-    """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
+    """Generate the splits train, val and test, with so many images each, and the baseline of the marker distance.
 
-    UsageError if there is no such resolution or level or a split is empty.
+    UsageError if there is no such resolution or level, or if a split is empty.
     """
     if min(train, val, test) < 1:
         raise UsageError(f"train={train}, val={val} and test={test} must be 1 or more")
@@ -73,7 +73,8 @@ def generate_images(
 ) -> Iterator[ImageChunk]:
     """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
 
-    They do not depend on `workers` (threads, by default one per core), which draw up to two chunks each ahead.
+    Args:
+        workers: threads, by default one per core. The images do not depend on them. Each draws up to two chunks ahead.
     """
     from lra.data.pathfinder import contours, stamps
 
@@ -121,8 +122,8 @@ def draw_image(law: ImageLaw, *, seed: int, index: int, version: int = 2) -> Dra
 def _key(law: ImageLaw, seed: int, version: int) -> np.uint64:
     """The seed of the random bits.
 
-    In version 1 it is `seed` alone: image `i` then has the same label, and partly the same targets, at every resolution
-    and level. In version 2 each resolution and level of a seed has a stream of its own.
+    In version 1 it is `seed` alone. Then image `i` has the same label, and partly the same targets, at every resolution
+    and level. In version 2 each resolution and level of a seed has its own stream.
     """
     if version == 1:
         return np.uint64(seed)
@@ -131,16 +132,17 @@ def _key(law: ImageLaw, seed: int, version: int) -> np.uint64:
 
 
 def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
-    """Contours `[n, length, 2, 2]`: all paddles but the first were drawn backwards."""
+    """Contours `[n, length, 2, 2]`. All paddles but the first were drawn backwards, and are turned here."""
     contours = paddles.reshape(-1, length, 2, 2)
     contours[:, 1:] = contours[:, 1:, ::-1].copy()
     return contours
 
 
 def marker_distance(pixels: np.ndarray, law: ImageLaw) -> np.ndarray:
-    """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution * resolution]`.
+    """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution *
+    resolution]`.
 
-    NaN of an image that does not show two.
+    It is NaN for an image that does not show two markers.
     """
     from lra.data.pathfinder import markers, stamps
 
@@ -151,14 +153,15 @@ def marker_distance(pixels: np.ndarray, law: ImageLaw) -> np.ndarray:
 
 
 def _distance(tips: np.ndarray) -> np.ndarray:
-    """Between the pixels `[n, 2, 2]`, float64 `[n]`."""
+    """Distance between the two pixels of each pair `[n, 2, 2]`, float64 `[n]`."""
     return np.sqrt(((tips[:, 0] - tips[:, 1]) ** 2).sum(axis=1))
 
 
 def threshold_accuracy(train: tuple[np.ndarray, np.ndarray], scored: tuple[np.ndarray, np.ndarray]) -> float:
-    """Share of `scored` that one threshold tells apart, the best on `train`, whichever side of it is label 1.
+    """Share of `scored` that one threshold classifies correctly: the best one on `train`, with label 1 on either
+    side.
 
-    Both are values `[n]` and labels `[n]`, 0 or 1.
+    Both arguments are values `[n]` and labels `[n]`, 0 or 1.
     """
     values, labels = train
     order = np.argsort(values)

@@ -1,4 +1,4 @@
-"""The law of the Pathfinder images: all parameters of their generator, by resolution and level."""
+"""The parameters of the generator of Pathfinder images, by resolution and level."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ LEVELS = tuple(_CONTOUR_LENGTH)
 
 
 def image_law(resolution: int, level: str) -> ImageLaw:
-    """The law of LRA's images of this side in pixels and this level; UsageError if there is none."""
+    """The parameters of LRA's images of this side in pixels and this level; UsageError if there are none."""
     if resolution not in RESOLUTIONS:
         raise UsageError(
             f"no Pathfinder images of resolution {resolution}: choose from {', '.join(map(str, RESOLUTIONS))}"

@@ -33,13 +33,18 @@ class _Row(NamedTuple):
 
 
 def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolution: int, level: str) -> None:
-    """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are joined.
+    """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are
+    joined.
 
-    `source` is LRA's release or a folder of it (`lra.data.lra_release.release_files`). The examples are the lines of
-    `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split` with seed 42 gives a tenth of
-    them each to val and test, rounded down. A note says how many images are left out: the one that the release has
-    empty, and those that no line names. While it works the pixels are on the disk twice. UsageError names the file that
-    is not as it should be.
+    The examples are the lines of `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split`
+    with seed 42 gives a tenth of them each to val and test, rounded down. A note says how many images are left out: the
+    one that is empty in the release, and those that no line names. While it works, the pixels are on the disk twice.
+
+    Args:
+        source: LRA's release or a folder of it (`lra_release.release_files`).
+
+    Raises:
+        UsageError: names the file that is not as it should be.
     """
     writer.compare(source)
     images = image_law(resolution, level)
@@ -78,7 +83,7 @@ def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolu
 
 
 def _read(source: str | Path, folder: str, images: ImageLaw, pixels: BinaryIO) -> tuple[list[_Row], dict[str, int]]:
-    """All lines of metadata in order, and the place in `pixels` to which each image was written."""
+    """All lines of metadata in order, and the place in `pixels` at which each image was written."""
     tables: list[tuple[int, list[_Row]]] = []
     places: dict[str, int] = {}
     for file in lra_release.release_files(source, folder, "imgs/*/sample_*.png", "metadata/*.npy"):
@@ -99,7 +104,7 @@ def _number(file: lra_release.ReleaseFile) -> int:
 
 
 def _rows(file: lra_release.ReleaseFile, contour_length: int) -> Iterator[_Row]:
-    """Columns: folder, file, number in the folder, label, continuity, contour length, and others that say no more."""
+    """The columns are folder, file, number in the folder, label, continuity, contour length, and others."""
     for number, text in enumerate(file.stream, start=1):
         line, fields = f"{file.path}:{number}", text.decode(errors="replace").split()
         if len(fields) < 6:
@@ -113,7 +118,7 @@ def _rows(file: lra_release.ReleaseFile, contour_length: int) -> Iterator[_Row]:
 
 
 def _decode(data: bytes, path: str, resolution: int) -> bytes:
-    """Gray levels of a PNG file, row by row."""
+    """The gray levels of a PNG file, row by row."""
     try:
         with picture.open_image(data, ["PNG"]) as image:
             if image.size == (resolution, resolution) and not image.mode.startswith(("I", "F")):  # of 16 bits or more
