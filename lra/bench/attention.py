@@ -84,7 +84,7 @@ class AttentionOptions:
             raise UsageError(f"batch={self.batch}: ragged=imdb has {len(IMDB_LENGTHS)} lengths")
 
     def cases(self) -> Iterator[BenchmarkCase]:
-        """Attentions vary fastest, so that what is compared is measured together."""
+        """The cases. Attentions vary fastest, so that those which are compared are measured together."""
         sizes = [(n, (n,) * (self.batch or max(1, self.tokens // n))) for n in self.lengths]
         if self.ragged == "mask":
             sizes = [(n, masked_lengths(n, len(lengths))) for n, lengths in sizes]
@@ -97,7 +97,7 @@ class AttentionOptions:
             yield BenchmarkCase(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
 
     def facts(self, case: BenchmarkCase) -> dict[str, str]:
-        """What a record says of its case beyond the sizes; options that the table chose are not part of the name."""
+        """What a record says of its case beside the sizes. Options that the table chose are no part of the name."""
         name, fields = case.attention, ""
         if name not in self.attns:
             name, _, fields = name.partition(":")
@@ -130,11 +130,11 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
 def measure_attention(
     args: Sequence[str], progress: Callable[[str], None] = lambda line: None
 ) -> MeasurementFile[AttentionMeasurement]:
-    """Measures; writes `out=` after every case and `plots=` in the end.
+    """Measures all cases. Writes `out=` after every case, and `plots=` at the end.
 
     Args:
         args: `field=value` of AttentionOptions.
-        progress: is given a line for each case when it is done.
+        progress: is called with a line for each case when it is done.
     """
     options = configure_attention(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,7 +159,7 @@ def measure_attention(
 def measure_cases(
     options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
 ) -> Iterator[list[AttentionMeasurement]]:
-    """The records of each case, but for cases whose (attention, N) is `done`."""
+    """The records of each case, except for cases whose (attention, N) is in `done`."""
     small = functools.cache(lambda case: check_small(case, device).worse(check_dropout(case, device)))
     for case in options.cases():
         facts = options.facts(case)
@@ -175,8 +175,9 @@ def measure_case(
 ) -> Iterator[AttentionMeasurement]:  # fmt: skip
     """One record for each pass.
 
-    `facts` are those of `AttentionOptions.facts`. `small` checks a small problem; its answer is the same for all that
-    give that one.
+    Args:
+        facts: those of `AttentionOptions.facts`.
+        small: checks a small problem. Cases with the same small problem share its answer.
     """
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
@@ -221,7 +222,7 @@ def measure_case(
 def _measure(
     case: BenchmarkCase, backward: bool, device: torch.device, verdict: Verdict
 ) -> tuple[Verdict, dict[str, PassTime], bool]:
-    """Checks at full size, then times: the verdict, the passes, and whether something did not fit."""
+    """Checks at full size, then times: the verdict, the passes, and whether something did not fit into memory."""
     try:
         return *_checked_times(case, backward, device, verdict), False
     except Exception as error:
@@ -273,7 +274,7 @@ def _checked_times(
 
 
 def _pass(times: dict[str, PassTime], name: str) -> PassTime | None:
-    """`both` is the two in a row: their sum, and the larger of their peaks."""
+    """The time of a pass. `both` is the two in a row: their sum, and the larger of their peaks."""
     if name != "both" or len(times) < 2:
         return times.get(name)
     parts = list(times.values())
@@ -294,11 +295,13 @@ def _clear(device: torch.device, compiled: bool = True) -> None:
 def attention_tables(
     records: Sequence[AttentionMeasurement], number: str | None = None
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
+    """(title, header, rows) of each pass, then of the memory. A row is a size, a column an attention.
 
-    `number` is that of the paper's table: the title names it, and Tables 9 to 20 are milliseconds alone.
+    A block-sparse attention also shows its density, and its time over density x time of `flash`, where that is
+    measured.
 
-    What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
+    Args:
+        number: of the paper's table. The title names it, and Tables 9 to 20 have milliseconds alone.
     """
     absent = ("unsupported",) if number in RUNTIME_TABLES else ()  # so many columns: empty ones are left to the notes
     attentions = list(dict.fromkeys(record.attention for record in records if record.status not in absent))
@@ -348,7 +351,7 @@ def attention_notes(records: Sequence[AttentionMeasurement]) -> list[str]:
 
 
 def _size(record: AttentionMeasurement) -> tuple[Any, ...]:
-    """What a row of a table is of."""
+    """What a row of a table stands for."""
     return record.dtype, record.head_dim, record.dropout, record.length, record.batch
 
 
@@ -367,7 +370,7 @@ def _status(record: AttentionMeasurement) -> str:
 
 
 def attention_line(records: Sequence[AttentionMeasurement]) -> str:
-    """What was measured of a case."""
+    """A line on what was measured of a case."""
     first = records[0]
     size = f"{first.attention} {first.dtype} d={first.head_dim} p={first.dropout:g} N={first.length}"
     size += f" density={first.density:.3g}" if first.block else ""

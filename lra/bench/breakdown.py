@@ -1,4 +1,4 @@
-"""Where the GPU's time of training steps goes: kernels by name in groups, and the gaps between them."""
+"""Where the GPU's time of a training step goes: kernels by name in groups, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first pattern that is found in a kernel's name decides, letters of either case. Attention written in PyTorch's
-# operators has no kernels of its own: its products are matrix products, the rest is layers. Ours have theirs inside.
+# The first pattern that matches a kernel's name decides, in either case of letters. Attention that is written in
+# PyTorch's operators has no kernels of its own: its products are matrix products, and the rest is layers.
 KERNEL_GROUPS = {
     # templates are products
     "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
     "attention": r"^(hopper_\w+|forward\w*|backward|prepare|convert|extreme_rows|delta|dkdv|dq)_kernel"
     r"|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
-    "optimiser": r"multi_tensor|foreach|adam|CatArray",  # sums of gradients and their norm, too
+    "optimiser": r"multi_tensor|foreach|adam|CatArray",  # also sums of gradients and their norm
     "data": r"memcpy|memset|copy|fill|index|gather|scatter",
 }
 OTHER, GAPS = "other", "gaps"
-LONGEST_KERNELS = 20  # kernels that are named
+LONGEST_KERNELS = 20  # so many kernels are listed by name
 
 
 class KernelLaunch(NamedTuple):
@@ -34,12 +34,12 @@ class KernelLaunch(NamedTuple):
 
 
 def kernel_group(name: str) -> str:
-    """The group of GROUPS that a kernel belongs to, or OTHER."""
+    """The group of KERNEL_GROUPS that a kernel belongs to, or OTHER."""
     return next((label for label, pattern in KERNEL_GROUPS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def record_kernels(steps: Iterator[None], count: int, device: torch.device) -> list[KernelLaunch]:
-    """What the GPU did in the next `count` of `steps`."""
+    """The launches on the GPU in the next `count` of `steps`."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in itertools.islice(steps, count):
             pass
@@ -53,8 +53,8 @@ def record_kernels(steps: Iterator[None], count: int, device: torch.device) -> l
 def breakdown(kernels: Sequence[KernelLaunch], steps: int, ms: float) -> dict[str, Any] | None:
     """Milliseconds of a step by group, and its longest kernels; None if there are no kernels.
 
-    Gaps are what is left of the `ms` that a step takes without a profiler, which slows kernels a little: they may be
-    slightly below 0 where there are none.
+    Gaps are the rest of `ms`, the time of a step without a profiler. A profiler slows kernels a little, so gaps may be
+    slightly below 0.
     """
     if not kernels:
         return None

@@ -1,4 +1,4 @@
-"""Is what is timed right? Result and gradients against float64, within the budget of `lra.kernels.testing`."""
+"""Checks what is timed: result and gradients against float64, within the budget of `lra.kernels.testing`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Verdict(NamedTuple):
     wrong: str = ""  # why it is wrong; empty if it is right
 
     def worse(self, other: Verdict) -> Verdict:
-        """The one that is wrong, or nearer to being so."""
+        """The verdict that is wrong, or nearer to being wrong."""
         return max(self, other, key=lambda verdict: (bool(verdict.wrong), verdict.ratio or 0.0))
 
 
 def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
-    """All heads and sequences of a small case."""
+    """Checks all heads and sequences of a small case."""
     known, attention, case = _checkable(case, device)
     problem = Case(case.lengths, case.heads, case.head_dim, TORCH_DTYPES[case.dtype], dropout=case.dropout)
     inputs = make_inputs(problem, device)
@@ -51,9 +51,10 @@ def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
 
 
 def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
-    """The last head of the last longest sequence, where offsets are largest, at the size that is timed.
+    """Checks the last head of the last longest sequence, where offsets are largest, at the size that is timed.
 
-    `inputs` are q, k, v and the gradient of the result.
+    Args:
+        inputs: q, k, v and the gradient of the result.
     """
     device = inputs[0].device
     known, attention, case = _checkable(case, device)
@@ -91,7 +92,7 @@ def reference_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, dq, dk, dv) of one sequence and head, `[N, D]` each, computed in `dtype` from a few rows at a time.
 
-    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64. Of a
+    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64. With a
     layout, only the columns of blocks that a row of the chunk sees are computed.
     """
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
@@ -123,7 +124,7 @@ def reference_head(
 
 
 def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slice, slice | Tensor, Tensor | None]]:
-    """Rows, the columns of the blocks that they see, and which of these each row sees, bool; on the CPU."""
+    """Rows, the columns of the blocks that they see, and a mask of what each row sees, bool; on the CPU."""
     step = max(1, SCORES_AT_ONCE // count)
     if layout is None:
         yield from ((slice(first, first + step), slice(None), None) for first in range(0, count, step))
@@ -138,9 +139,10 @@ def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slic
 
 
 def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
-    """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum.
+    """Checks a dropout mask that the reference does not know.
 
-    In two heads, and in two of the longest sequences, others are dropped.
+    Weights must be dropped, and the kept ones scaled to the same sum. Two heads, and two of the longest sequences, must
+    drop different weights.
     """
     attention = case.build(device)
     if not case.dropout or has_reference_dropout(attention, device) or not has_reference(attention):
@@ -166,7 +168,7 @@ def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
 
 
 def _checkable(case: BenchmarkCase, device: torch.device) -> tuple[bool, Attention, BenchmarkCase]:
-    """Whether the result is known; the attention, without dropout if its mask is its own; and the case so."""
+    """Whether the result is known, the attention, and the case: without dropout if the mask is its own."""
     attention = case.build(device)
     if case.dropout and not has_reference_dropout(attention, device):
         case = case.without_dropout()
@@ -175,7 +177,7 @@ def _checkable(case: BenchmarkCase, device: torch.device) -> tuple[bool, Attenti
 
 
 def has_reference(attention: Attention) -> bool:
-    """Whether the reference computes the same."""
+    """Whether the reference computes the same as this attention."""
     return attention.facts.exact or attention.layout is not None
 
 

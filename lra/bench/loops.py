@@ -33,24 +33,25 @@ from lra.training.engine import CapturedStep
 from lra.training.narrator import Narrator
 from lra.training.step import Step
 
-TIMED_BLOCKS = 5  # of the steps that are timed; their median counts
-IDLE_STARTS = 10  # steps that start when the GPU is idle, which show what the host needs
+TIMED_BLOCKS = 5  # into which the timed steps are divided; the median of their times counts
+IDLE_STARTS = 10  # further steps that start on an idle GPU, and show what the host needs
 
 
 class Stopwatch:
-    """Times a loop that calls `start` before its first step and `tick` after each.
+    """Times a loop that calls `start` before its first step and `tick` after each step.
 
-    On a GPU by its own clock: to wait for it between the blocks would leave it idle until the next step is launched.
+    On a GPU it uses the GPU's own clock. Waiting for the GPU between the blocks would leave it idle before the next
+    step.
     """
 
     def __init__(self, warmup: int, steps: int, device: torch.device):
         self.device, self.done, self.first_seconds = device, 0, 0.0
         blocks = min(TIMED_BLOCKS, steps)
         self.bounds = [warmup + steps * i // blocks for i in range(blocks + 1)]
-        self.stamps: list[Any] = []  # at the bounds: events of a GPU, else seconds
-        self.shapes: list[tuple[int, int] | None] = []  # there, too
-        self.launches: list[float] = []  # seconds until a step that is alone was launched
-        self.idle = 0.0  # when the GPU had done all
+        self.stamps: list[Any] = []  # at the bounds: events of a GPU, or seconds
+        self.shapes: list[tuple[int, int] | None] = []  # of batches, at the bounds
+        self.launches: list[float] = []  # seconds until a step on an idle GPU was launched
+        self.idle = 0.0  # when the GPU had finished
 
     @property
     def measured(self) -> range:
@@ -63,7 +64,7 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def tick(self, step: Step | None = None) -> bool:
-        """Whether this was the last step, which `step` took."""
+        """Counts a step, which `step` took. Returns whether it was the last one."""
         launched, before = time.perf_counter(), self.idle
         self.done += 1
         if self.done == 1:
@@ -85,15 +86,15 @@ class Stopwatch:
         return [self._ms(begin, end) / (last - first) for (first, last), (begin, end) in pairs]
 
     def steady(self) -> list[bool]:
-        """Of each block, whether no shape of batches was compiled or captured in it."""
+        """For each block, whether no shape of batches was compiled or captured in it."""
         return [before == after for before, after in itertools.pairwise(self.shapes)]
 
     def memory_mb(self) -> float | None:
-        """Peak of what was allocated since the start, in 10^6 bytes, what lay there before included."""
+        """Peak of allocated memory since the start, in 10^6 bytes, with what was allocated before."""
         return torch.cuda.max_memory_allocated(self.device) / 1e6 if self.device.type == "cuda" else None
 
     def host_ms(self) -> float:
-        """Median milliseconds from a step's start until all of it was launched."""
+        """Median milliseconds from a step's start until all of it is launched."""
         return 1e3 * statistics.median(self.launches)
 
     def _stamp(self) -> Any:
@@ -104,7 +105,7 @@ class Stopwatch:
         return event
 
     def _ms(self, begin: Any, end: Any) -> float:
-        """Between two stamps."""
+        """Milliseconds between two stamps."""
         return begin.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - begin)
 
     def _synchronize(self) -> None:
@@ -118,14 +119,14 @@ class TimedLoop(NamedTuple):
 
     module: TaskModule
     step: Step
-    tokens: int  # real ones, in the steps that were measured
-    rows: int  # the same with padding and filling
-    loss: float | None  # mean over all steps; of `time_fit` as it was logged last
-    further: Iterator[None]  # goes on with a step at each `next`; none of `time_fit`
+    tokens: int  # real ones, in the measured steps
+    rows: int  # tokens with padding and filling
+    loss: float | None  # mean over all steps; of `time_fit` the last logged one
+    further: Iterator[None]  # takes a further step at each `next`; empty for `time_fit`
 
 
 def count_shapes(step: Step | None) -> tuple[int, int] | None:
-    """Of a captured step, how many shapes of batches came, and how many are graphs, as those that came again."""
+    """Of a captured step, how many shapes of batches came, and how many are graphs because they came again."""
     if step is None or not isinstance(step.engine, CapturedStep):
         return None
     graphs = [graph.graph for _, graph in step.engine.micro_batches.values()]
@@ -133,7 +134,7 @@ def count_shapes(step: Step | None) -> tuple[int, int] | None:
 
 
 class _TimedStep(Step):
-    """Step that is timed."""
+    """A step that a stopwatch times."""
 
     def __init__(self, run: RunConfig, watch: Stopwatch):
         super().__init__(run)
@@ -148,7 +149,7 @@ class _TimedStep(Step):
 
 
 def time_fit(run: RunConfig, watch: Stopwatch) -> TimedLoop:
-    """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
+    """Lightning's loop with the callbacks and loggers of `lra fit`, without its messages and validation."""
     step = _TimedStep(run, watch)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
         trainer, _ = make_trainer(run, Path(folder))
@@ -161,7 +162,7 @@ def time_fit(run: RunConfig, watch: Stopwatch) -> TimedLoop:
 
 
 def time_by_hand(name: str, run: RunConfig, watch: Stopwatch) -> TimedLoop:
-    """`captured`, `eager` or `bare`; UsageError if it can't run on the watch's device."""
+    """Times `captured`, `eager` or `bare`. UsageError if it can't run on the watch's device."""
     device = watch.device
     run = replace(run, engine="eager" if name == "eager" else "captured")
     if name == "bare":
@@ -208,13 +209,13 @@ def _take_steps(step: Step, device: torch.device, steps: Iterable[list[CollatedB
 
 
 class DenseAttention(nn.Module):
-    """PyTorch's scaled_dot_product_attention of padded sequences that all have `max_length` tokens, so without a mask.
+    """PyTorch's scaled_dot_product_attention of padded sequences that all have `max_length` tokens, without a mask.
 
-    With it the model is a plain Transformer on `[B, N]` tokens of PyTorch's layers, its step compiled and captured,
-    AdamW fused.
+    With it the model is a plain Transformer on `[B, N]` tokens of PyTorch's layers. Its step is compiled and captured,
+    and its AdamW is fused.
     """
 
-    facts = SdpaAttention.facts  # takes batches as they are
+    facts = SdpaAttention.facts  # of an attention that takes batches as they are
 
     def __init__(self, dropout: float):
         super().__init__()
@@ -230,7 +231,7 @@ class DenseAttention(nn.Module):
 
 
 def fill_lengths(padded: CollatedBatch, tokens: Tensor) -> CollatedBatch:
-    """A padded batch of these tokens, which stay where they are, in which each sequence has `max_length` of them."""
+    """A padded batch of these tokens, in which each sequence has `max_length` of them. The tokens are not copied."""
     length = np.full_like(padded.length, padded.max_length)
     return replace(padded, length=length, prefix=None, laid=[], read=lambda laid, rows: (tokens[:rows], None))
 

@@ -1,7 +1,7 @@
 """The program that ncu watches.
 
-`python -m lra.bench.ncu_target N D heads batch dtype rows` runs the forward kernel once:
-the plain Triton kernel, with its own tile but for the number of query rows.
+`python -m lra.bench.ncu_target N D heads batch dtype rows` runs the plain Triton forward kernel once. It has its usual
+tile, but for the number of query rows.
 """
 
 from __future__ import annotations

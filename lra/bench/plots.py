@@ -1,4 +1,4 @@
-"""Figures as SVG: how a line looks, and runtime and memory against the sequence length (the paper's Figure 3)."""
+"""Figures as SVG: the style of a line, and runtime and memory against the sequence length (the paper's Figure 3)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ Lines = dict[str, list[tuple[float, float]]]  # attention -> (N, value)
 
 
 def render_svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str:
-    """The text of a figure of so many inches, on whose axes `plot` draws: the same again for the same lines, whatever
-    the user's settings are."""
+    """The text of a figure of this size in inches, on whose axes `plot` draws.
+
+    The same lines give the same text, whatever the user's settings are.
+    """
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -57,14 +59,14 @@ def render_svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Of the line of an attention, by its place among those of a page."""
+    """The style of an attention's line, by its place among those of a page."""
     again, colour = divmod(index, COLOUR_COUNT)
     dash, marker = DASHES[again % len(DASHES)]
     return {"color": f"C{colour}", "linestyle": dash, "marker": marker}
 
 
 def set_ticks(axis: Axis) -> None:
-    """At round numbers; on a logarithmic axis once, twice and five times powers of ten, unless these are few."""
+    """Puts ticks at round numbers. On a logarithmic axis these are once, twice and five times powers of ten."""
     from matplotlib.ticker import LogLocator
 
     if axis.get_scale() == "log":
@@ -86,8 +88,10 @@ def draw_figures(records: Sequence[AttentionMeasurement], folder: Path) -> list[
 
 
 def make_figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
-    """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
-    drawn. An attention looks the same in all of them."""
+    """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths that was measured.
+
+    An attention looks the same in all of them.
+    """
     made, number = {}, {name: i for i, name in enumerate(dict.fromkeys(r.attention for r in records))}
     for what, unit in (("runtime", "ms"), ("memory", "MB")):
         groups: dict[tuple[Any, ...], Lines] = {}
@@ -107,8 +111,7 @@ def make_figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
 
 
 def size_chart(title: str, unit: str, lines: Lines, number: Mapping[str, int]) -> str:
-    """The SVG of positive values, log-log. Names stand in the order in which the lines end, so that a name is near its
-    line."""
+    """The SVG of positive values, log-log. Names stand in the order in which the lines end, each near its line."""
 
     def plot(axes: Axes) -> None:
         for name, line in sorted(lines.items(), key=lambda item: -max(item[1])[1]):

@@ -1,5 +1,7 @@
-"""The settings of the FlashAttention paper's tables of runtime and memory (arXiv 2205.14135, appendix E), and what they
-need: attentions at equal compression, and batches with a padding mask or of real lengths."""
+"""Settings of the FlashAttention paper's tables of runtime and memory (arXiv 2205.14135, appendix E).
+
+They need attentions at equal compression, and batches with a padding mask or of real lengths.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ IMDB_LENGTHS = (
 
 
 class Setting(NamedTuple):
-    """Of appendix E.6."""
+    """A setting of appendix E.6."""
 
     dropout: float
     ragged: str  # of AttentionOptions
@@ -58,9 +60,9 @@ COMPARED_TABLES = (*RUNTIME_TABLES, "21")  # the tables of all attentions, at eq
 
 
 def with_budget(attention: str, n: int) -> str:
-    """`name` as `name:field=value…` with the options whose cost is that of N / 8 keys, at most 256.
+    """`name` as `name:field=value…`, with options whose cost is that of N / 8 keys, at most 256.
 
-    A name that comes with fields keeps these. What is not installed stays as it is: building it says so.
+    A name that comes with fields keeps these. One that is not installed stays as it is: building it gives the error.
     """
     name = attention.partition("@")[0]  # another library's kernels have the options of what they compute
     if ":" in name:
@@ -76,7 +78,7 @@ def with_budget(attention: str, n: int) -> str:
 def masked_lengths(n: int, batch: int) -> tuple[int, ...]:
     """Lengths of sequences with a padding mask: up to 20 tokens less than N, the same in every call.
 
-    At least 2, as one token has no gradients to check.
+    They are at least 2, as one token has no gradients to check.
     """
     draw = random.Random(f"padding mask of {batch} x {n}")
     return tuple(max(2, n - draw.randint(0, MOST_MASKED)) for _ in range(batch))

@@ -1,4 +1,6 @@
-"""`lra bench step`: what a step of `lra fit` takes in steady state, against loops without Lightning, and on what."""
+"""`lra bench step`: the time of a step of `lra fit` in steady state, beside loops without Lightning, and what it is
+spent on.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ PROFILED_STEPS = 10  # steps under the profiler
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What `lra bench step` measures; every other argument is a field of the run, as `lra fit` takes it."""
+    """What `lra bench step` measures. Every other argument is a field of the run, as `lra fit` takes it."""
 
     loops: tuple[str, ...] = LOOPS
     steps: int = 100  # timed, in blocks
@@ -80,7 +82,7 @@ class StepResult:
 
 
 def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
-    """The measurement's options and the run's configuration; UsageError if they don't go together."""
+    """The measurement's options and the run's configuration. UsageError if they don't go together."""
     given = parse_overrides(args)
     options, fields = take(StepOptions, given)
     composed = configure(fields)
@@ -100,11 +102,11 @@ def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Comp
 
 
 def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
-    """Measures; `out=` is rewritten after each loop.
+    """Measures the loops. `out=` is rewritten after each loop.
 
     Args:
         args: `field=value` of StepOptions and of a run.
-        progress: is given a line for each loop when it is done.
+        progress: is called with a line for each loop when it is done.
     """
     options, composed = parse_step_fields(args)
     run: RunConfig = composed.config
@@ -133,7 +135,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
 
 
 def measure_loop(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
-    """The record of one loop; it has no numbers where `reason` says why."""
+    """The record of one loop. If it has no numbers, `reason` says why."""
     try:
         return _measure(loop, composed, options, device)
     except UsageError as error:
@@ -175,7 +177,7 @@ def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.
 
 
 def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
-    """With where the time of the loop goes, in its steps after the warm-up, or the reason why that is unknown."""
+    """The record with where its loop spends its time after the warm-up, or with the reason why that is unknown."""
     assert record.ms is not None
     try:
         done = loops.time_by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
@@ -227,14 +229,14 @@ def step_notes(result: StepResult) -> list[str]:
 
 
 def step_line(record: StepMeasurement) -> str:
-    """What was measured of a loop."""
+    """A line on what was measured of a loop."""
     if not record.ok:
         return f"{record.loop}: {record.status}"
     return f"{record.loop}: {record.ms:g} ms, {record.tokens_per_second:,} tokens/s"
 
 
 def clear_gpu(device: torch.device) -> None:
-    """Frees what the loop before left on a GPU, and forgets what was compiled for it."""
+    """Frees the memory of the loop before, and forgets what was compiled for it."""
     if device.type != "cuda":
         return
     gc.collect()

@@ -19,7 +19,7 @@ TimedSteps = dict[str, Callable[[Any], Any]]  # by name, each given the result o
 
 
 class PassTime(NamedTuple):
-    """What a pass took."""
+    """Time and memory of a pass."""
 
     ms: float  # median
     repetitions: int
@@ -27,11 +27,11 @@ class PassTime(NamedTuple):
 
 
 def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, PassTime]:
-    """Runs `prepare` once, and the steps with what it returns again and again.
+    """Runs `prepare` once, then the steps with its result again and again. The caller has warmed up.
 
-    On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, a longer one if the
-    GPU was done with it before the last launch, and the L2 cache is overwritten before each step. On a CPU it is the
-    wall clock's. The caller has warmed up.
+    On a GPU the time is the GPU's own, between two events. The launches are queued behind a pause. The pause is longer
+    next time if the GPU was done with it before the last launch. The L2 cache is overwritten before each step. On a CPU
+    the time is the wall clock's.
     """
     memory = _memory(prepare, steps, device) if device.type == "cuda" else dict.fromkeys(steps)
     flush = None
@@ -49,7 +49,9 @@ def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.dev
 def _repeat(
     inputs: Any, steps: TimedSteps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
 ) -> dict[str, float]:
-    """Each step's median milliseconds. `pauses` grow where the GPU waited for the host, and that does not count."""
+    """Each step's median milliseconds. A time for which the GPU waited for the host does not count, and its pause
+    doubles.
+    """
     clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     while min(map(len, clocks.values())) < repetitions:
         result = inputs
@@ -68,7 +70,9 @@ def _repeat(
 def _clocked(
     step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None, pause: int
 ) -> tuple[Any, Callable[[], float], bool]:
-    """The step's result, what reads its milliseconds, after a synchronisation, and whether the GPU may have waited."""
+    """The step's result, a function that reads its milliseconds after a synchronisation, and whether the GPU may
+    have waited.
+    """
     if flush is None:
         begin = time.perf_counter()
         result = step(given)

@@ -1,6 +1,6 @@
 """`lra bench io`: bytes between HBM and the chip, by formula and, where ncu can count them, measured.
 
-Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d + N²) elements, FlashAttention
+Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d + N²) elements, and FlashAttention
 Θ(N² d² / M) with on-chip memory for M elements. The counts here are exact for the algorithms as written.
 """
 
@@ -37,16 +37,17 @@ class Traffic(NamedTuple):
 
 
 def standard_traffic(n: int, d: int, size: int) -> Traffic:
-    """Algorithm 0: S = QK^T is written, read for P = softmax(S), which is written and read for O = PV."""
+    """Algorithm 0. S = QK^T is written, and read for P = softmax(S), which is written, and read for O = PV."""
     rows, scores = n * d * size, n * n * size
     return Traffic(read=2 * rows + scores + scores + rows, write=scores + scores + rows)
 
 
 def flash_traffic(n: int, d: int, size: int, columns: int) -> Traffic:
-    """Algorithm 1: for each block of `columns` keys and values, every block of queries, results and statistics.
+    """Algorithm 1. For each block of `columns` keys and values it moves every block of queries, results and
+    statistics.
 
-    The result and its two statistics per row are initialised in HBM, then read and written once per block of keys,
-    whatever the size of a block of queries.
+    The result and its two statistics per row are initialised in HBM, then read and written once per block of keys. The
+    size of a block of queries does not matter.
     """
     passes = -(-n // columns)
     matrix, statistics = n * d * size, 2 * n * STATISTIC_BYTES
@@ -54,17 +55,18 @@ def flash_traffic(n: int, d: int, size: int, columns: int) -> Traffic:
 
 
 def kernel_traffic(n: int, d: int, size: int, rows: int) -> Traffic:
-    """Our kernels' order: for each block of `rows` queries every key and value, and the result once.
+    """The order of lra's kernels. For each block of `rows` queries they read every key and value, and write the
+    result once.
 
-    The log-sum-exp is two fp32 numbers per row. Blocks of queries that run at the same time find keys and values in
-    the L2 cache, so HBM sees less than this.
+    The log-sum-exp is two fp32 numbers per row. Blocks of queries that run at the same time find keys and values in the
+    L2 cache, so HBM sees less than this.
     """
     matrix = n * d * size
     return Traffic(read=matrix + -(-n // rows) * 2 * matrix, write=matrix + 2 * n * STATISTIC_BYTES)
 
 
 def on_chip_elements(columns: int, d: int) -> int:
-    """Elements M of on-chip memory for which Algorithm 1 takes blocks of `columns` keys: B_c = M / 4d."""
+    """Elements M of on-chip memory for which Algorithm 1 has blocks of `columns` keys: B_c = M / 4d."""
     return 4 * d * columns
 
 
@@ -89,7 +91,7 @@ class IoOptions:
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """Bytes that the whole batch moves in one algorithm, and what was chosen there."""
+    """Bytes that the whole batch moves in one algorithm, and the sizes of its blocks."""
 
     algorithm: str
     block_columns: int | None = None
@@ -113,7 +115,7 @@ class IoResult:
 
 
 def measure_traffic(args: Sequence[str]) -> IoResult:
-    """Counts the bytes of the whole batch."""
+    """Counts the bytes of the whole batch. `args`: `field=value` of IoOptions."""
     options = parse(IoOptions, args)
     missing = "counters=false" if options.counters == "false" else why_no_counters()
     if options.counters == "true" and missing:
@@ -164,7 +166,9 @@ def why_no_counters() -> str | None:
 
 
 def _count_with_ncu(row: TrafficRow, block_rows: int, options: IoOptions, notes: list[str]) -> TrafficRow:
-    """With what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
+    """The row with the bytes that ncu counts for our kernel with this block of queries. A note says if it counts
+    none.
+    """
     values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, block_rows)
     program = [sys.executable, "-m", "lra.bench.ncu_target", *map(str, values)]
     done = run_ncu(DRAM_METRICS, ["--clock-control", "none", "--profile-from-start", "off"], program)
@@ -180,13 +184,13 @@ def _count_with_ncu(row: TrafficRow, block_rows: int, options: IoOptions, notes:
 
 
 def run_ncu(metrics: Sequence[str], options: Sequence[str], program: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Counts the metrics while the program runs; what it prints is for `read_kernels`."""
+    """Counts the metrics while the program runs. `read_kernels` reads what it prints."""
     counting = ["ncu", *options, "--csv", "--print-units", "base", "--metrics", ",".join(metrics)]
     return subprocess.run([*counting, *program], capture_output=True, text=True)
 
 
 def read_kernels(output: str) -> list[tuple[str, dict[str, float]]]:
-    """Name and metrics of each kernel in what `run_ncu` printed."""
+    """Name and metrics of each kernel in the output of `run_ncu`."""
     lines = output.splitlines()
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     kernels: dict[str, tuple[str, dict[str, float]]] = {}
@@ -198,7 +202,7 @@ def read_kernels(output: str) -> list[tuple[str, dict[str, float]]]:
 
 
 def read_traffic(output: str) -> dict[str, int]:
-    """Bytes of each of METRICS, summed over the kernels."""
+    """Bytes of each of DRAM_METRICS, summed over the kernels."""
     counted: dict[str, int] = {}
     for _, metrics in read_kernels(output):
         for metric in metrics.keys() & set(DRAM_METRICS):

@@ -1,4 +1,4 @@
-"""`lra tune`: measures candidate tiles on this GPU and keeps, for each kernel, the fastest that is right."""
+"""`lra tune`: measures candidate tiles on this GPU and keeps the fastest correct one for each kernel."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate: how long its pass took, or why it is out of the question."""
+    """One candidate: the time of its pass, or why it is ruled out."""
 
     key: Key
     tile: Tile
@@ -86,10 +86,17 @@ class Trial:
 
 
 def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: None) -> Path:
-    """The table that it wrote, anew whenever one of its rows is known. `progress` is given every trial.
+    """Measures the tiles, and returns the path of the table. The table is rewritten whenever one of its rows is
+    known.
 
-    Rows that this does not measure stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
-    compiling. Raises UsageError for bad arguments, without a GPU, and if no tile is right.
+    Rows that are not measured stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
+    compiling.
+
+    Args:
+        progress: is called with every trial.
+
+    Raises:
+        UsageError: for bad arguments, without a GPU, and if no tile is correct.
     """
     options = parse(TuneOptions, args)
     if not torch.cuda.is_available():
@@ -120,7 +127,7 @@ def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda t
 
 
 def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
-    """The table in `path` with what it may keep, and what rows state that are added to it."""
+    """The table in `path` with the rows that it may keep, and the facts that new rows state."""
     environment.warn_unclean()
     new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
     try:
@@ -137,7 +144,7 @@ def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
 def _fastest(
     key: Key, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
 ) -> tuple[Tile, float] | None:
-    """The fastest that is right with the causal mask too."""
+    """The fastest trial that is also correct with the causal mask."""
     timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
     for microseconds, candidate in sorted(timed):
         fault = find_fault(key, head_dim, candidate, causal=True)
@@ -148,7 +155,7 @@ def _fastest(
 
 
 def candidate_tiles(key: Key) -> list[Tile]:
-    """A short list, without repetitions; the default comes first."""
+    """A short list without repetitions. The default comes first."""
     if key.dtype == "float32":
         tiles = FLOAT32
     elif key.kernel.startswith("hopper_"):
@@ -171,13 +178,13 @@ def candidate_tiles(key: Key) -> list[Tile]:
 
 
 def try_tile(key: Key, head_dim: int, tile: Tile) -> Trial:
-    """Check one candidate, then time it."""
+    """Checks one candidate, then times it."""
     fault = find_fault(key, head_dim, tile, causal=False)
     return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time_tile(key, head_dim, tile))
 
 
 def find_fault(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
-    """What is wrong with the results of this tile, or why there are none; empty if they are right."""
+    """What is wrong with the results of this tile, or why there are none; empty if they are correct."""
     case = Case(
         (300, 0, 1, 127), heads=2, head_dim=head_dim, dtype=getattr(torch, key.dtype), strides="fused", causal=causal,
         dropout=0.1 * key.dropout, deterministic=_deterministic(key),
@@ -226,5 +233,5 @@ def _lengths(kernel: str) -> tuple[int, ...]:
 
 
 def _deterministic(key: Key) -> bool:
-    """Whether the kernel belongs to the backward without atomics."""
+    """Whether the kernel belongs to the backward pass without atomics."""
     return key.kernel in ("dkdv", "dq")
