@@ -1,8 +1,8 @@
 """`lra reproduce table3` and `table6`: FlashAttention's tables of accuracies (arXiv 2205.14135).
 
-A cell is one `lra fit` in its own run directory. The same command again goes on where it was stopped, and several
-commands on one folder, of other machines too, share the cells. Runs from which the recipe starts a cell are stages,
-cells themselves.
+A cell is one `lra fit` in its own run directory. The same command continues where it was stopped. Several commands on
+one folder, also from other machines, share the cells. A recipe may start a cell from another run. Such a run is a
+stage, and a cell itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_RUNS_PER_DEVICE = 64  # each is a process that imports PyTorch
 
 @dataclass(frozen=True)
 class GridOptions:
-    """Which cells, and where. What is not a field here is one of `lra fit`, for every cell."""
+    """Which cells run, and where. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
@@ -68,7 +68,7 @@ class GridRequest(NamedTuple):
 
 
 def parse_fields(name: str, args: Sequence[str]) -> GridRequest:
-    """What the arguments of `reproduce` ask for, every cell composed."""
+    """The request in the arguments of `reproduce`, with every cell composed."""
     table, overrides = grid.read_grid(name), parse_overrides(args)
     options, others = take(GridOptions, overrides)
     own = [override for override in others if override.field.startswith("slurm.")]
@@ -93,18 +93,18 @@ def _parse_speed(
 def reproduce(
     name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
 ) -> Reproduction:
-    """Runs what is left of the grid, then reports on all of it.
+    """Runs the rest of the grid, then reports on all of it.
 
     Args:
         name: of the table.
-        args: `field=value` of Options and of `lra fit`, and `slurm.field=value` of Resources.
-        progress: is given a line for each change of a cell's state, unless a terminal shows the table.
-        dry_run: only report what there is and what is left: nothing is started or written.
+        args: `field=value` of GridOptions and of `lra fit`, and `slurm.field=value` of SlurmResources.
+        progress: is called with a line for each change of a cell's state, unless a terminal shows the table.
+        dry_run: only report what exists and what is left. Nothing is started or written.
 
     Raises:
-        UsageError: before anything runs, for what is unknown or of no use here, and for a run's directory that holds
-            another configuration.
-        SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
+        UsageError: before anything runs, for a field that is unknown or of no use here, and for a run directory that
+            holds another configuration.
+        SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended. A job array continues.
     """
     table, options, asked, fields, chosen, measured = parse_fields(name, args)
     if measured:
@@ -139,7 +139,7 @@ def reproduce(
 
 
 def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Override]) -> list[Cell]:
-    """The cells, all composed; UsageError if one is not possible, or two would be one run."""
+    """The cells, all composed. UsageError if one is not possible, or if two would be one run."""
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
     for cell in chosen:
@@ -152,7 +152,8 @@ def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Overr
 
 
 def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> plan.MeasuredSpeeds:
-    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
+    """The speeds in a file of `speed=true`; by default the table's own file, if it exists and is of the cells'
+    recipe.
 
     Raises UsageError for a file that is no such one, or of no use for the cells.
     """
@@ -174,7 +175,7 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
 
 
 def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Override]) -> str:
-    """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
+    """The command that measures a step of these cells; empty for fields that it refuses, or that change no step."""
     if {override.field for override in fields} & {*speed.REFUSED_FIELDS, *OWN}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
@@ -186,7 +187,7 @@ def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Overr
 
 
 def summarise_states(table: Grid, states: CellStates) -> Reproduction:
-    """The table of accuracies, and what is missing of it with the reason."""
+    """The table of accuracies, and a line for each cell that it lacks, with the reason."""
     lines = [table.cited, cells.count_states(states.values())]
     for cell, state in states.items():
         path, log = cell.directory.path, cell.directory.path / LOG
@@ -200,7 +201,9 @@ def summarise_states(table: Grid, states: CellStates) -> Reproduction:
 
 
 def accuracy_table(table: Grid, states: CellStates) -> TextTable:
-    """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
+    """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's
+    figures.
+    """
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
     averaged = table.averaged(columns)
     rows = []

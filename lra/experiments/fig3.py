@@ -1,9 +1,9 @@
 """`lra reproduce fig3`: Tables 9 to 21 and Figure 3 of FlashAttention (arXiv 2205.14135, appendix E.6).
 
-Each of the four settings, with and without dropout and padding mask, has a JSON file in the folder `out`, as `lra bench
-attention` writes it. The same command again measures what they lack. Several processes may share a folder if each has
-settings of its own: `CUDA_VISIBLE_DEVICES=1 lra reproduce fig3 settings=mask`. Who finds all four complete merges them
-into fig3.json and draws the figures.
+There are four settings: with and without dropout and padding mask. Each has a JSON file in the folder `out`, as `lra
+bench attention` writes it. The same command again measures what the files lack. Several processes may share a folder if
+each has its own settings: `CUDA_VISIBLE_DEVICES=1 lra reproduce fig3 settings=mask`. The process that finds all four
+complete merges them into fig3.json and draws the figures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAPER_CLAIM = "block-sparse FlashAttention is faster than all other methods at e
 
 @dataclass(frozen=True)
 class Fig3Options:
-    """What `lra reproduce fig3` measures: by default all of it, in the paper's sizes."""
+    """What `lra reproduce fig3` measures: by default everything, in the paper's sizes."""
 
     settings: tuple[str, ...] = tuple(SETTINGS)  # the others are taken as they are found
     attns: tuple[str, ...] | None = None  # all by default
@@ -68,7 +68,7 @@ class Fig3Options:
 
 
 class SettingFile:
-    """A setting and what its file holds of it; UsageError if the file was measured with other options."""
+    """A setting and the content of its file. UsageError if the file was measured with other options."""
 
     def __init__(self, path: Path, options: AttentionOptions):
         self.path, self.options = path, options
@@ -89,12 +89,12 @@ class SettingFile:
         return self.result.cells
 
     def lacking(self) -> set[tuple[str, int]]:
-        """(attention, N) of the cases to measure."""
+        """(attention, N) of the cases that are not measured."""
         wanted = {(self.options.facts(case)["attention"], case.padded_length) for case in self.options.cases()}
         return wanted - self._done()
 
     def complete(self, session: dict[str, Any], progress: Callable[[str], None]) -> None:
-        """Measures what is lacking, as `session` describes it; the file is rewritten after every case."""
+        """Measures the missing cases in the environment `session`. The file is rewritten after every case."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not self.path.exists():
             self.result.environment = session
@@ -106,22 +106,22 @@ class SettingFile:
             progress(f"{self.path.stem}: {attention.attention_line(records)}")
 
     def _done(self) -> set[tuple[str, int]]:
-        """Cases that are measured, or can't be: a failure may have passed."""
+        """Cases that are measured, or can't be. A case that failed is not done, as its failure may have passed."""
         failed = {(record.attention, record.length) for record in self.records if record.status == "failed"}
         return {(record.attention, record.length) for record in self.records} - failed
 
 
 def parse_fields(args: Sequence[str]) -> Fig3Options:
-    """Which settings are measured, of which attentions."""
+    """The settings and attentions to measure."""
     return parse(Fig3Options, args)
 
 
 def reproduce(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
-    """Measures what is lacking of the chosen settings, then reports on what there is of all.
+    """Measures the missing cases of the chosen settings, then reports on all settings.
 
     Args:
-        args: `field=value` of Options.
-        progress: is given a line for each case when it is done.
+        args: `field=value` of Fig3Options.
+        progress: is called with a line for each case when it is done.
     """
     options = parse_fields(args)
     folder, session = Path(options.out), environment.describe()
@@ -159,13 +159,13 @@ def reproduce(args: Sequence[str], progress: Callable[[str], None] = lambda line
 
 
 def setting_of(record: AttentionMeasurement) -> str:
-    """The setting that a record is of."""
+    """The name of a record's setting."""
     own = (record.dropout > 0, record.ragged)
     return next(name for name, setting in SETTINGS.items() if (setting.dropout > 0, setting.ragged) == own)
 
 
 def paper_tables(records: Sequence[AttentionMeasurement]) -> Iterator[TextTable]:
-    """The paper's tables, those of which something was measured."""
+    """The paper's tables for which something was measured."""
     for setting, (_, _, numbers) in SETTINGS.items():
         for number, name in zip(numbers, PASSES, strict=True):
             if chosen := [r for r in records if setting_of(r) == setting and r.pass_name == name]:
@@ -176,7 +176,9 @@ def paper_tables(records: Sequence[AttentionMeasurement]) -> Iterator[TextTable]
 
 
 class Race(NamedTuple):
-    """Who was the fastest in one setting, pass and N, and by what factor faster than `butterfly`, or it than others."""
+    """The fastest attention in one setting, pass and N, and a factor: over `butterfly`, or of `butterfly` over the
+    second.
+    """
 
     winner: str
     factor: float | None  # None if no other was measured
@@ -184,7 +186,7 @@ class Race(NamedTuple):
 
 
 def find_races(records: Sequence[AttentionMeasurement]) -> dict[tuple[str, str, int], Race | None]:
-    """By (setting, pass, N); None where `butterfly` has no time. A draw is not won."""
+    """The races by (setting, pass, N); None where `butterfly` has no time. Equal times are no win."""
     times: dict[tuple[str, str, int], dict[str, float]] = {}
     for record in records:
         spent = times.setdefault((setting_of(record), record.pass_name, record.length), {})
@@ -226,7 +228,7 @@ def fastest_table(records: Sequence[AttentionMeasurement]) -> TextTable:
 
 
 def compare_with_claim(records: Sequence[AttentionMeasurement]) -> str:
-    """The paper's statement against what was measured, and who wins where it does not hold."""
+    """The paper's statement beside the measurements, and who wins where it does not hold."""
     found = find_races(records)
     decided = {place: race for place, race in found.items() if race and race.factor}
     lost: dict[str, list[tuple[int, float]]] = {}
@@ -251,7 +253,11 @@ def _describe_race(race: Race | None) -> str:
 
 
 def _check_environments(parts: Sequence[SettingFile], measuring: bool) -> None:
-    """Refuses to put measurements of unlike environments together; this one counts if something is to be measured."""
+    """Refuses to combine measurements of different environments.
+
+    Args:
+        measuring: whether something will be measured, so that this environment counts, too.
+    """
     made = [part for part in parts if part.records]
     if made:
         first = environment.describe() if measuring else made[0].result.environment

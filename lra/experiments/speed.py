@@ -1,9 +1,9 @@
-"""`lra reproduce table3 speed=true`: how much faster than standard attention a training step is.
+"""`lra reproduce table3 speed=true`: how much faster a training step is than with standard attention.
 
-Each attention is measured alone on the device in every column, in two ways: `attention`, in the same padded, captured
-engine for all, which is the paper's meaning (FlashAttention, arXiv 2205.14135, Table 3), and `product`, as `lra fit`
-runs it. The JSON file is rewritten after each measurement; the same command again measures what it lacks, also after a
-fault of the GPU, which ends the command.
+Each attention is measured alone on the device in every column, in two ways. `attention` gives all of them the same
+padded, captured engine, which is the paper's meaning (FlashAttention, arXiv 2205.14135, Table 3). `product` measures
+what `lra fit` runs. The JSON file is rewritten after each measurement. The same command again measures what the file
+lacks, also after a fault of the GPU, which ends the command.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ REFUSED_FIELDS = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH,
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """What is measured. What is not a field here is one of `lra fit`, for every cell."""
+    """What is measured. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
@@ -85,7 +85,7 @@ class SpeedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedMeasurement(StepMeasurement):
-    """What a step of a cell takes, measured in one way."""
+    """The measurement of a cell's step in one way."""
 
     column: str
     attention: str
@@ -97,14 +97,14 @@ class SpeedMeasurement(StepMeasurement):
         return self.column, self.attention, self.way
 
     def saved(self) -> dict[str, Any]:
-        """What it is of comes first; nothing is profiled."""
+        """The JSON object. It begins with what it is of; nothing is profiled."""
         record = super().saved()
         del record["where"]
         return {"column": self.column, "attention": self.attention, "way": self.way} | record
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has numbers if it is ok, else none."""
+        """Whether it has numbers exactly if it is ok."""
         numbers = [number or 0.0 for number in (self.ms, self.steps_per_second, self.rows)]
         return min(numbers) > 0 if self.ok else not any(numbers)
 
@@ -113,7 +113,7 @@ SpeedFile = MeasurementFile[SpeedMeasurement]
 
 
 class PendingMeasurement(NamedTuple):
-    """A measurement to make."""
+    """A measurement that is yet to be made."""
 
     cell: Cell
     way: str
@@ -126,27 +126,27 @@ class PendingMeasurement(NamedTuple):
 
 
 class Speeds:
-    """What was measured, to be looked up."""
+    """The measurements, for lookup."""
 
     def __init__(self, records: Sequence[SpeedMeasurement]):
         self.records = {record.key: record for record in records}
 
     def per_second(self, column: str, attn: str, way: str) -> float | None:
-        """Steps; None if that is not known."""
+        """Steps per second; None if they are not known."""
         record = self.records.get((column, attn, way))
         return record and record.steps_per_second
 
     def ratio(self, column: str, attn: str, way: str) -> float | None:
-        """How many times the steps per second of `standard`; None if either is not known."""
+        """The factor over the steps per second of `standard`; None if either is not known."""
         ours, standard = (self.per_second(column, name, way) for name in (attn, BASELINE))
         return ours / standard if ours and standard else None
 
     def ratios(self, columns: Sequence[str], attn: str, way: str) -> list[float]:
-        """Of the columns that both have."""
+        """The ratios of the columns in which both are known."""
         return [times for column in columns if (times := self.ratio(column, attn, way)) is not None]
 
     def speedup(self, columns: Sequence[str], attn: str, way: str) -> str:
-        """The geometric mean of `ratios`, and how many they are; with a mark if a record of these has one."""
+        """The geometric mean of `ratios`, and their number, with a mark if a record of these has one."""
         used = (self.records.get((column, name, way)) for column in columns for name in (attn, BASELINE))
         text = mean_ratio(self.ratios(columns, attn, way))
         return text and text + max((record.mark for record in used if record), default="")
@@ -156,17 +156,17 @@ def measure_speeds(
     table: Grid, options: SpeedOptions, fields: Sequence[Override], asked: Sequence[Cell],
     progress: Callable[[str], None] = lambda line: None, dry_run: bool = False,
 ) -> Reproduction:  # fmt: skip
-    """Measures what is lacking, then reports on all of it.
+    """Measures what is missing, then reports on everything.
 
     Args:
-        table: whose columns, attentions and paper's figures.
-        fields: of `lra fit`, for the cells that are `asked` for.
-        progress: is given a line for each measurement when it is made.
-        dry_run: only report what there is and what is left: nothing is measured or written.
+        table: gives columns, attentions and the paper's figures.
+        fields: those of `lra fit`, for the cells that are `asked` for.
+        progress: is called with a line for each measurement when it is made.
+        dry_run: only report what exists and what is left. Nothing is measured or written.
 
     Raises:
-        UsageError: before anything is measured, for data that can't be prepared, and for a file of other options or, if
-            something is lacking, of another environment.
+        UsageError: before anything is measured, for data that can't be prepared, for a file of other options and, if
+            something is missing, for a file of another environment.
     """
     wanted = [_pending(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
@@ -203,7 +203,7 @@ def measure_speeds(
 
 
 def default_file(table: Grid) -> Path:
-    """Where its measurements are by default."""
+    """The default path of a table's measurements."""
     return RUNS.parent / f"{table.name}-speed.json"
 
 
@@ -221,7 +221,7 @@ def read_named_file(table: Grid, file: Path, recipe: str) -> SpeedFile:
 
 
 def measured_cells(table: Grid, result: SpeedFile) -> list[Cell]:
-    """What was measured, stages aside, to be composed anew of its recipe and fields."""
+    """The measured cells without stages, composed anew of the file's recipe and fields."""
     found = {(record.column, record.attention) for record in result.cells}
     columns = [name for name in table.columns if name in {column for column, _ in found}]
     made = table.cells(columns, None, 1, result.options["recipe"], result.options["fields"])
@@ -231,7 +231,7 @@ def measured_cells(table: Grid, result: SpeedFile) -> list[Cell]:
 def measured_paces(table: Grid, result: SpeedFile) -> list[tuple[dict[str, Any], float | None]]:
     """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
-    Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
+    Configurations are composed anew of the recipe and fields that were measured. UsageError if these no longer exist.
     """
     found = {(r.column, r.attention): r.steps_per_second for r in result.cells if r.way == PRODUCT}
     runs = [run for cell in measured_cells(table, result) for run in (*cell.stages, cell)]
@@ -239,7 +239,7 @@ def measured_paces(table: Grid, result: SpeedFile) -> list[tuple[dict[str, Any],
 
 
 def read_speeds(path: Path) -> SpeedFile:
-    """A file of such measurements; UsageError if it is none."""
+    """Reads a file of such measurements. UsageError if it is none."""
     try:
         result = read_measurements(path, SpeedMeasurement)
         made = result.environment
@@ -287,7 +287,7 @@ def detail_table(records: Sequence[SpeedMeasurement]) -> TextTable:
 
 
 def speed_notes(records: Sequence[SpeedMeasurement]) -> list[str]:
-    """How many are in which state, and why cells have no numbers, or not those of the captured engine."""
+    """How many measurements are in which state, and why cells have no numbers, or not those of the captured engine."""
     counts = Counter(record.status for record in records)
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     why: dict[str, list[str]] = {}
@@ -299,7 +299,7 @@ def speed_notes(records: Sequence[SpeedMeasurement]) -> list[str]:
 
 
 def describe_origin(result: SpeedFile) -> str:
-    """The hardware, commit, date and fields of a measurement."""
+    """Hardware, commit, date and fields of a measurement."""
     sessions, fields = result.sessions(), result.options["fields"]
     commits = ", ".join(dict.fromkeys(str(session["commit"]) for session in sessions))
     period = " to ".join(dict.fromkeys((sessions[0]["date"], sessions[-1]["date"])))
@@ -316,7 +316,7 @@ def _measure(
     path: Path, result: SpeedFile, lacking: Sequence[PendingMeasurement], device: torch.device,
     made: SessionFacts, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Appends what is lacking to the result; the file is rewritten after each measurement."""
+    """Adds the missing measurements to the result. The file is rewritten after each."""
     quiet()
     for composed in {one.cell: one.composed for one in lacking}.values():
         data, module = build(composed.config)
@@ -333,7 +333,7 @@ def _measure(
 
 
 def _refuse_company(device: torch.device) -> None:
-    """UsageError where another process is on the GPU: its share of time and memory would count as the cell's."""
+    """UsageError if another process is on the GPU: it would slow the cell, and its memory would count."""
     if device.type == "cuda":
         torch.zeros(1, device=device)  # this process is there, too
         if environment.gpu_processes(str(torch.cuda.get_device_properties(device).uuid)) > 1:
@@ -341,7 +341,9 @@ def _refuse_company(device: torch.device) -> None:
 
 
 def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurement:
-    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
+    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, with a
+    reason.
+    """
     record = step.measure_loop(WAYS[one.way].loop, one.composed, one.options, device)
     if record.loop == "captured" and record.status == "unsupported":
         hinders = record.reason.rpartition(": ")[0]  # without what to set instead
@@ -367,7 +369,7 @@ def _choose_device(composed: Composed) -> torch.device:
 
 
 def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> SpeedFile:
-    """What a file holds, or a result without records; UsageError if it was measured with other options."""
+    """The content of a file, or a result without records. UsageError if it was measured with other options."""
     if not path.exists():
         return MeasurementFile(made, stated, [])
     result = read_speeds(path)
@@ -393,5 +395,5 @@ def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
 
 
 def mean_ratio(ratios: Sequence[float]) -> str:
-    """Their geometric mean, and how many they are."""
+    """The geometric mean, and how many ratios there are."""
     return f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else ""

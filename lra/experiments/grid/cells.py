@@ -1,4 +1,4 @@
-"""What a cell's run directory says of it."""
+"""The state of a cell, read from its run directory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ class CellState:
 
     @property
     def begun(self) -> bool:
-        """Whether no run to start from is needed: it is final, has its own checkpoint, or another process has it."""
+        """Whether the cell needs no run to start from: it is final, has its own checkpoint, or another process runs
+        it.
+        """
         return self.final or self.resumes or self.status == "running elsewhere"
 
     @property
     def crowded(self) -> bool:
-        """Whether the run was out of memory beside others, and is to have a GPU to itself."""
+        """Whether the run was out of memory beside others, and must have a GPU to itself."""
         return self.status == "OOM" and not self.final
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, of a run that is done."""
+        """Accuracy on the test set of a run that is done."""
         return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
 
     def __str__(self) -> str:
@@ -61,14 +63,14 @@ class CellState:
 def cell_state(cell: Cell) -> CellState:
     """The state of a cell that this process does not work on. Writes nothing.
 
-    Raises UsageError if the directory holds a run of another configuration.
+    UsageError if the directory holds a run of another configuration.
     """
     state = state_on_disk(cell)
     return state if state.final or not claimed(cell.directory.path) else CellState("running elsewhere")
 
 
 def state_on_disk(cell: Cell) -> CellState:
-    """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
+    """The state of a cell that no other process works on: its claim is held here, or its process has ended."""
     directory = cell.directory
     if vacant(directory.path):
         return _blocked_by_stage(cell) or CellState("open")
@@ -82,7 +84,7 @@ def state_on_disk(cell: Cell) -> CellState:
 
 
 def _blocked_by_stage(cell: Cell) -> CellState | None:
-    """Out of memory, if the last stage with anything to show was, of which this cell would need the weights."""
+    """The state out of memory, if the last stage with a result was. The cell would need that stage's weights."""
     for stage in reversed(cell.stages):
         if vacant(path := stage.directory.path):
             continue
@@ -95,7 +97,7 @@ def _blocked_by_stage(cell: Cell) -> CellState | None:
 
 
 def clear_result(cell: Cell) -> None:
-    """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
+    """Makes room for the next result, under the claim. The first failure is kept aside; any other result goes."""
     file = cell.directory.path / "result.json"
     if (result := read_result(file)) and result["status"] == "failed":
         file.replace(file.with_name(FIRST_FAILURE))
@@ -109,9 +111,9 @@ def has_begun(cell: Cell) -> bool:
 
 
 def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = has_begun) -> list[Cell]:
-    """The cells, each after the stages that it still needs: none before a run that has `begun`.
+    """The cells, each after the stages that it still needs, which are none before a run that has `begun`.
 
-    What is a cell itself, or several cells' stage, is there once.
+    A run that is both a cell and a stage, or a stage of several cells, is listed once.
     """
     cells = list(cells)
     asked = {cell.directory.path: cell for cell in cells}
@@ -136,9 +138,9 @@ def count_states(states: Iterable[CellState]) -> str:
 
 
 def read_progress(cell: Cell) -> tuple[int, int, float | None]:
-    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy.
+    """The last step, the step of the last validation and the best validation accuracy, from a run's metrics.csv.
 
-    Zeros and None where there is none, or what can't be read: the run itself, or its merging, says so.
+    These are zeros and None if the file is missing or can't be read: the run itself, or its merging, reports that.
     """
     step, validated, best = 0, 0, None
     try:
@@ -153,7 +155,10 @@ def read_progress(cell: Cell) -> tuple[int, int, float | None]:
 
 
 def _computes_the_same(cell: Cell, result: Mapping[str, Any] | None) -> bool:
-    """Whether the run computed on the same and in the same portions: on others it may not fail, nor want for memory."""
+    """Whether the run computed on the same hardware, in the same portions.
+
+    On other hardware it may not fail, nor lack memory. UsageError if the directory holds another run.
+    """
     path = cell.directory.path
     file = path / "config.yaml"
     if not file.exists():

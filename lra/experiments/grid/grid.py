@@ -1,7 +1,7 @@
-"""The grid of a table of accuracies: attentions by columns by seeds, each cell one run of `lra fit`.
+"""The grid of a table of accuracies: attentions by columns by seeds. Each cell is one run of `lra fit`.
 
-A cell is what its run's directory says (`RunDirectory`): nothing else keeps a state, so that a grid may be stopped at
-any time, continued on another machine, or filled by hand with `lra fit`.
+Its run directory (`RunDirectory`) is a cell's only state. So a grid may be stopped at any time, continued on another
+machine, or filled by hand with `lra fit`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lra.tasks import TASKS
 from lra.training.fit import configure
 from lra.training.run import RunDirectory
 
-# fields of a task that leave what its scores mean: where its data lies, which part is held out, from which stream it is
-# drawn, how much there is, and how its classifier compares two texts
+# Fields of a task that do not change what its scores mean: where its data lies, which part is held out, from which
+# stream it is drawn, how much there is, and how its classifier compares two texts.
 EQUIVALENT_TASK_FIELDS = tuple(
     f"task.{name}" for name in ("source", "data_seed", "version", "train", "val", "test", "fresh", "difference")
 )
-# of `lra fit`, but set by the grid or by the command
+# fields of `lra fit` that the grid or the command sets
 FIELDS_OF_GRID = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
-MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
+MOST_SEEDS = 1000  # nobody trains more: a number with too many digits would never end
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Column:
     """A task under a protocol."""
 
     fields: tuple[Override, ...]  # arguments of `lra fit` that choose it, under their complete names
-    apart: bool = False  # enters no average, and is run only where it is asked for
+    apart: bool = False  # enters no average, and runs only if it is asked for
 
     @property
     def task(self) -> str:
@@ -47,7 +47,7 @@ class Column:
 
 @functools.cache
 def _composed(args: tuple[Override, ...]) -> Composed:
-    """Composed once, as cells share stages."""
+    """A composed configuration. It is cached, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
 
@@ -70,7 +70,7 @@ class Cell:
 
     @functools.cached_property
     def stages(self) -> tuple[Cell, ...]:
-        """The runs that come before this one, as its recipe says, the first of all first."""
+        """The runs that the recipe puts before this one, the first of all first."""
         if self.composed.start is None:
             return ()
         attn = _composed(self.composed.start).config.attn.name
@@ -84,22 +84,25 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of a paper, as `configs/table/<name>.yaml` has it."""
+    """A table of a paper, as `configs/table/<name>.yaml` states it."""
 
     name: str
     about: str
     source: str
-    recipe: str  # where the command line names none
-    seeds: int  # likewise: so many, from 0
+    recipe: str  # if the command line names none
+    seeds: int  # likewise; how many there are, from 0
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
-    others: Mapping[str, str] = field(default_factory=dict)  # columns of another task than the paper's, and how so
+    others: Mapping[str, str] = field(
+        default_factory=dict
+    )  # columns with another task than the paper's, and the difference
 
     def under(self, cells: Iterable[Cell]) -> Grid:
-        """This grid as a recipe and the user's fields make it, whose cells are given.
+        """This grid for the given cells, as their recipe and the user's fields make it.
 
-        Where they make a column another task than the paper's, the title says so, and the paper's figures are left out.
+        Where these make a column another task than the paper's, the title says so, and the paper's figures are left
+        out.
         """
         found: dict[str, dict[str, None]] = {}
         for cell in cells:
@@ -114,36 +117,36 @@ class Grid:
         return replace(changed, about=changed.titled(self.about))
 
     def titled(self, title: str) -> str:
-        """The title of a table, with the columns that are of another task than the paper's."""
+        """The title of a table, with the columns whose task is another than the paper's."""
         return f"{title}; of other tasks: {', '.join(self.others)}" if self.others else title
 
     @property
     def cited(self) -> str:
-        """Whose figures stand beside, and where they do not."""
+        """The source of the figures, and where they are left out."""
         out = ", ".join(f"{column} ({changed})" for column, changed in self.others.items())
         out = f"; its figures, averages too, are left out where the task is another: {out}" if out else ""
         return f"paper: {self.source}{out}"
 
     def figure(self, attn: str, name: str) -> float | None:
-        """The paper's in a column, or its `average` or `speedup`, which are of all columns that are not apart.
+        """The paper's figure in a column, or its `average` or `speedup` over all columns that are not apart.
 
-        None if it has none, or if a column that it is of has another task here.
+        None if the paper has none, or if one of these columns has another task here.
         """
         of = [name] if name in self.columns else self.together()
         return None if self.others.keys() & of else self.paper.get(attn, {}).get(name)
 
     def together(self, columns: Iterable[str] | None = None) -> list[str]:
-        """Those of these columns, or of all, that are not apart: what is averaged, of accuracies and of speeds."""
+        """The columns, of these or of all, that are not apart: those that averages are of."""
         return [name for name in (self.columns if columns is None else columns) if not self.columns[name].apart]
 
     def averaged(self, columns: Sequence[str]) -> list[str]:
-        """Those of these columns that an average is of: two at least, and none where the paper has no average."""
+        """The columns of these that an average is of: at least two, and none if the paper has no average."""
         has = any("average" in row for row in self.paper.values())
         names = [name for name in self.together() if has and name in columns]
         return names if len(names) > 1 else []
 
     def average(self, attn: str, columns: Sequence[str]) -> float | None:
-        """The paper's over these columns: its own of all, else the mean; None if it lacks one."""
+        """The paper's average over these columns: its own for all columns, else the mean; None if it lacks one."""
         if [*columns] == self.averaged(list(self.columns)):
             return self.figure(attn, "average")
         known = [figure for name in columns if (figure := self.figure(attn, name)) is not None]
@@ -157,11 +160,14 @@ class Grid:
         recipe: str | None = None,
         fields: Iterable[str | Override] = (),
     ) -> list[Cell]:
-        """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
+        """All cells of these columns and attentions, seed by seed, so that one seed's table is complete first.
 
-        By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
-        for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
-        for an unknown name, a field that the grid sets or a column is made by, and too many seeds.
+        Args:
+            columns: by default those that are not apart. attns: by default all. fields: further arguments of `lra fit`
+            for every cell. They replace what a column sets, beside its task and the task's fields.
+
+        Raises:
+            UsageError: for an unknown name, a field that the grid sets or that makes a column, and too many seeds.
         """
         given = {override.field: override for override in parse_overrides(fields)}
         for override in given.values():
@@ -194,7 +200,7 @@ class Grid:
 
 
 def read_grid(name: str) -> Grid:
-    """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
+    """The grid of `configs/table/<name>.yaml`. UsageError if it does not exist or is no table."""
     if name not in (known := names("table")):
         raise UsageError(unknown("table", name, known))
     tree = read_yaml("table", name)
@@ -209,7 +215,7 @@ def read_grid(name: str) -> Grid:
 
 
 def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What makes of a YAML no table, the first thing first."""
+    """Why a YAML tree is no table, the first reason first."""
     required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
     for key in tree:
         if key not in (*required, *optional):

@@ -1,7 +1,7 @@
-"""Runs cells on this machine: a process of `lra fit` for each slot, that is a GPU, or the CPU where there is none.
+"""Runs cells on this machine: a process of `lra fit` for each slot, which is a GPU, or the CPU if there is none.
 
-Commands that share a folder share the cells: who has the claim on one works on it. A process keeps its claim when the
-command that started it is killed.
+Commands that share a folder share the cells: the one that holds the claim on a cell works on it. A process keeps its
+claim when the command that started it is killed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lra.training.clock import RUNS_PER_DEVICE
 from lra.training.run import CLAIMED, LOG, claim
 
 FIT_COMMAND = (sys.executable, "-m", "lra", "fit")
-TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
-EXIT_REFUSED = 2  # exit code of a process whose input was refused, or that was out of memory, which its result says
+TICK_S, LOOK_S = 0.2, 1.0  # seconds between looks at our own processes, and at cells that others work on
+EXIT_REFUSED = 2  # exit code of a process whose input was refused, or that was out of memory (see its result)
 # processes that end without a result, or for want of memory beside others, before a call gives a cell up
 MOST_DEATHS = 2
 
-Slot = str | None  # what CUDA_VISIBLE_DEVICES is set to; None leaves it as it is
+Slot = str | None  # the value of CUDA_VISIBLE_DEVICES; None leaves it as it is
 CellStates = Mapping[Cell, CellState]
 
 
 def list_slots(devices: int | None) -> Sequence[Slot]:
-    """So many slots, by default all GPUs, or one where there is none; UsageError if there are fewer GPUs."""
+    """So many slots; by default all GPUs, or one if there is none. UsageError if there are fewer GPUs."""
     gpus = torch.cuda.device_count()
     most = max(gpus, 1)
     if devices is not None and not 1 <= devices <= most:
@@ -52,23 +52,24 @@ def list_slots(devices: int | None) -> Sequence[Slot]:
 
 @dataclass(frozen=True)
 class RunningProcess:
-    """A process and the slots that it has: one, or all of its GPUs."""
+    """A process and its slots: one, or those of all its GPUs."""
 
     process: subprocess.Popen[bytes]
     slots: Sequence[Slot]
 
 
 class LocalLauncher:
-    """Works on cells until each is done, out of memory, failed twice, refused, or given up as its processes just die.
+    """Works on cells until each is done, out of memory, failed twice, refused, or given up because its processes
+    die.
 
-    A cell that was out of memory beside others is run again with all slots of a GPU.
+    A cell that was out of memory beside others runs again with all slots of a GPU.
 
     Args:
         todo: the cells, in this order.
-        slots: of this machine; runs in slots of one name share its GPU, and their results say so.
-        watch: is given all states several times a second.
-        say: is given what states don't tell, in lines.
-        command: is run with a cell's arguments and `resume=auto`.
+        slots: of this machine. Runs in slots of one name share its GPU, and their results say so.
+        watch: is called with all states several times a second.
+        say: is called with lines on what states don't tell.
+        command: runs with a cell's arguments and `resume=auto`.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class LocalLauncher:
         self.looked = time.monotonic()
 
     def work(self) -> CellStates:
-        """Returns the final states; on SIGINT and SIGTERM, SystemExit with 130 or 143 when all processes have ended."""
+        """Returns the final states. On SIGINT and SIGTERM it raises SystemExit, 130 or 143, when all processes have
+        ended.
+        """
         with catch_signals(signal.SIGINT, signal.SIGTERM) as signals:
             try:
                 self.watch(self.states)
@@ -100,13 +103,15 @@ class LocalLauncher:
                     time.sleep(TICK_S)
             finally:
                 self._stop(signals)
-            # what could not begin, as a stage is out of memory, is so, too
+            # a cell that could not begin, because its stage is out of memory, is out of memory, too
             self.states |= {cell: cells.cell_state(cell) for cell, state in self.states.items() if not state.final}
             self.watch(self.states)
         return self.states
 
     def _left(self) -> list[Cell]:
-        """Cells that are not this process's, not final and not given up, nor start from one that can't be had."""
+        """Cells that may yet run here: not final, not running here, not given up, and not behind a run that can't be
+        had.
+        """
         return [
             cell
             for cell, state in self.states.items()
@@ -115,12 +120,12 @@ class LocalLauncher:
         ]
 
     def _before(self, cell: Cell) -> Cell | None:
-        """The cell from which the recipe starts this one, if it has not begun and that is among those to be done."""
+        """The cell from which the recipe starts this one, if this one has not begun and that one is to be done here."""
         start = cell.composed.config.init if cell.composed.start and not self.states[cell].begun else None
         return self.starts.get(Path(start)) if start else None
 
     def _reachable(self, cell: Cell) -> bool:
-        """Whether a cell is done or may yet be."""
+        """Whether a cell is done, or may yet be."""
         state, before = self.states[cell], self._before(cell)
         if state.final or self.deaths[cell] >= MOST_DEATHS:
             return state.status == "done"
@@ -144,7 +149,7 @@ class LocalLauncher:
 
     @contextmanager
     def _refused(self, cell: Cell) -> Iterator[None]:
-        """What can't be done with one cell's directory: the others go on."""
+        """Turns an error of one cell's directory into its state: the other cells go on."""
         try:
             yield
         except (UsageError, OSError) as error:
@@ -155,7 +160,7 @@ class LocalLauncher:
             self.say(f"{cell}: refused, {said}")
 
     def _room(self, cell: Cell, alone: bool) -> Sequence[Slot]:
-        """A free slot, or all slots of GPUs that have no run; none where that is not to be had."""
+        """A free slot, or all slots of GPUs that have no run; empty if that is not available."""
         gpus = cell.composed.config.trainer.devices
         if gpus == 1 and not alone:
             return self.free[:1]
@@ -198,7 +203,7 @@ class LocalLauncher:
         return shared | {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else shared
 
     def _ended(self) -> Iterator[tuple[Cell, RunningProcess]]:
-        """Takes the processes that have ended from the children."""
+        """Yields the processes that have ended, and forgets them."""
         for cell, child in list(self.children.items()):
             if child.process.poll() is not None:
                 with suppress(ProcessLookupError, PermissionError):  # what it has left behind would keep its claim
@@ -226,7 +231,7 @@ class LocalLauncher:
                 self.deaths[cell] += 1
 
     def _stop(self, signals: Sequence[int]) -> None:
-        """Ends the processes that are left: after a signal, or an error."""
+        """Ends the remaining processes, after a signal or an error."""
         if self.children:
             self.say(f"stopping {len(self.children)} runs; a second signal kills them")
         for child in self.children.values():
@@ -244,14 +249,14 @@ class LocalLauncher:
 
 
 def _ending(cell: Cell, code: int) -> str:
-    """How a process ended, and the last it said."""
+    """How a process ended, and its last line."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     said = _last_line(cell)
     return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if said else "")
 
 
 def _last_line(cell: Cell) -> str:
-    """The last line of its process; empty if that said nothing, or its folder is gone."""
+    """The last line that a cell's process printed; empty if there is none, or its folder is gone."""
     try:
         log = (cell.directory.path / LOG).read_text(errors="replace")
     except OSError:
@@ -262,7 +267,7 @@ def _last_line(cell: Cell) -> str:
 
 @contextmanager
 def catch_signals(*numbers: signal.Signals) -> Iterator[list[int]]:
-    """Those of these signals that arrive meanwhile, in their order."""
+    """Yields a list of those of these signals that arrive meanwhile, in their order."""
     arrived: list[int] = []
     before = {number: signal.getsignal(number) for number in numbers}
     for number in before:

@@ -1,4 +1,4 @@
-"""`lra reproduce … --dry-run`: what there is of a grid, what is left, and how long that takes where it was measured."""
+"""`lra reproduce … --dry-run`: what exists of a grid, what is left, and how long that takes if it was measured."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class MeasuredSpeeds:
 
 
 def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds, command: str = "") -> Reproduction:
-    """The cells and the time of training that is left, by their steps per second.
+    """The cells, and the time of training that is left, by their steps per second.
 
-    Those of finished runs that had their GPU to themselves; or else what was measured alone; or else those of runs
-    that shared a GPU, times as many as there were.
+    These come from finished runs that had their GPU to themselves; else from what was measured alone; else from runs
+    that shared a GPU, times the number of runs on it.
 
     Args:
-        states: of the cells and of the stages that they still need.
+        states: of the cells, and of the stages that they still need.
         slots: how many run at once.
-        places: how many do if each has its GPUs to itself: runs that share one are slower by as much.
+        places: how many run at once if each has its GPUs to itself. Runs that share a GPU are slower by as much.
         alone: what was measured of cells.
-        command: that would measure what is lacking, if one does.
+        command: measures what is missing; empty if no command does.
     """
     paces: dict[tuple[str, str], tuple[float, str] | None] = {}
     rows: list[list[str]] = []
@@ -99,7 +99,7 @@ def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds
 
 
 def _pace(cell: Cell, alone: MeasuredSpeeds) -> tuple[float, str] | None:
-    """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
+    """Steps per second with nothing else on the GPU, and their source; None if they are not known."""
     run = cell.composed.config
     results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
@@ -125,12 +125,12 @@ def _finished(results: list[dict[str, Any]]) -> str:
 
 
 def _takes_the_same(config: dict[str, Any], cell: Cell) -> bool:
-    """Whether a step of the cell takes what it takes with this configuration."""
+    """Whether a step of the cell takes as long as one of this configuration."""
     return not differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
 
 
 def _steps(cell: Cell, state: CellState) -> int:
-    """That are left."""
+    """The steps that are left."""
     done = 0
     if state.status == "running elsewhere":
         done = cells.read_progress(cell)[0]

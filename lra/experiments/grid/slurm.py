@@ -1,8 +1,8 @@
 """Runs cells on a SLURM cluster: one job array, submitted through submitit, with one task for each cell.
 
-A task runs its cell as the local launcher does, and what a cell's state is, its run directory says. The queue is asked
-only for what has not ended there. Which task has which cell is in `checkpoints/slurm/<array>.json`, and not in the run
-directories: one that is there has been started.
+A task runs its cell as the local launcher does, and the run directory holds the cell's state. The queue is asked only
+about cells that have not ended there. `checkpoints/slurm/<array>.json` says which task has which cell. The run
+directories do not say so, as a directory that exists belongs to a run that has started.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class SlurmResources:
 
     @property
     def gpus(self) -> int | None:
-        """That a job has, as gpu:4 or gpu:h200:4 say it; None where `gres` has none, and the cluster decides."""
+        """GPUs of a job, as gpu:4 or gpu:h200:4 state them; None if `gres` has none, and the cluster decides."""
         counts = re.findall(r"(?:^|,)gpu\b(?::[^:,(]*[^:,(\d][^:,(]*)?(?::(\d+))?", self.gres or "")
         return sum(int(count or 1) for count in counts) or None
 
 
 def parse_resources(args: Sequence[Override], launcher: str) -> SlurmResources:
-    """Of the arguments `slurm.<field>=`; UsageError if one is unknown, or the launcher is another."""
+    """The resources in the arguments `slurm.<field>=`. UsageError if one is unknown, or the launcher is another."""
     if args and launcher != "slurm":
         raise UsageError(f"{args[0]} is of use with launcher=slurm only: add that, or leave it out")
     own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
@@ -74,7 +74,7 @@ def parse_resources(args: Sequence[Override], launcher: str) -> SlurmResources:
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """What an array task does; submitit finds `checkpoint` when it has to requeue it."""
+    """What an array task does. submitit calls `checkpoint` to requeue it."""
 
     cell: Cell
     command: Sequence[str] = FIT_COMMAND
@@ -93,20 +93,20 @@ class ArrayTask:
             raise
 
     def checkpoint(self) -> Any:
-        """The task again: `resume=auto` knows where to go on."""
+        """The task again: `resume=auto` knows where to continue."""
         return _submitit().helpers.DelayedSubmission(self)
 
 
 class SlurmLauncher:
-    """Submits the cells that are left, and watches until no task of theirs is in the queue.
+    """Submits the cells that are left, and watches until none of their tasks is in the queue.
 
     Args:
         todo: the cells, in this order.
         resources: for each of them.
         most: tasks that run at once; all by default.
-        watch: is given all states every few seconds.
-        say: is given what states don't tell, in lines.
-        command: is run with a cell's arguments and `resume=auto`.
+        watch: is called with all states every few seconds.
+        say: is called with lines on what states don't tell.
+        command: runs with a cell's arguments and `resume=auto`.
 
     Raises:
         UsageError: without submitit, away from a cluster, and for what sbatch refuses.
@@ -128,7 +128,9 @@ class SlurmLauncher:
         self.states: CellStates = {cell: cells.cell_state(cell) for cell in todo}
 
     def work(self) -> CellStates:
-        """Returns the states when nothing is queued or runs; on SIGINT, SystemExit with 130: the array goes on."""
+        """Returns the states when nothing is queued or runs. On SIGINT it raises SystemExit(130); the array
+        continues.
+        """
         executor = self._executor()
         tasks: dict[Cell, str] = {}
         # kept to the end: Python drops a Ctrl-C that comes while its finaliser runs
@@ -148,7 +150,7 @@ class SlurmLauncher:
         return self.states
 
     def _turn(self, lock: FileLock) -> Any:
-        """The lock, held; says so where it has to wait for another command."""
+        """The lock, held. Says so if it has to wait for another command."""
         try:
             return lock.acquire(timeout=PATIENCE_S)
         except Timeout:
@@ -156,7 +158,7 @@ class SlurmLauncher:
             return lock.acquire()
 
     def plan(self) -> list[str]:
-        """What would be submitted, in lines; submits nothing."""
+        """Lines on what would be submitted. Submits nothing."""
         tasks = self.queued()
         lines = [f"in the queue: {', '.join(sorted(tasks.values()))}"] if tasks else []
         if not (new := self._new(tasks)):
@@ -184,7 +186,7 @@ class SlurmLauncher:
         return {mine[path]: task for task, path in owners.items() if path in mine and task in live}
 
     def _new(self, tasks: dict[Cell, str]) -> list[Cell]:
-        """Cells that are neither queued, nor worked on, nor final."""
+        """Cells that are not queued, not worked on and not final."""
         self.states = {cell: cells.cell_state(cell) for cell in self.todo}  # after the queue, which they may have left
         states = self.states.items()
         return [cell for cell, s in states if not s.final and s.status != "running elsewhere" and cell not in tasks]
@@ -225,7 +227,7 @@ class SlurmLauncher:
         return dict(zip(new, ids, strict=True))
 
     def _follow(self, tasks: dict[Cell, str]) -> None:
-        """Until no cell is in the queue or worked on; takes from `tasks` what has ended."""
+        """Waits until no cell is in the queue or worked on. Removes from `tasks` what has ended."""
         silent = False
         while True:
             self.states = {
@@ -265,7 +267,7 @@ def _queued_tasks(arrays: Sequence[str]) -> set[str]:
 
 
 def _running() -> bool:
-    """Whether the array task that this process is goes on."""
+    """Whether the array task of this process still runs."""
     if "SLURM_JOB_ID" not in os.environ:
         return False
     # not that variable's: of one of an array's tasks it is the array's
@@ -281,7 +283,7 @@ def _call(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _submission() -> Any:
-    """submitit; UsageError where nothing can be submitted."""
+    """submitit; UsageError if nothing can be submitted from here."""
     submitit = _submitit()
     if shutil.which("srun") is None:
         raise UsageError("launcher=slurm, but there is no srun here: call it on the cluster")
@@ -297,7 +299,7 @@ def _submitit() -> Any:
 
 @contextmanager
 def _defer_interrupt() -> Iterator[None]:
-    """Puts SIGINT off until the end, for this process and those that it starts meanwhile."""
+    """Delays SIGINT to the end of the block, for this process and those that it starts there."""
     with catch_signals(signal.SIGINT) as arrived:  # any thread may be given it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit this, not a handler
         try:

@@ -1,4 +1,4 @@
-"""The table of a grid while it is worked on: in the terminal, as lines in a pipe, and as a text file."""
+"""The table of a grid while cells run: in the terminal, as lines in a pipe, and as a text file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE_S = 3.0  # between two versions of the text file
 
 
 class RunPace:
-    """How far a run is: its metrics.csv, and from when that was written its steps per second, validation included."""
+    """How far a run is, by its metrics.csv, and its steps per second with validation, from the times of that file."""
 
     def __init__(self, cell: Cell):
         self.cell = cell
@@ -68,12 +68,12 @@ class RunPace:
 
 
 class GridWatch:
-    """Shows the states that it is called with; a context.
+    """Shows the states that it is called with. It is a context manager.
 
     Args:
-        grid: whose table it is; the text file is `checkpoints/<name>.txt`.
-        say: is given a line for each change of a cell's state, unless the terminal shows the table.
-        console: where the table is drawn, if it is a terminal.
+        grid: the table; the text file is `checkpoints/<name>.txt`.
+        say: is called with a line for each change of a cell's state, unless the terminal shows the table.
+        console: the table is drawn there, if it is a terminal.
     """
 
     def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
@@ -130,7 +130,7 @@ class GridWatch:
         return Group(self.title, table, *refusals, counted)
 
     def _text(self, states: CellStates, column: str, attn: str) -> str:
-        """The mean of the seeds that are done, then a line for each that is worked on, and what else there is."""
+        """The mean of the seeds that are done, a line for each that runs, and the other states."""
         own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
         lines = [format_scores(own.values())]
         if lines[0] and len(own) > 1:
@@ -157,12 +157,14 @@ class GridWatch:
 
 
 def format_scores(states: Iterable[CellState]) -> str:
-    """Mean test accuracy of what is done in %, and the standard deviation where there are several; empty if nothing."""
+    """Mean test accuracy of the done cells in %, with the standard deviation if there are several; empty if none is
+    done.
+    """
     return format_mean_std([100 * state.accuracy for state in states if state.accuracy is not None], 2)
 
 
 def format_others(states: CellStates, named: Sequence[str]) -> str:
-    """The seeds that are in one of the named states: `OOM s0 s3, failed s4`."""
+    """The seeds in one of the named states: `OOM s0 s3, failed s4`."""
     parts = []
     for status in named:
         if seeds := [f"s{cell.seed}" for cell, state in states.items() if state.status == status]:

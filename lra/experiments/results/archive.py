@@ -1,8 +1,8 @@
 """`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
 
-A folder of released weights is merged, too, as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as
-below `checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in
-place. Each is, under the claim on its directory, which stays: a run that a process works on is never touched.
+A folder of released weights is merged as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as below
+`checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in place.
+Each run is moved under the claim on its directory. So a run that a process works on is never touched.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MergeOptions:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run's directory as it is on the disk."""
+    """A run's directory on the disk."""
 
     path: Path
 
@@ -83,11 +83,11 @@ class StoredRun:
         return config
 
     def result(self) -> dict[str, Any] | None:
-        """None of a run that has not ended; UsageError if it can't be read."""
+        """The result; None if the run has not ended. UsageError if it can't be read."""
         return self._ended("result.json", ENDS)
 
     def failure(self) -> dict[str, Any] | None:
-        """The first result of a run that failed and was tried again; UsageError if it is another one."""
+        """The first result of a run that failed and was tried again. UsageError if it is another one."""
         return self._ended(FIRST_FAILURE, ("failed",))
 
     def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
@@ -109,21 +109,21 @@ class StoredRun:
         return result if result and result["status"] == "finished" else None
 
     def ended(self) -> int:
-        """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
+        """0 if the run has not ended, 1 if it is to be tried again, 2 if it is final."""
         if (result := self.result()) is None:
             return 0
         again = {"finished": False, "failed": self.failure() is None, "oom": not unshared(result)}
         return 1 if again[result["status"]] else 2
 
     def steps(self) -> int:
-        """Up to where it can be continued: those behind its last.ckpt."""
+        """The steps from which the run can be continued: those behind its last.ckpt."""
         try:
             return checkpoints.behind(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 
     def check_curves(self) -> None:
-        """UsageError if it has a metrics.csv that reports could not read."""
+        """UsageError if reports could not read its metrics.csv."""
         try:
             curves.read(self.path / "metrics.csv")
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class StoredRun:
             raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
 
     def check_weights(self, config: dict[str, Any]) -> None:
-        """UsageError if its model.safetensors is damaged, or another run's."""
+        """UsageError if its model.safetensors is damaged, or belongs to another run."""
         try:
             _, identity = checkpoints.read(self.path / "model.safetensors")
         except UsageError:
@@ -141,7 +141,7 @@ class StoredRun:
             raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
 
     def check(self, names: Sequence[str]) -> None:
-        """UsageError if its files, of the checkpoints those named, are damaged or of several runs."""
+        """UsageError if its files are damaged or belong to several runs. Of the checkpoints, only those named count."""
         config = self.config()
         try:
             task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
@@ -160,10 +160,10 @@ class StoredRun:
 
 
 def pack_runs(args: Sequence[str]) -> list[str]:
-    """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
+    """Writes an archive of the runs below `runs` that ended, finished or not. Returns lines to print.
 
-    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
-    run that a process works on they may not belong together: it is left out.
+    With checkpoints it also packs unfinished runs that can be continued, with best.ckpt and last.ckpt. A run that a
+    process works on is left out, as its files may not belong together.
     """
     options = parse(PackOptions, args)
     with ExitStack() as held:
@@ -199,12 +199,14 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
 
 
 def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
-    """Adds the runs of an archive, or a released run's folder, to those below `runs`; returns what to print.
+    """Adds the runs of an archive, or of a released run's folder, to those below `runs`. Returns lines to print.
 
-    A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
-    way to a finished one, to one with more steps, and, if it has not ended, to one that has with as many. Raises
-    UsageError, and changes nothing, for a file with anything wrong in it, for another configuration in a run's
-    directory, and for another finished result of the same one.
+    A run that a process works on stays. So does a finished one, which gets the checkpoints that it lacks. Another run
+    gives way to a finished one, to one with more steps, and, if it has not ended, to one that has ended with as many.
+
+    Raises:
+        UsageError: and changes nothing, if anything in the file is wrong, if a run's directory has another
+            configuration, or if it has another finished result of the same one.
     """
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     released = (file / "config.yaml").is_file()
@@ -231,7 +233,7 @@ def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
 
 @contextmanager
 def _staging(folder: Path, source: Path) -> Iterator[Path]:
-    """A folder on the disk of the runs, to rename from; of the folders made for it, those left empty go with it."""
+    """A folder on the disk of the runs, to rename from. Folders that were made for it go with it if they stay empty."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -251,14 +253,14 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
 
 
 def _runs(folder: Path) -> Iterator[StoredRun]:
-    """The directories of runs; hidden ones are none."""
+    """The directories of runs. Hidden ones do not count."""
     for file in sorted(folder.glob("*/*/*/config.yaml")):
         if not any(part.startswith(".") for part in file.relative_to(folder).parts):
             yield StoredRun(file.parent)
 
 
 def _chosen(run: StoredRun, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
-    """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
+    """The files of a run to pack, and a note on what is left out. Nobody works on the run until `held` ends."""
     try:
         if not run.finished() and not held.enter_context(at_rest(run.path)):  # a finished one changes no more
             return (), f"left out: {run.name}, a process works on it: pack it when that has ended"
@@ -284,7 +286,9 @@ def _wanted(run: StoredRun, checkpoints: str) -> tuple[Sequence[str], str]:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """A finished run's files to where below `folder` its result has it; UsageError if it is not finished."""
+    """Copies a finished run's files to the place below `folder` that its result states. UsageError if it is not
+    finished.
+    """
     run = StoredRun(source)
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
@@ -299,7 +303,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _checked(run: StoredRun, file: Path) -> StoredRun:
-    """A run as unpacked, if its files are of one run, and of the one that its place says."""
+    """An unpacked run, if its files belong to one run, and to the one that its place states."""
     try:
         run.check(CHECKPOINT_FILES["all"])
     except UsageError as error:
@@ -310,12 +314,12 @@ def _checked(run: StoredRun, file: Path) -> StoredRun:
 
 
 def _look(new: StoredRun, old: StoredRun) -> Decision:
-    """What would become of a run; changes nothing."""
+    """What would become of a run. Changes nothing."""
     return BUSY if old.path.is_dir() and claimed(old.path) else _decide(new, old)
 
 
 def _settle(new: StoredRun, old: StoredRun, aside: Path) -> Decision:
-    """Does what becomes of a run; what was there before goes `aside`."""
+    """Does what becomes of a run. What was there before goes `aside`."""
     if (held := claim(old.path)) is None:
         return BUSY
     try:
@@ -331,7 +335,7 @@ def _settle(new: StoredRun, old: StoredRun, aside: Path) -> Decision:
 
 
 def _decide(new: StoredRun, old: StoredRun) -> Decision:
-    """Of a run that no process works on."""
+    """What becomes of a run that no process works on."""
     if not (old.path / "config.yaml").exists():
         if vacant(old.path):
             return "added", ""
@@ -353,12 +357,12 @@ def _decide(new: StoredRun, old: StoredRun) -> Decision:
 
 
 def _lacking(old: StoredRun, new: StoredRun) -> list[str]:
-    """The files of `new` that `old` has not."""
+    """The files of `new` that `old` lacks."""
     return [name for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]) if new.has(name) and not old.has(name)]
 
 
 def _place(new: Path, target: Path, aside: Path) -> None:
-    """Moves the files of a run into a claimed directory, and all that was there, but for the claim, `aside`."""
+    """Moves the files of a run into a claimed directory, and all that was there, except the claim, `aside`."""
     aside.mkdir(parents=True)
     moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM]
     moves += [(file, target / file.name) for file in _in_order(new)]

@@ -1,4 +1,4 @@
-"""The report as one page for a browser: no network, no script; plots are SVG inside it."""
+"""The report as one page for a browser, without network and scripts. Plots are SVG inside it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def report_page(
     table: Grid, tables: Sequence[TextTable], notes: Sequence[str], rows: Sequence[ReportRow],
     entries: Mapping[Cell, ResultFile], alone: Mapping[tuple[str, str, str], float],
 ) -> str:  # fmt: skip
-    """The whole document. `alone`: steps per second by hardware, column and attention, in place of those of runs."""
+    """The whole document.
+
+    Args:
+        alone: steps per second by (hardware, column, attention), in place of those of runs.
+    """
     number = {name: i for i, name in enumerate(dict.fromkeys(row.attention for row in rows))}
     title, names = escape(f"{table.name}: {table.about}"), _names(number)
     parts = [
@@ -68,7 +72,11 @@ def report_page(
 def curve_chart(
     title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool
 ) -> str:
-    """A picture of lines by name, each with a dot at its end. `log`: of the values across, which are then positive."""
+    """A picture of lines by name, each with a dot at its end.
+
+    Args:
+        log: whether the axis across is logarithmic. Its values are then positive.
+    """
 
     def plot(axes: Axes) -> None:
         for name, group in lines.items():
@@ -109,7 +117,7 @@ def _learning(
 
 
 def _validation(path: Path) -> Points | str:
-    """(step, accuracy in %) of a file, thinned; or what is wrong with it."""
+    """(step, accuracy in %) of a file, thinned out; or what is wrong with the file."""
     try:
         validated = [row for row in curves.read(path) if row.get("val/accuracy")]
     except (OSError, UsageError) as error:
@@ -161,7 +169,7 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _names(number: Mapping[str, int]) -> str:
-    """The legend of all drawings below."""
+    """The legend of all drawings below it."""
 
     def sample(index: int) -> str:
         def plot(axes: Axes) -> None:
@@ -175,6 +183,6 @@ def _names(number: Mapping[str, int]) -> str:
 
 
 def _picture(size: tuple[float, float], plot: Callable[[Axes], object], text: str) -> str:
-    """Of so many inches, in the page itself; `text` stands for it."""
+    """A picture of this size in inches, inside the page, with `text` as its description."""
     data = base64.b64encode(plots.render_svg(size, plot).encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(text)}">'

@@ -1,7 +1,7 @@
-"""The results of runs below a folder, and which cells of a grid they are of.
+"""The results of runs below a folder, and the cells of a grid that they belong to.
 
-A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy under another
-name. Its configuration says which cell it is of, never its path.
+A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy with another
+name. Its configuration says which cell it belongs to, never its path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Identity = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A result and the file that it is in."""
+    """A result and its file."""
 
     path: Path
     result: Mapping[str, Any]
@@ -53,14 +53,14 @@ class ResultFile:
 
     @property
     def curves(self) -> Path | None:
-        """The CSV file of its curves, if it is in a run's directory and they are there."""
+        """The CSV file of its curves, if it lies in a run's directory and they exist."""
         file = self.path.with_name("metrics.csv")
         return file if self.path.name == RESULT_NAME and file.is_file() else None
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A cell and seed: a line of the CSV file. Accuracies are in %; None, and an empty status, is not known."""
+    """A cell and seed: a line of the CSV file. Accuracies are in %. None, and an empty status, mean unknown."""
 
     column: str
     attention: str
@@ -96,7 +96,7 @@ class ReportRow:
 
 @dataclass
 class Ledger:
-    """Cells with their results, and what else there is to say of the folder."""
+    """Cells with their results, and notes on the folder."""
 
     entries: dict[Cell, ResultFile] = field(default_factory=dict)
     stopped: dict[Cell, ResultFile] = field(default_factory=dict)  # without one: the stage that was out of memory
@@ -105,12 +105,13 @@ class Ledger:
 
 
 def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
-    """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
+    """The results below `folder` that belong to `cells`: for each cell the newest that finished, else the newest.
 
-    Of a cell without one, that of a stage that was out of memory: it cannot begin. Where a field chooses the version of
-    the task, a column shows results of an older one if it has none of the newest: never of both. Notes say so, and name
-    what was left out: files that can't be read, older results of a cell, and results of no cell. Raises UsageError if
-    there is no such folder.
+    A cell without a result gets that of a stage that was out of memory, as it cannot begin. If a field chooses the
+    version of the task, a column without results of the newest version shows those of an older one, and never both.
+    Notes say so, and name what was left out: files that can't be read, older results of a cell, and results of no cell.
+
+    UsageError if there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -153,7 +154,7 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
 
 
 def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
-    """Every result below `folder`, and a note for each file that is none and should be one."""
+    """Every result below `folder`, and a note for each file that should be a result and is none."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
         if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
@@ -173,7 +174,7 @@ def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
 
 
 def configuration_identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
-    """The fields by which a configuration is compared, with `LATER` and `defaults` for those that it lacks."""
+    """The fields by which a configuration is compared. Missing ones come from `LATER` and `defaults`."""
     known = dict(flatten(defaults))
     fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
     if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
@@ -182,7 +183,7 @@ def configuration_identity(config: Mapping[str, Any], defaults: Mapping[str, Any
 
 
 def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
-    """Of a cell that could not begin no more than that, and why."""
+    """The row of a cell. If the cell could not begin, it has the reason and no more."""
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
@@ -224,7 +225,7 @@ def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
 
 
 def known_values(rows: Sequence[ReportRow], field: str, **where: Any) -> list[float]:
-    """What is known of a field in the finished rows for which `where` holds, seed by seed."""
+    """The known values of a field in the finished rows for which `where` holds, seed by seed."""
     chosen = (row for row in rows if row.status in ("finished", "stuck"))
     chosen = (row for row in chosen if all(getattr(row, name) == value for name, value in where.items()))
     return [value for row in chosen if (value := getattr(row, field)) is not None]
@@ -235,14 +236,14 @@ def mean_value(rows: Sequence[ReportRow], field: str, **where: Any) -> float | N
 
 
 def finished_hardware(rows: Sequence[ReportRow]) -> list[str]:
-    """On what the finished rows ran."""
+    """The hardware of the finished rows."""
     return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
 
 
 def _owner(
     entry: ResultFile, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
 ) -> tuple[Cell | None, bool]:
-    """Which of the cells a result is of, and whether any is of its task and attention."""
+    """The cell that a result belongs to, and whether any cell has its task and attention."""
     config = entry.result["config"]
     default = defaults.get((config["task"]["name"], config["attn"]["name"]))
     return wanted.get(_key(entry.task, configuration_identity(config, default or {}))), default is not None
@@ -274,7 +275,7 @@ def _identities(
 ) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]], dict[Cell, str]]:
     """The cells by what they compute, the defaults of every field by (task, attention), and the cells' tasks.
 
-    What computes the same on the data of an older version of the task is the same cell.
+    A run that computes the same on data of an older version of the task belongs to the same cell.
     """
     wanted: dict[str, Cell] = {}
     tasks: dict[Cell, str] = {}
@@ -296,7 +297,7 @@ def _identities(
 
 
 def _key(version: str, fields: Identity) -> str:
-    """Of a task's version too: another one has other data or another protocol."""
+    """The key of an identity. It includes the task's version: another one has other data or another protocol."""
     return json.dumps([version, fields], sort_keys=True, default=str)
 
 
@@ -311,6 +312,6 @@ def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, An
 
 
 def describe_gpus(gpu: str | None, count: int) -> str:
-    """What a run had, for people."""
+    """The GPUs of a run, for people."""
     name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
     return name if count == 1 else f"{count} × {name}"

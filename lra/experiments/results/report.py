@@ -1,7 +1,7 @@
-"""`lra report`: a grid's accuracies, speed and memory beside the paper's, from the results that there are.
+"""`lra report`: a grid's accuracies, speed and memory beside the paper's, made of the results that exist.
 
-Every number is of a result or of the grid's YAML. All formats show the same tables, which are made of the same rows,
-one for each cell and seed: those of the CSV file. What was not run is empty.
+Every number comes from a result or from the grid's YAML. All formats show the same tables. They are made of the same
+rows, one for each cell and seed, which are those of the CSV file. What was not run is empty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lra.training.run import RUNS, write
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What is shown; by default the whole grid, under its own recipe. What is not a field here is one of `lra fit`."""
+    """What is shown; by default the whole grid with its own recipe. Every other field is one of `lra fit`."""
 
     results: str = str(RUNS)  # folder
     recipe: str | None = None
@@ -50,7 +50,7 @@ class ReportOptions:
 
 
 class Report(NamedTuple):
-    """What is printed, and what the page is made from."""
+    """What is printed, and what the page is made of."""
 
     tables: list[TextTable]
     notes: list[str]
@@ -60,14 +60,18 @@ class Report(NamedTuple):
 
 
 def parse_report_fields(name: str, args: Sequence[str]) -> tuple[Grid, ReportOptions, list[Override]]:
-    """The table, what is shown of it, and the fields of `lra fit` that all cells were run with."""
+    """The table, the options, and the fields of `lra fit` with which all cells were run."""
     return grid.read_grid(name), *take(ReportOptions, args)
 
 
 def make_report(name: str, args: Sequence[str]) -> Report:
-    """The report on a grid: `name`, `field=value` of Options, and of `lra fit` those that all cells were run with.
+    """The report on a grid.
 
-    Writes four files if `out` is given. Raises UsageError for what is unknown or cannot be read or written.
+    Args:
+        name: of the table.
+        args: `field=value` of ReportOptions, and of `lra fit` those with which all cells were run.
+
+    Writes four files if `out` is given. Raises UsageError for what is unknown, or cannot be read or written.
     """
     table, options, fields = parse_report_fields(name, args)
     recipe = options.recipe or table.recipe
@@ -104,7 +108,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
 def _cells(
     table: Grid, columns: Sequence[str], options: ReportOptions, fields: Sequence[Override]
 ) -> tuple[list[Cell], list[str]]:
-    """The cells; columns that the recipe does not have stay empty, or are refused if they were asked for."""
+    """The cells. Columns that the recipe does not have stay empty, or are refused if they were asked for."""
     recipe = options.recipe or table.recipe
     covered = read_recipe(recipe)["tasks"]
     table.cells(columns, options.attns, 1, recipe, fields)  # unknown names are refused first
@@ -165,7 +169,7 @@ def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: S
 
 
 def _accuracy(rows: list[ReportRow], attn: str, column: str, field: str) -> str:
-    """Mean, deviation and number of the seeds found, and what else became of seeds."""
+    """Mean, deviation and number of the seeds with a result, and the states of the others."""
     found = known_values(rows, field, attention=attn, column=column)
     parts = [f"{format_mean_std(found, 1)} ({len(found)})"] if found else []
     states = [row.status for row in rows if (row.attention, row.column) == (attn, column)]
@@ -175,14 +179,14 @@ def _accuracy(rows: list[ReportRow], attn: str, column: str, field: str) -> str:
 
 
 def _marked(text: str, rows: list[ReportRow], attn: str, *columns: str) -> str:
-    """A figure of these columns, with a mark if not all of its results are of clean commits."""
+    """A figure of these columns, with a mark unless all its results are of clean commits."""
     unclean = any(row.clean is False for row in rows if row.attention == attn and row.column in columns)
     ours = text and not text.startswith("(")  # a figure in brackets is the paper's alone
     return text + UNCLEAN_MARK if unclean and ours else text
 
 
 def _baselines(rows: list[ReportRow], column: str, field: str) -> str:
-    """The strongest baseline; more than one if runs met different test sets."""
+    """The strongest baseline; several if runs met different test sets."""
     found = {(getattr(row, field), getattr(row, f"{field}_accuracy")) for row in rows if row.column == column}
     return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
 
@@ -200,7 +204,7 @@ def _against(ours: float | None, paper: float | None) -> str:
 
 
 def speed_ratio(rows: Sequence[ReportRow], attn: str, column: str) -> float | None:
-    """How many times the steps per second of `standard`, in rows of one hardware; None if either is not known."""
+    """The factor over the steps per second of `standard`, in rows of one hardware; None if either is not known."""
     ours, standard = (mean_value(rows, "steps_per_second", attention=a, column=column) for a in (attn, BASELINE))
     return ours / standard if ours and standard else None
 
@@ -221,7 +225,7 @@ def _peak(rows: list[ReportRow], attn: str, column: str) -> str:
 
 
 def _summary(rows: list[ReportRow]) -> Iterator[str]:
-    """What there is, and what it was made with."""
+    """How many runs there are in which state, and their hardware and commits."""
     states = [row.status for row in rows]
     counts = [f"{states.count(state)} {state}" for state in ("stuck", "oom", "failed") if state in states]
     finished = sum(state in ("finished", "stuck") for state in states)
@@ -232,12 +236,12 @@ def _summary(rows: list[ReportRow]) -> Iterator[str]:
 
 
 def _engines(rows: list[ReportRow]) -> Iterator[str]:
-    """Speeds that are compared although another engine, or one not recorded, computed the steps."""
+    """Notes speeds that are compared although the engines differ, or one is not recorded."""
     return _unlike(rows, "speeds of different engines", lambda row: row.engine or "not recorded")
 
 
 def _portions(rows: list[ReportRow]) -> Iterator[str]:
-    """Memory, and speed, of batches that were computed in portions of their own."""
+    """Notes memory and speed that are compared although batches were computed in different portions."""
     what = "memory and speed of batches in different portions"
     return _unlike(rows, what, lambda row: f"batch.micro={row.micro}" if row.micro else "whole")
 
@@ -255,7 +259,7 @@ def _unlike(rows: list[ReportRow], what: str, kind: Callable[[ReportRow], str]) 
 
 
 def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
-    """Each file replaced in one step."""
+    """Writes the files, each replaced in one step."""
     makers: dict[str, Callable[[], str]] = {
         "md": lambda: format_markdown(table, report),
         "csv": lambda: format_csv(report.rows),
@@ -290,7 +294,7 @@ def format_markdown(table: Grid, report: Report) -> str:
 
 
 def format_latex(table: Grid, report: Report) -> str:
-    """Tables of LaTeX without packages; the notes are comments."""
+    """Tables of LaTeX without packages. The notes are comments."""
     parts = [
         f"% {table.name}: {table.about} ({table.source})",
         *(f"% {_line(note)}" for note in report.notes),
@@ -316,5 +320,5 @@ def _line(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, as Markdown that is neither a table's edge nor HTML."""
+    """The text on one line, as Markdown that is neither a table's edge nor HTML."""
     return _line(text).translate({ord(character): f"\\{character}" for character in "\\|<"})

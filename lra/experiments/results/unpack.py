@@ -1,4 +1,4 @@
-"""Unpacks an archive, which is not trusted: nothing but the files that `lra results pack` writes, in as many bytes."""
+"""Unpacks an archive that is not trusted: only the files that `lra results pack` writes, and only so many bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUFFER_BYTES = 1 << 20
 
 
 def unpack_archive(file: Path, folder: Path) -> None:
-    """An archive's files below `folder`; UsageError if it holds anything else than `pack_runs` writes."""
+    """Unpacks an archive's files below `folder`. UsageError if it holds anything that `pack_runs` does not write."""
     limit = max(LEAST_LIMIT, MOST_GROWTH * file.stat().st_size)
     stated, seen = 0, set()
     with file.open("rb") as packed, lzma.open(packed) as plain:
@@ -58,7 +58,7 @@ def is_plain_name(part: str) -> bool:
 
 
 def _name(member: tarfile.TarInfo, file: Path) -> str:
-    """The name of a regular file of a run; anything else is refused."""
+    """The name of a regular file of a run. UsageError for anything else."""
     parts = member.name.split("/")
     if not (
         len(parts) == 4 and all(map(is_plain_name, parts)) and parts[3] in (*SMALL_FILES, *CHECKPOINT_FILES["all"])
@@ -78,7 +78,7 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
 
 
 class _Limited(io.RawIOBase):
-    """A stream that is refused when it unpacks to more than `limit` bytes."""
+    """A stream that raises UsageError when it unpacks to more than `limit` bytes."""
 
     def __init__(self, stream: IO[bytes], limit: int, file: Path):
         self.stream, self.limit, self.file, self.count = stream, limit, file, 0
