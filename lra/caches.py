@@ -1,7 +1,7 @@
-"""Damaged files in a compile cache: Triton's, that of torch.compile, numba's.
+"""Damaged files in a compile cache of Triton, torch.compile or numba.
 
-`explain_damage` recognises the error that reading such a file ends in. A GPU's code that was cut short gives no error.
-The driver ends the process when it loads it. So `watch_kernels` looks at such files before they are loaded.
+`explain_damage` recognises the error of reading such a file. A GPU's code that was cut short gives no error: the driver
+ends the process when it loads the code. So `watch_kernels` checks such files before they are loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from lra.errors import UsageError
 
 ELF_HEADER = 64  # bytes, of the 64-bit form
-# where each library reads what it has compiled, by the end of the file's path, and the variable that names its folder
+# The end of the path of each source file that reads a cache, and the variable that names the cache's folder.
 CACHE_READERS = {
     "triton/runtime/cache.py": "TRITON_CACHE_DIR",
     "triton/runtime/build.py": "TRITON_CACHE_DIR",
@@ -34,14 +34,14 @@ CACHE_READERS = {
 }
 # nothing but a damaged file raises these there
 UNREADABLE_ERRORS = (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)
-# functions that do nothing but make something of a file's content: whatever they find wrong is of the file
+# These functions only process a file's content, so any error in them is the file's.
 READING_FUNCTIONS = (
     "CompiledKernel.__init__",
     "_CacheImpl.rebuild",
     "IndexDataCacheFile._load_index",
     "IndexDataCacheFile._load_data",
 )
-# of a library or a GPU's code that can't be loaded
+# messages for a library or a GPU's code that can't be loaded
 DAMAGE_WORDS = (
     "file too short",
     "invalid ELF",
@@ -53,7 +53,7 @@ DAMAGE_WORDS = (
 
 
 def explain_damage(error: BaseException | None) -> str | None:
-    """What is said of an error that comes out of reading a compile cache, with the mend; None of any other error."""
+    """The message for an error that comes from reading a compile cache, with the mend; None for any other error."""
     while error is not None:
         for frame in _innermost_first(error):
             code = frame.f_code
@@ -71,8 +71,8 @@ def explain_damage(error: BaseException | None) -> str | None:
 def watch_kernels(device: int) -> None:
     """From now on a GPU binary that was cut short raises UsageError instead of ending the process.
 
-    Triton's kernels are looked at when they are loaded. torch.compile tells nobody of a load, so what it keeps for
-    this CUDA device is looked at here.
+    Triton's kernels are checked when they are loaded. torch.compile announces no load, so its files for this CUDA
+    device are checked here.
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
     from triton import knobs
@@ -123,7 +123,7 @@ def _innermost_first(error: BaseException) -> list[FrameType]:
 
 
 def _files(frame: FrameType) -> Iterator[Path]:
-    """The files that a function was at: those in its variables and in those of its object."""
+    """The files that a function worked on: those in its variables and in those of its object."""
     values: list[Any] = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
     for value in values:
         for each in value.values() if isinstance(value, dict) else (value,):

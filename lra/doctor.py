@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 DoctorRow = tuple[str, str]
-FIELD_OF_PARAM = {"seed": "data_seed", "folder": "source"}  # a store's parameters whose names are not those of fields
+FIELD_OF_PARAM = {"seed": "data_seed", "folder": "source"}  # parameters of a store with other names than their fields
 
 
 def diagnose() -> Iterator[DoctorRow]:
-    """Rows of (subject, state). What is missing or broken is a row that says so, never an exception."""
+    """Rows of (subject, state). Something missing or broken is a row that says so, never an exception."""
     sections = {
         "platform": _platform,
         "versions": _versions,
@@ -43,7 +43,7 @@ def diagnose() -> Iterator[DoctorRow]:
 def _guarded(subject: str, section: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
     try:
         yield from section()
-    except Exception as error:  # whatever a broken installation raises is what this command is asked for
+    except Exception as error:  # this command reports whatever a broken installation raises
         yield subject, f"fails: {first_line(error)}"
 
 
@@ -113,7 +113,7 @@ def _ptxas() -> Iterator[DoctorRow]:
 
 
 def _choices() -> Iterator[DoctorRow]:
-    """The kernels of each kind of call, with the first rows and columns of its tiles, and why these."""
+    """The kernels for each kind of call, with the rows and columns of their tiles, and why they are chosen."""
     import torch
 
     from lra.kernels import device, table
@@ -126,7 +126,7 @@ def _choices() -> Iterator[DoctorRow]:
 
 
 def _tiles() -> Iterator[DoctorRow]:
-    """The tables of tiles in the order in which they are asked."""
+    """The tables of tiles, in the order in which they are searched."""
     from lra.kernels.flash import tuning
 
     with warnings.catch_warnings(record=True) as notes:
@@ -168,7 +168,9 @@ def _store(path: Path) -> Iterator[DoctorRow]:
 
 
 def _command(path: Path) -> str:
-    """What prepares the store at `path`, by its manifest's parameters; empty if they are not those of its name."""
+    """The command that prepares the store at `path`, by its manifest; empty if the parameters are not those of its
+    name.
+    """
     from lra.config.schema import RunConfig
     from lra.tasks import TASKS
 

@@ -1,4 +1,4 @@
-"""Where lra keeps its files, and what a measurement was made with: versions, hardware, commit, command, date."""
+"""Where lra keeps its files, and the facts that a measurement states: versions, hardware, commit, command, date."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ WARNED_VARIABLE = "LRA_WARNED_UNCLEAN"  # set once `warn_unclean` was called
 
 
 def cache_root() -> Path:
-    """`lra` in the user's cache folder."""
+    """The folder `lra` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lra"
 
 
 def cache_folder(name: str) -> Path:
-    """A folder for what is compiled: in the temporary folder, where the user's cache can't be written to."""
+    """A folder for compiled code. It is in the temporary folder if the user's cache can't be written to."""
     folder = cache_root() / name
     return folder if _writable(folder) else _temporary_root() / name
 
 
 def ensure_user() -> None:
-    """Give libraries the name, the home and the cache that they ask of a user, where a container's user has none.
+    """Gives libraries the name, the home and the cache of a user, where a container's user has none.
 
-    It is called before PyTorch and Triton are imported. What the user has set stays as it is.
+    It runs before PyTorch and Triton are imported. What the user has set stays as it is.
     """
     try:
         getpass.getuser()
@@ -65,7 +65,7 @@ def _writable(folder: Path) -> bool:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed versions of the packages a result depends on; None where one is missing."""
+    """Installed versions of the packages on which a result depends; None for a missing one."""
 
     def version(name: str) -> str | None:
         try:
@@ -77,9 +77,9 @@ def package_versions() -> dict[str, str | None]:
 
 
 def current_commit() -> str | None:
-    """The checkout's commit, with `+` if what computes differs from it; None outside a checkout.
+    """The checkout's commit, with `+` if the code differs from it; None outside a checkout.
 
-    It is looked up once in a process: what is computed later is of the code that was there then.
+    It is looked up once in a process: later results come from the code that was there then.
     """
     return _checkout()[0]
 
@@ -104,20 +104,20 @@ def _checkout() -> tuple[str | None, str]:
 
 
 def _git(root: Path, *args: str) -> str:
-    """What git prints; it takes no lock, so that it neither waits for another process nor writes."""
+    """The output of git. It takes no lock, so it neither waits for another process nor writes."""
     line = ["git", "--no-optional-locks", *args]
     return subprocess.run(line, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 def is_clean_commit(stated: str | None) -> bool:
-    """Whether all commits that a record states, with commas between, are known and of unchanged trees."""
+    """Whether all commits that a record states, separated by commas, are known and of unchanged trees."""
     return all(re.fullmatch("[0-9a-f]{7,40}", each) for each in (stated or "").split(", "))
 
 
 def warn_unclean() -> None:
-    """Says on the standard error that results will state no clean commit, and how to mend that.
+    """Warns on standard error that results will state no clean commit, and says how to mend that.
 
-    It says so once in a process and in all that it starts. Of an installed package it says nothing: results state its
+    It warns once in a process and all its children. It does not warn for an installed package, as results state its
     version.
     """
     if WARNED_VARIABLE in os.environ:
@@ -135,7 +135,7 @@ def warn_unclean() -> None:
 
 
 def current_command() -> str:
-    """The command line, of absolute paths only the names: where they lie means nothing elsewhere."""
+    """The command line. Of absolute paths it has only the names, as their folders mean nothing elsewhere."""
     program = Path(sys.argv[0])
     root = Path(__file__).parent.parent
     place = program.resolve().relative_to(root) if program.resolve().is_relative_to(root) else program.name
@@ -144,7 +144,7 @@ def current_command() -> str:
 
 
 def compute_processes(*fields: str) -> list[list[str]] | None:
-    """These fields of each process on a GPU, as nvidia-smi names and shows them; None where it does not answer."""
+    """These fields of each process on a GPU, as nvidia-smi shows them; None if it does not answer."""
     line = ["nvidia-smi", f"--query-compute-apps={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(line, capture_output=True, text=True, timeout=60)
@@ -154,12 +154,12 @@ def compute_processes(*fields: str) -> list[list[str]] | None:
 
 
 def gpu_processes(uuid: str) -> int:
-    """How many processes compute on a GPU; 0 where nvidia-smi does not say, as in a container."""
+    """How many processes compute on a GPU; 0 if nvidia-smi does not say, as in a container."""
     return sum(uuid in owner for (owner,) in compute_processes("gpu_uuid") or ())
 
 
 def describe() -> dict[str, Any]:
-    """Everything a committed result states about where it was measured."""
+    """All that a committed result states about where it was measured."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

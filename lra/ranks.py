@@ -1,8 +1,8 @@
-"""Which rank of a run this process is, and who started the ranks: what the environment's variables say.
+"""Which rank of a run this process is, and who started the ranks, according to environment variables.
 
-Three launchers are joined: lra itself, torchrun and srun. The variables of any other launcher, and those that an image
-or a batch job left behind, never change a run: they are ignored where they agree with a process that is alone, and
-refused where they say that there are more ranks.
+Three launchers are supported: lra itself, torchrun and srun. Variables of other launchers, or left behind by an image
+or a batch job, never change a run. They are ignored if they agree with a single process, and refused if they state
+more ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks of a run were started, or will be, and which one this process is.
+    """How the ranks of a run are started, and which one this process is.
 
     Attributes:
-        by: who starts the ranks.
-        local: ranks on this node, and on every other one.
-        local_rank: the place among them.
-        address: where rank 0 is.
-        port: where rank 0 listens; None where it has yet to choose.
+        by: the launcher that starts the ranks.
+        local: number of ranks on this node, and on every other node.
+        local_rank: this rank's place among them.
+        address: the address of rank 0.
+        port: the port on which rank 0 listens; None if rank 0 will choose it.
         name: tells this run from others that meet at the same port.
     """
 
@@ -64,12 +64,12 @@ def check_variables() -> None:
 
 
 def detect_launch(devices: int, given: bool = False, started: int | None = None) -> Launch:
-    """The launch that a run with `trainer.devices` belongs to; UsageError where the variables contradict it.
+    """The launch to which a run with `trainer.devices` belongs. UsageError if the variables contradict it.
 
     Args:
-        devices: the ranks on each node that the configuration asks for.
-        given: whether the user named them; 1 may else mean that nobody thought of it.
-        started: the ranks of the process group that this process has started already.
+        devices: number of ranks on each node in the configuration.
+        given: whether the user set it. A default of 1 may mean that nobody thought of it.
+        started: number of ranks in the process group that this process has already started.
     """
     environ = os.environ
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -96,7 +96,7 @@ def detect_launch(devices: int, given: bool = False, started: int | None = None)
 
 
 def without_ranks(environ: Environment) -> dict[str, str]:
-    """An environment without what launchers say of ranks: for a process that is no rank of this one's run."""
+    """An environment without the variables of launchers, for a process that is no rank of this one's run."""
     of_launchers = {*COUNT_VARIABLES, *PLACE_VARIABLES, *STEP_VARIABLES, STARTER_VARIABLE}
     of_launchers |= {"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {
@@ -107,7 +107,7 @@ def without_ranks(environ: Environment) -> dict[str, str]:
 
 
 def _agree(devices: int, local: int, given: bool, who: str, otherwise: str = "") -> None:
-    """Refuses a number of devices that differs from that of the ranks which were started."""
+    """Refuses a number of devices that differs from the number of ranks that were started."""
     if devices != local and (given or devices > 1):
         ranks = f"{who} rank{'s' * (local > 1)} on this machine"
         raise UsageError(f"trainer.devices={devices}, but {ranks}: set trainer.devices={local}{otherwise}")

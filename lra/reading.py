@@ -1,7 +1,7 @@
-"""Files that are read back: regular, of a bounded size, UTF-8, without a key twice and a number beyond 64 bits.
+"""Reads files back: regular ones of a bounded size, in UTF-8, without duplicate keys and numbers beyond 64 bits.
 
-What is not so is a ValueError that says in a few words what is wrong. Who reads a file adds its name and the mend.
-Errors of the system pass: a file that may not be read, or is on a disk that fails, is not damaged.
+Any other file raises a ValueError that says briefly what is wrong. The caller adds its name and the mend. Errors of the
+system pass: a file that may not be read, or that lies on a failing disk, is not damaged.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import yaml
 
-MOST_JSON = 64 << 20  # bytes; the largest manifests have some hundred thousand
+MOST_JSON = 64 << 20  # bytes; the largest manifests have some 100,000
 MOST_YAML = 1 << 18  # bytes; PyYAML reads about 50,000 a second
-MOST_NODES = 100_000  # values of a YAML file, aliases written out; those of lra have some hundred
-MOST_LEVELS = 50  # of values within values; those of lra have up to five
+MOST_NODES = 100_000  # values of a YAML file with its aliases written out; lra's files have some hundred
+MOST_LEVELS = 50  # levels of nested values; lra's files have up to five
 TOO_DEEP = "it is nested too deeply"
 MOST_CURVES = 1 << 30  # bytes; a row has about 50
 
 
 def read_text(path: Path, most: int) -> str:
-    """The text of a regular file of at most so many bytes; a byte order mark is left out."""
+    """The text of a regular file of at most `most` bytes, without its byte order mark."""
     try:
         mode = path.stat().st_mode
     except NotADirectoryError:  # a file lies where its folder would
@@ -60,7 +60,7 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
     """The value of a YAML file.
 
     Args:
-        by_hand: 1e-4 is a number, and a date is a text, as people mean it. Files that a program wrote have neither.
+        by_hand: people wrote it, so 1e-4 is a number and a date is a text. Files that a program wrote have neither.
     """
     text = read_text(path, MOST_YAML)
     try:
@@ -80,9 +80,9 @@ def read_yaml(path: Path, by_hand: bool = False) -> Any:
 
 
 def read_csv(path: Path, required: str) -> list[dict[str, str]]:
-    """The rows of a CSV file by column, of which one is `required`, up to the last line break.
+    """The rows of a CSV file by column, up to the last line break. The column `required` must exist.
 
-    A process that is killed can leave half a row there, and a power cut zeros in place of the last ones.
+    A process that is killed can leave half a row there. A power cut can leave zeros in place of the last rows.
     """
     text = read_text(path, MOST_CURVES)
     if "\0" in text and not text[(cut := text.index("\0")) :].strip("\0\n"):
@@ -98,7 +98,7 @@ def read_csv(path: Path, required: str) -> list[dict[str, str]]:
 
 
 def _check_depth(value: Any) -> Any:
-    """A value that code which goes through it level by level can be given."""
+    """The value, if it is not nested too deeply for code that recurses."""
     level = [value]
     for _ in range(MOST_LEVELS):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
@@ -109,7 +109,7 @@ def _check_depth(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that was read is a number, not true or false."""
+    """Whether a value that was read is a number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -133,7 +133,7 @@ def _real(text: str) -> float:
 
 
 def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
-    """The nodes of a tree in which aliases are written out; a few lines of aliases make a tree of any size."""
+    """The nodes of a tree with its aliases written out: a few lines of aliases can make a tree of any size."""
     if (known := counts.get(id(node))) is not None:
         if known == 0:
             raise yaml.YAMLError("it has an alias within what it stands for")
@@ -148,7 +148,7 @@ def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 class _HandWrittenLoader(yaml.SafeLoader):
-    """YAML without a key twice and numbers beyond 64 bits."""
+    """YAML without duplicate keys and numbers beyond 64 bits."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -164,7 +164,7 @@ class _HandWrittenLoader(yaml.SafeLoader):
 
 
 class _PlainLoader(_HandWrittenLoader):
-    """As programs write it, without aliases."""
+    """YAML as programs write it, without aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +25,9 @@ from lra.bench.presets import (
     masked_lengths,
     with_budget,
 )
-from lra.bench.records import AttentionMeasurement, MeasurementFile
+from lra.bench.records import AttentionMeasurement, MeasurementFile, round_figure
 from lra.bench.sparse import with_peers
-from lra.bench.timing import PassTime, TimedSteps, time_passes
+from lra.bench.timing import PassTime, TimedSteps, clear_gpu, time_passes
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.override import parse_overrides
 from lra.config.schema import at_most, droppable
@@ -188,10 +186,10 @@ def measure_case(
         if has_reference(attention):  # others have FLOPs of their own
             density = case.density(layout)
         del attention
-        _clear(device)
+        clear_gpu(device)
         verdict = small(case.small(layout))
         if not verdict.wrong:
-            _clear(device)  # compiled for the small size, a kernel would be one for any size
+            clear_gpu(device)  # compiled for the small size, a kernel would be one for any size
             verdict, times, out_of_memory = _measure(case, backward, device, verdict)
             status = "OOM" if out_of_memory else "ok"
         status = "WRONG" if verdict.wrong else status
@@ -208,13 +206,13 @@ def measure_case(
             **facts, pass_name=name, length=case.padded_length, head_dim=case.head_dim, dtype=case.dtype,
             dropout=case.dropout, batch=len(case.lengths), heads=case.heads,
             tokens=sum(case.lengths), squares=sum(n * n for n in case.lengths),
-            density=_round(density), block="x".join(map(str, layout.block)) if layout else None,
+            density=round_figure(density), block="x".join(map(str, layout.block)) if layout else None,
             status="ok" if spent else status,
-            ms=_round(spent and spent.ms),
-            tflops=_round(spent and density and FLOP_FACTORS[name] * density * case.flops / spent.ms / 1e9),
-            memory_mb=_round(spent and spent.memory_mb),
+            ms=round_figure(spent and spent.ms),
+            tflops=round_figure(spent and density and FLOP_FACTORS[name] * density * case.flops / spent.ms / 1e9),
+            memory_mb=round_figure(spent and spent.memory_mb),
             repetitions=spent and spent.repetitions,
-            checked=_round(verdict.ratio),
+            checked=round_figure(verdict.ratio),
             reason="" if spent else reason, made=None,
         )  # fmt: skip
 
@@ -229,7 +227,7 @@ def _measure(
         if not is_out_of_memory(error):
             raise
         # what follows is outside the handler, whose traceback keeps the tensors alive
-    _clear(device)
+    clear_gpu(device)
     if backward:
         return *_measure(case, False, device, verdict)[:2], True
     return verdict, {}, True
@@ -269,7 +267,7 @@ def _checked_times(
     for step in steps.values():  # warm-up: with dropout it is another kernel than the one checked
         result = step(result)
     del result
-    _clear(device, compiled=False)
+    clear_gpu(device, compiled=False)
     return verdict, time_passes(prepare_leaves, steps, device)
 
 
@@ -280,16 +278,6 @@ def _pass(times: dict[str, PassTime], name: str) -> PassTime | None:
     parts = list(times.values())
     memory = None if parts[0].memory_mb is None else max(part.memory_mb or 0.0 for part in parts)
     return PassTime(sum(part.ms for part in parts), parts[0].repetitions, memory)
-
-
-def _clear(device: torch.device, compiled: bool = True) -> None:
-    """Gives freed memory back; forgets what torch.compile made for another size, which would make it dynamic."""
-    if device.type != "cuda":
-        return
-    if compiled and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def attention_tables(
@@ -375,8 +363,3 @@ def attention_line(records: Sequence[AttentionMeasurement]) -> str:
     size = f"{first.attention} {first.dtype} d={first.head_dim} p={first.dropout:g} N={first.length}"
     size += f" density={first.density:.3g}" if first.block else ""
     return f"{size}: " + ", ".join(f"{record.pass_name} {_speed(record) or record.status}" for record in records)
-
-
-def _round(value: float | None) -> float | None:
-    """Four significant digits."""
-    return None if value is None else float(f"{value:.4g}")

@@ -64,9 +64,6 @@ class BenchmarkCase:
         lengths = (n, n) if self.full else (n, 0, 67, n - 70)
         return dataclasses.replace(self, lengths=lengths, heads=2, span=0 if layout is None else max(self.lengths))
 
-    def without_dropout(self) -> BenchmarkCase:
-        return dataclasses.replace(self, dropout=0.0)
-
     def build(self, device: torch.device) -> Attention:
         """The attention in training mode. UsageError if it does not support the case on the device."""
         name, cls = attention_class(self.attention)

@@ -116,6 +116,7 @@ class StepMeasurement(Measurement):
 
 
 M = TypeVar("M", bound=Measurement)
+F = TypeVar("F", float, float | None)
 
 
 @dataclass
@@ -151,6 +152,12 @@ def read_measurements(path: Path, kind: type[M]) -> MeasurementFile[M]:
         if cell.made is None or cell.made.keys() != own.keys() or not _fits(list(cell.made.values()), list[str | None]):
             raise ValueError(f"a record's made is {cell.made!r}")
     return MeasurementFile(found["environment"], found["options"], cells)
+
+
+def round_figure(value: F) -> F:
+    """Four significant digits; None stays None."""
+    rounded: Any = None if value is None else float(f"{value:.4g}")
+    return rounded
 
 
 def _names(kind: Any) -> dict[str, Field[Any]]:

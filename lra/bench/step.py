@@ -4,10 +4,8 @@ spent on.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +16,8 @@ from lra import environment
 from lra.bench import loops
 from lra.bench.breakdown import breakdown, record_kernels
 from lra.bench.output import open_output
-from lra.bench.records import StepMeasurement
+from lra.bench.records import StepMeasurement, round_figure
+from lra.bench.timing import clear_gpu
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, shown, take
 from lra.config.override import Override, parse_overrides
@@ -110,10 +109,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
     """
     options, composed = parse_step_fields(args)
     run: RunConfig = composed.config
-    machine = hardware(run)
-    if machine["devices"] * machine["num_nodes"] > 1:
-        raise UsageError("lra bench step measures one device: set trainer.devices=1, without torchrun")
-    device = torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+    device = one_device(run, "lra bench step measures one device: set trainer.devices=1, without torchrun")
     quiet()
     data, module = build(run)
     resolve_attention(module, device)
@@ -160,19 +156,19 @@ def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.
     return StepMeasurement(
         loop=loop,
         engine="captured" if shapes else "eager",
-        ms=_round(ms),
-        blocks_ms=[_round(block) for block in blocks],
+        ms=round_figure(ms),
+        blocks_ms=[round_figure(block) for block in blocks],
         steady=steady,
-        host_ms=_round(watch.host_ms()),
+        host_ms=round_figure(watch.host_ms()),
         tokens_per_second=round(1e3 * tokens / ms),
         rows_per_second=round(1e3 * rows / ms),
-        tokens=_round(tokens),
-        rows=_round(rows),
-        memory_mb=memory and _round(memory),
-        first_seconds=_round(watch.first_seconds),
+        tokens=round_figure(tokens),
+        rows=round_figure(rows),
+        memory_mb=round_figure(memory),
+        first_seconds=round_figure(watch.first_seconds),
         shapes=shapes and shapes[0],
         captured=shapes and shapes[1],
-        loss=done.loss and _round(done.loss),
+        loss=round_figure(done.loss),
     )
 
 
@@ -228,25 +224,16 @@ def step_notes(result: StepResult) -> list[str]:
     return [f"Lightning: fit takes {100 * result.lightning:+.1f}% against its engine's loop by hand", *lines]
 
 
+def one_device(run: RunConfig, refusal: str) -> torch.device:
+    """The device of a run; UsageError with this text if it has several."""
+    machine = hardware(run)
+    if machine["devices"] * machine["num_nodes"] > 1:
+        raise UsageError(refusal)
+    return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+
+
 def step_line(record: StepMeasurement) -> str:
     """A line on what was measured of a loop."""
     if not record.ok:
         return f"{record.loop}: {record.status}"
     return f"{record.loop}: {record.ms:g} ms, {record.tokens_per_second:,} tokens/s"
-
-
-def clear_gpu(device: torch.device) -> None:
-    """Frees the memory of the loop before, and forgets what was compiled for it."""
-    if device.type != "cuda":
-        return
-    gc.collect()
-    torch.cuda.synchronize(device)  # raises if the last loop was a fault: no later one could be measured
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _round(value: float) -> float:
-    """Four significant digits."""
-    return float(f"{value:.4g}")

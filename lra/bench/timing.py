@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,6 +87,20 @@ def _clocked(
     result = step(given)
     end_event.record()
     return result, lambda: begin_event.elapsed_time(end_event), begin_event.query()
+
+
+def clear_gpu(device: torch.device, compiled: bool = True) -> None:
+    """Gives freed memory back, and forgets what torch.compile made for another size or loop.
+
+    It raises if the last kernels ended in a fault: nothing later could be measured.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    if compiled and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _memory(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, float]:

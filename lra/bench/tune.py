@@ -204,7 +204,7 @@ def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
     """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
     from triton.testing import do_bench
 
-    lengths = _lengths(key.kernel)
+    lengths = TIMED_SHORT_LENGTHS if key.kernel.endswith("short") else TIMED_LENGTHS
     rows = sum(lengths)
     make = lambda: torch.randn(rows, TIMED_HEADS, head_dim, device="cuda").to(getattr(torch, key.dtype))  # noqa: E731
     qkv, do = [make().requires_grad_() for _ in range(3)], make()
@@ -226,10 +226,6 @@ def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
             backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)  # noqa: E731
             milliseconds = do_bench(backward, warmup=10, rep=50, return_mode="median")
     return round(1000 * milliseconds, 1)
-
-
-def _lengths(kernel: str) -> tuple[int, ...]:
-    return TIMED_SHORT_LENGTHS if kernel.endswith("short") else TIMED_LENGTHS
 
 
 def _deterministic(key: Key) -> bool:

@@ -64,11 +64,17 @@ def load_splits(
     Raises:
         UsageError: if the data set cannot be had or is another one.
     """
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            yield
+        except UnusableSource as error:
+            raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
+
     path = os.path.expanduser(source)
-    try:
+    with refused():
         splits = _folder(Path(path)) if _is_folder(path) else _hub(path, note)
-    except UnusableSource as error:
-        raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
     for split in ("train", "test"):
         if split not in splits or not splits[split].count:
             raise UsageError(f"{source} has no rows in its split '{split}': {mend}")
@@ -77,10 +83,8 @@ def load_splits(
 
     def guarded(rows: HubSplit) -> HubSplit:
         def batches(columns: list[str]) -> Iterator[Columns]:
-            try:
+            with refused():
                 yield from rows.batches(columns)
-            except UnusableSource as error:
-                raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
 
         return HubSplit(rows.count, set(columns), batches)
 

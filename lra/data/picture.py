@@ -9,7 +9,6 @@ import os
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -98,18 +97,14 @@ def save_png(image: Image.Image, path: str | Path) -> None:
         ) from error
 
 
-@cache
-def _font() -> ImageFont.ImageFont:
-    return ImageFont.load_default_imagefont()
-
-
 def _write(picture: Image.Image, lines: Sequence[str], left: int, top: int, shade: int) -> None:
     """Draw lines of text. A space comes first, as letters may begin a little left of their place."""
     width, height = LETTER
+    font = ImageFont.load_default_imagefont()
     for number, line in enumerate(lines):
         letters = len(line) + 1
         small = Image.new("L", (letters * width // 2, height // 2), _WHITE)
-        ImageDraw.Draw(small).text((0, 0), f" {line}", fill=shade, font=_font())
+        ImageDraw.Draw(small).text((0, 0), f" {line}", fill=shade, font=font)
         large = small.resize((letters * width, height), Image.Resampling.NEAREST)
         picture.paste(large, (left - width, top + number * height))
 

@@ -48,9 +48,7 @@ class StoreWriter:
             raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
         self._append(split, sequences)
         self.count(len(labels))
-        if self._compared:
-            self._rows.setdefault(split, []).append(checks.hash_rows(sequences))
-        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+        self._label(split, sequences, labels)
 
     def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         """Append sequences, as in `add`, to the collection that pairs refer to by place."""
@@ -65,9 +63,7 @@ class StoreWriter:
             raise ValueError(f"{split}: a pair names a document outside 0 to {count - 1}")
         pairs = np.array(pairs, np.int64).reshape(-1, 2)
         self._pairs.setdefault(split, []).append(pairs)
-        if self._compared:
-            self._rows.setdefault(split, []).append(checks.hash_rows(pairs))
-        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+        self._label(split, pairs, labels)
 
     def baseline(self, name: str, accuracy: Mapping[str, float]) -> None:
         """State the accuracy, as a share, that a predictor with one simple feature reaches on each split."""
@@ -111,6 +107,11 @@ class StoreWriter:
         splits = {split: self._labelled(split) for split in self._labels}
         said = {"baselines": self._baselines, "notes": self._notes, "differences": self._differences}
         return {"splits": splits, **documents, **said}
+
+    def _label(self, split: str, rows: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
+        if self._compared:
+            self._rows.setdefault(split, []).append(checks.hash_rows(rows))
+        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         if isinstance(sequences, np.ndarray):

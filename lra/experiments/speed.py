@@ -20,8 +20,16 @@ import torch
 from lra import environment
 from lra.bench import step
 from lra.bench.output import lock_output, write_measurement
-from lra.bench.records import MeasurementFile, SessionFacts, StepMeasurement, read_measurements, session_of
+from lra.bench.records import (
+    MeasurementFile,
+    SessionFacts,
+    StepMeasurement,
+    read_measurements,
+    round_figure,
+    session_of,
+)
 from lra.bench.step import StepOptions
+from lra.bench.timing import clear_gpu
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats
 from lra.config.override import Override
@@ -37,7 +45,6 @@ from lra.experiments.reproduction import (
     refuse_other_options,
 )
 from lra.training.assembly import build, resolve_attention
-from lra.training.hardware import hardware
 from lra.training.lightning import quiet
 from lra.training.run import RUNS
 
@@ -172,7 +179,8 @@ def measure_speeds(
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
         wanted += [_pending(stage, PRODUCT, options) for stage in stages]
-    device = _choose_device(wanted[0].composed)
+    refusal = "speed=true measures one device: start it without torchrun"
+    device = step.one_device(wanted[0].composed.config, refusal)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
     stated = {
@@ -324,7 +332,7 @@ def _measure(
         data.prepare_data()
     write_measurement(path, result.saved())  # what can't be written is refused before it is measured
     for one in lacking:
-        step.clear_gpu(device)
+        clear_gpu(device)
         _refuse_company(device)
         record = replace(_measure_one(one, device), made=made)
         result.cells = [*(other for other in result.cells if other.key != one.key), record]
@@ -349,7 +357,7 @@ def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurem
         hinders = record.reason.rpartition(": ")[0]  # without what to set instead
         record = step.measure_loop("eager", one.composed, one.options, device)
         record = replace(record, reason=record.reason or hinders)
-    per_second = None if record.ms is None else float(f"{1e3 / record.ms:.4g}")
+    per_second = record.ms and round_figure(1e3 / record.ms)
     column, attention, way = one.key
     return SpeedMeasurement(
         column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record)
@@ -359,13 +367,6 @@ def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurem
 def _pending(cell: Cell, way: str, options: SpeedOptions) -> PendingMeasurement:
     fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
     return PendingMeasurement(cell, way, *step.parse_step_fields(fields))
-
-
-def _choose_device(composed: Composed) -> torch.device:
-    machine = hardware(composed.config)
-    if machine["devices"] * machine["num_nodes"] > 1:
-        raise UsageError("speed=true measures one device: start it without torchrun")
-    return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
 
 
 def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> SpeedFile:
