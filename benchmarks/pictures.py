@@ -66,7 +66,9 @@ def depict(options: PictureOptions, folder: Path = FOLDER) -> dict[str, Any]:
     """Draws the sheet and the attention of a released model, and returns what it wrote of them."""
     path = Path(options.init)
     if path.name not in released() or path.resolve() != RELEASES / path.name:
-        raise UsageError(f"init={options.init} is no released folder: python -m benchmarks.release makes one of a run")
+        raise UsageError(
+            f"init={options.init} is not a released folder: python -m benchmarks.release makes one of a run"
+        )
     module = lra.load(path)
     task = module.run.task
     if not isinstance(module, Pathfinder) or task.source != "generate":

@@ -44,7 +44,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     weights = checkpoints.read(run)[1]["config"]
     for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
         if changed := differences(config, result["config"]):
-            raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")
+            raise UsageError(f"{file} and result.json of {run} belong to different runs: {'; '.join(changed)}")
     text = card(name, result, known(releases, results))
     aside = releases / f".{name}.{os.getpid()}"
     aside.mkdir(parents=True)

@@ -57,9 +57,8 @@ def explain_damage(error: BaseException | None) -> str | None:
     while error is not None:
         for frame in _innermost_first(error):
             code = frame.f_code
-            variable = next(
-                (CACHE_READERS[end] for end in CACHE_READERS if Path(code.co_filename).as_posix().endswith(end)), None
-            )
+            source = Path(code.co_filename).as_posix()
+            variable = next((name for end, name in CACHE_READERS.items() if source.endswith(end)), None)
             if variable and _of_a_file(error, code.co_qualname):
                 file = next(_files(frame), None)
                 where = f"{file.parent}" if file else f"the folder that {variable} names, or its default,"

@@ -215,7 +215,7 @@ def _number(environ: Environment, name: str, mend: str, least: int = 0) -> int:
 def _port(environ: Environment, mend: str) -> int:
     port = _number(environ, "MASTER_PORT", mend, 1)
     if port > 65535:
-        raise UsageError(f"MASTER_PORT={port} is no port, which is at most 65535: {mend}")
+        raise UsageError(f"MASTER_PORT={port} is not a port, which is at most 65535: {mend}")
     return port
 
 

@@ -33,7 +33,7 @@ def read_text(path: Path, most: int) -> str:
     except NotADirectoryError:  # a file lies where its folder would
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     if not stat.S_ISREG(mode):  # a pipe would be waited for, and a device may never end
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

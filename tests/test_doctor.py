@@ -166,7 +166,7 @@ def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypa
         shutil.rmtree(data.content().path)
     assert broken(True, "task=listops")[1].endswith("; run: lra data prepare task=listops force=true")
     data, said = broken(True, "task=listops", "task.train=50")
-    assert said.endswith(f"; remove {data.content().path}, and what needs it prepares it anew")
+    assert said.endswith(f"; remove {data.content().path}, and the next command that needs it prepares it again")
 
 
 def test_what_raises_is_a_row(tmp_path, monkeypatch):

@@ -236,7 +236,7 @@ def test_the_command_line_says_what_is_wrong(capsys):
     assert release.main(["one", "two", "three"]) == 2 and release.main(["none", "pathx"]) == 2
     assert pictures.main(["init=checkpoints/none"]) == 2 and pictures.main(["init=checkpoints/pathfinder", "x=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4 and errors[2].startswith("pictures: init=checkpoints/none is no released folder")
+    assert len(errors) == 4 and errors[2].startswith("pictures: init=checkpoints/none is not a released folder")
 
 
 # pictures

@@ -62,11 +62,8 @@ def place(gpu: str | None) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown, with a footnote if something in it is marked."""
     made = bare_table(header, rows)
-    return (
-        f"{made}\n\n{environment.UNCLEAN_MARK} {environment.UNCLEAN_NOTE}."
-        if environment.UNCLEAN_MARK in made
-        else made
-    )
+    note = f"\n\n{environment.UNCLEAN_MARK} {environment.UNCLEAN_NOTE}."
+    return made + note if environment.UNCLEAN_MARK in made else made
 
 
 def bare_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -101,10 +101,8 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
 
 def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.ResultFile], file: Path) -> str:
     """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
-    paces, runs = (
-        plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file))),
-        with_stages(cells, begun=lambda cell: False),
-    )
+    paces = plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file)))
+    runs = with_stages(cells, begun=lambda cell: False)
     hours, most = [], []
     for run in runs:
         steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}

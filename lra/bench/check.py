@@ -73,9 +73,8 @@ def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, bac
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
     dropout = (case.dropout, batch.seed, int(batch.index[b]), case.heads - 1)
-    expected, plain = (
-        reference_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype)
-    )
+    given = q, k, v, do, *dropout
+    expected, plain = (reference_head(*given, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
     return _judge(actual, expected[: len(actual)], plain)
 
 

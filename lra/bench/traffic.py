@@ -122,10 +122,8 @@ def measure_traffic(args: Sequence[str]) -> IoResult:
         raise UsageError(f"counters=true: {missing}")
     environment.warn_unclean()
     n, d, size, heads = options.length, options.head_dim, BYTES_OF_DTYPE[options.dtype], options.heads * options.batch
-    rows, notes = (
-        [_row(STANDARD_ALGORITHM, standard_traffic(n, d, size), heads, theorem=heads * size * (n * d + n * n))],
-        [],
-    )
+    theorem, notes = heads * size * (n * d + n * n), []
+    rows = [_row(STANDARD_ALGORITHM, standard_traffic(n, d, size), heads, theorem=theorem)]
     for columns in options.blocks:
         m = on_chip_elements(columns, d)
         places = {"block_columns": columns, "block_rows": min(columns, d), "on_chip_elements": m}

@@ -128,15 +128,15 @@ def _papers(source: Path) -> dict[str, str]:
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or system_error(error, path):
             raise
-        raise UsageError(f"{path} is no readable parquet file ({first_line(error)}); get the file anew") from error
+        raise UsageError(f"{path} is not a readable parquet file ({first_line(error)}); get the file again") from error
     if missing := {"id", "text"} - set(table.column_names):
-        raise UsageError(f"{path} has no column '{min(missing)}'; get the file anew")
+        raise UsageError(f"{path} has no column '{min(missing)}'; get the file again")
     papers: dict[str, str] = {}
     for number, (name, text) in enumerate(zip(*(table[column].to_pylist() for column in ("id", "text")), strict=True)):
         if not isinstance(name, str) or not isinstance(text, str):
-            raise UsageError(f"{path}: the id or text of row {number} is no string; get the file anew")
+            raise UsageError(f"{path}: the id or text of row {number} is not a string; get the file again")
         if name in papers:
-            raise UsageError(f"{path}: the id of row {number}, {name!r}, occurs twice; get the file anew")
+            raise UsageError(f"{path}: the id of row {number}, {name!r}, occurs twice; get the file again")
         papers[name] = text
     return papers
 
@@ -154,14 +154,14 @@ def _pairs(
     for number, line in enumerate(lines, first):
         fields = line.removesuffix(b"\n").removesuffix(b"\r").split(b"\t")
         if len(fields) != columns:
-            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {columns}; get the file anew")
+            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {columns}; get the file again")
         if fields[0] not in _LABELS:
             label = fields[0][:20].decode(errors="replace")
-            raise UsageError(f"{path}:{number}: the label is {label!r}, not 0 or 1; get the file anew")
+            raise UsageError(f"{path}:{number}: the label is {label!r}, not 0 or 1; get the file again")
         try:
             pairs.append((_LABELS[fields[0]], *rows(*fields[1:])))
         except KeyError as error:
-            raise UsageError(f"{path}:{number}: papers.parquet has no paper {error}; get the files anew") from None
+            raise UsageError(f"{path}:{number}: papers.parquet has no paper {error}; get the files again") from None
     if not pairs:
-        raise UsageError(f"{path}: no pairs; get the file anew")
+        raise UsageError(f"{path}: no pairs; get the file again")
     return np.array(pairs, np.int64)

@@ -33,7 +33,8 @@ def _apply(operator, arguments):
 
 @cached_njit
 def _draw(state, tokens, max_length, max_depth, operators, arities, filled, values):
-    """Draws one expression into `tokens`. Returns (state, length, value); the length is 0 if it exceeds `max_length`.
+    """Draws one expression into `tokens`. Returns (state, length, value); the length is 0 if it exceeds
+    `max_length`.
 
     Each node takes one 64-bit draw. Two bits decide between operator (1/4) and digit. Two more bits, or the low half,
     say which one. `operators`, `arities`, `filled` `[depth]` and `values` `[depth, max_args]` hold the open operators.

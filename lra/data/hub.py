@@ -165,11 +165,11 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     except MemoryError:
         raise
     except ABSENT_ERRORS as error:
-        raise UnusableSource(f"{path} is no file ({error.strerror})") from None
+        raise UnusableSource(f"{path} is not a file ({error.strerror})") from None
     except (OSError, ValueError, pa.ArrowException) as error:
         if cause := system_error(error, path):
             raise cause from None
-        raise UnusableSource(f"{path} is no readable parquet file: {first_line(error)}") from error
+        raise UnusableSource(f"{path} is not a readable parquet file: {first_line(error)}") from error
 
 
 def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:

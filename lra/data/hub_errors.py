@@ -61,12 +61,12 @@ def explain_failure(error: BaseException) -> str:
         mend = "; set HF_HOME to a folder of yours" if system.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
         return f"{system.filename or constants.HF_HUB_CACHE} can't be used: {system.strerror}{mend}"
     if kinds & _NO_ADDRESS:
-        return f"HF_ENDPOINT={endpoint} is no address ({first_line(chain[-1])}): https://huggingface.co is one"
+        return f"HF_ENDPOINT={endpoint} is not an address ({first_line(chain[-1])}): https://huggingface.co is one"
     if proxy and kinds & {"ValueError", "ImportError"} and "JSONDecodeError" not in kinds:
         return f"the proxy {proxy} can't be used ({first_line(chain[0])}): set HTTPS_PROXY to http://<host>:<port>"
     if isinstance(chain[0], ValueError | LookupError | TypeError | AttributeError) or "FileMetadataError" in kinds:
         mend = "log in to the network, or set HF_ENDPOINT"
-        return f"what answers at {endpoint}{through} is no Hub ({name_error(chain[0])}): {mend}"
+        return f"what answers at {endpoint}{through} is not the Hub ({name_error(chain[0])}): {mend}"
     return first_line(chain[-1])
 
 

@@ -33,7 +33,7 @@ def build_imdb(writer: StoreWriter, source: str | Path) -> None:
         writer.find(checks.check_row_count(split, len(rows), PUBLISHED))
         for batch in rows:
             if not all(isinstance(text, str) for text in batch["text"]):
-                raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")
+                raise UsageError(f"{source} has a text that is not a string in its split '{split}': {_MEND}")
             if not all(label in (0, 1) for label in batch["label"]):
                 raise UsageError(f"{source} has a label other than 0 and 1 in its split '{split}': {_MEND}")
             writer.add(split, [np.frombuffer(text.encode(), np.uint8) for text in batch["text"]], batch["label"])

@@ -198,9 +198,9 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
     source, target = header.index("Source"), header.index("Target")
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
-            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {len(header)}; get the file anew")
+            raise UsageError(f"{path}:{number}: {len(fields)} columns instead of {len(header)}; get the file again")
         if fields[target] not in VOCABULARY[:10]:
-            raise UsageError(f"{path}:{number}: Target is '{fields[target]}', not 0 to 9; get the file anew")
+            raise UsageError(f"{path}:{number}: Target is '{fields[target]}', not 0 to 9; get the file again")
         try:
             tokens = tokenize(fields[source])
         except UsageError as error:
@@ -210,15 +210,14 @@ def read_tsv(stream: BinaryIO, path: str, *, max_length: int = 1999) -> tuple[li
         sequences.append(tokens)
         labels.append(int(fields[target]))
     if not labels:
-        raise UsageError(f"{path}: no line after the header; get the file anew")
-    for number, (tokens, label, value) in enumerate(
-        zip(sequences, labels, evaluate_expressions(sequences), strict=True), start=2
-    ):
+        raise UsageError(f"{path}: no line after the header; get the file again")
+    lines = zip(sequences, labels, evaluate_expressions(sequences), strict=True)
+    for number, (tokens, label, value) in enumerate(lines, start=2):
         if label != value:
             wrong = f"Target is {label}, and the value of the expression {value}"
             if value < 0:
                 wrong = f"'{decode(tokens[:8])}{' …' if len(tokens) > 8 else ''}' is not one whole expression"
-            raise UsageError(f"{path}:{number}: {wrong}; get the file anew")
+            raise UsageError(f"{path}:{number}: {wrong}; get the file again")
     return sequences, np.array(labels, np.int64)
 
 
@@ -248,7 +247,7 @@ def format_tree(ids: Sequence[int] | np.ndarray, max_lines: int = 24) -> str:
             raise ValueError("tokens after the end")
     except (IndexError, ValueError) as error:
         begin = f"{len(ids)} tokens that begin '{decode(ids[:8])}'"
-        raise UsageError(f"{begin} are not one whole ListOps expression: prepare the data anew") from error
+        raise UsageError(f"{begin} are not one whole ListOps expression: prepare the data again") from error
     if len(lines) > max_lines:
         lines[max_lines - 1 :] = [f"… {len(lines) - max_lines + 1} more lines"]
     return "\n".join(lines)

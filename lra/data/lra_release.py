@@ -60,7 +60,7 @@ def release_files(source: str | Path, folder: str, *patterns: str) -> Iterator[R
     if not unpacked and not os.path.isfile(source):
         with suppress(FileNotFoundError, NotADirectoryError):
             source.stat()  # says why it can't be looked at
-        raise UsageError(f"{source} is no file or folder that can be read: {_MEND}")
+        raise UsageError(f"{source} is not a readable file or folder: {_MEND}")
     found = _names_in_folder(source, folder, patterns) if unpacked else _names_in_archive(source, folder, patterns)
     root = _choose(source, folder, patterns, found)
     if unpacked:
@@ -80,7 +80,7 @@ def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping
     [root] = roots
     for pattern in patterns:
         if not fnmatch.filter(found[root], pattern):
-            raise UsageError(f"{source / root} has no {pattern}: get it anew from LRA's release")
+            raise UsageError(f"{source / root} has no {pattern}: get it again from LRA's release")
     if len(set(found[root])) < len(found[root]):
         raise UsageError(f"{source / root} has a file more than once: unpack the archive and name the folder")
     return root
@@ -121,7 +121,7 @@ def _read_folder(root: Path, names: list[str]) -> Iterator[ReleaseFile]:
     for name in names:
         path = root / name
         if not path.is_file() or path.resolve() != path:
-            raise UsageError(f"{path} is a link or no regular file: put the file itself there")
+            raise UsageError(f"{path} is a link, or not a regular file: put the file itself there")
         try:
             stream = path.open("rb")
         except PermissionError as error:
@@ -135,7 +135,7 @@ def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[Release
     for path, member, archive in _members(source):
         if path in wanted:
             if not member.isreg():
-                raise UsageError(f"{source / path} is a link or no regular file: get the archive anew")
+                raise UsageError(f"{source / path} is a link, or not a regular file: get the archive again")
             with cast(BinaryIO, archive.extractfile(member)) as stream:
                 yield ReleaseFile(wanted.pop(path), str(source / path), stream)
         if not wanted:
@@ -151,14 +151,14 @@ def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFi
                     archive.members.clear()  # type: ignore[attr-defined]  # it would keep millions
                     path = PurePosixPath(member.name)
                     if path.is_absolute() or ".." in path.parts:
-                        raise UsageError(f"{source} has a member outside itself, {member.name!r}: get it anew")
+                        raise UsageError(f"{source} has a member outside itself, {member.name!r}: get it again")
                     yield str(path), member, archive
             while stream.read(BUFFER):  # the checksum of a compressed file is at its end
                 pass
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
         if system := system_error(error, source):  # nothing is damaged
             raise system from None
-        raise UsageError(f"{source} is no tar archive or a damaged one ({error}): get it anew") from error
+        raise UsageError(f"{source} is not a tar archive, or is damaged ({error}): get it again") from error
 
 
 def _decompressed(source: Path) -> BinaryIO:

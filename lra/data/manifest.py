@@ -38,9 +38,7 @@ def faulty_fields(manifest: Mapping[str, Any]) -> Iterator[str]:
 def _is_part(part: Any) -> bool:
     """Whether a split, or the documents, has its count and, if it has sequences, their lengths."""
     lengths = part.get("length", {"min": 0, "max": 0, "mean": 0}) if isinstance(part, dict) else None
-    return isinstance(lengths, dict) and all(
-        is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTH_FIELDS))
-    )
+    return isinstance(lengths, dict) and all(map(is_number, (part.get("count"), *map(lengths.get, LENGTH_FIELDS))))
 
 
 def _are_counts(labels: Any) -> bool:

@@ -75,12 +75,14 @@ class Split:
             layout: "packed" leaves no gaps, and the batch's `max_length` is its longest sequence. "padded" gives every
                 sequence `max_length` rows, zeros past its length.
             prefix: token id that is put before every sequence (CLS). Lengths, positions and the batch's `max_length`
-            grow by 1. threshold: of the first `max_length` tokens only ids of at least this are kept. The batch carries
-            their positions. share: with a threshold, all tokens at this share of the places are kept, too
-            (`shared_places`). index: place of each sequence in the global batch, by default 0, 1, ... multiple: a
-            packed batch gets a multiple of so many rows, so that batches have few shapes. An even number of sequences
-            of zeros follow, with the label that a loss ignores. The batch's `max_length` is then the given one; with a
-            threshold it is the power of two at or above its longest sequence.
+                grow by 1.
+            threshold: of the first `max_length` tokens only ids of at least this are kept. The batch carries their
+                positions.
+            share: with a threshold, all tokens at this share of the places are kept, too (`shared_places`).
+            index: place of each sequence in the global batch, by default 0, 1, ...
+            multiple: a packed batch gets a multiple of so many rows, so that batches have few shapes. An even number of
+                sequences of zeros follow, with the label that a loss ignores. The batch's `max_length` is then the
+                given one; with a threshold it is the power of two at or above its longest sequence.
         """
         head = int(prefix is not None)
         chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, head, threshold, share)
@@ -98,14 +100,8 @@ class Split:
                 most = max_length + head
                 longest = most if threshold is None else min(most, 1 << (longest - 1).bit_length())
                 filling = _split_evenly(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
-                lengths, labels, index = (
-                    np.concatenate([field, filler])
-                    for field, filler in (
-                        (lengths, filling),
-                        (labels, 0 * filling + IGNORED_LABEL),
-                        (index, 0 * filling),
-                    )
-                )
+                lengths, index = np.concatenate([lengths, filling]), np.concatenate([index, 0 * filling])
+                labels = np.concatenate([labels, np.full_like(filling, IGNORED_LABEL)])
             begins, total = np.cumsum(lengths) - lengths, int(lengths.sum())
         else:
             raise ValueError(f"layout is packed or padded, not {layout}")

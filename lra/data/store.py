@@ -240,7 +240,7 @@ def _map(file: Path, command: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         if system := system_error(error, file):  # nothing is damaged
             raise system from None
-        raise UsageError(f"{file} is no array: it is corrupt; {_mend(file.parent, command)}") from error
+        raise UsageError(f"{file} is not an array: it is corrupt; {_mend(file.parent, command)}") from error
     array.flags.writeable = False
     return array
 
@@ -272,7 +272,11 @@ def _within(values: np.ndarray, count: int) -> bool:
 
 def _mend(path: Path, command: str) -> str:
     """How to mend a damaged store that `command` prepares."""
-    return f"run: {command} force=true" if command else f"remove {path}, and what needs it prepares it anew"
+    return (
+        f"run: {command} force=true"
+        if command
+        else f"remove {path}, and the next command that needs it prepares it again"
+    )
 
 
 def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], None]) -> None:

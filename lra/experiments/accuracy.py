@@ -164,9 +164,8 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
     if result.options["recipe"] != recipe:
         return plan.MeasuredSpeeds()
     try:
-        alone = plan.MeasuredSpeeds(
-            speed.measured_paces(table, result), f"{path} (each alone on {speed.describe_origin(result)})"
-        )
+        source = f"{path} (each alone on {speed.describe_origin(result)})"
+        alone = plan.MeasuredSpeeds(speed.measured_paces(table, result), source)
     except UsageError as error:
         raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
     if file and not any(map(alone.has, chosen)):
@@ -180,9 +179,7 @@ def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Overr
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
-    kept = [
-        str(override) for override in fields if override.field not in plan.FIELDS_WITHOUT_PACE
-    ]  # few steps would be refused
+    kept = [str(each) for each in fields if each.field not in plan.FIELDS_WITHOUT_PACE]  # few steps would be refused
     return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
 
 
@@ -214,11 +211,8 @@ def accuracy_table(table: Grid, states: CellStates) -> TextTable:
             own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
             if found := [100 * state.accuracy for state in own.values() if state.accuracy is not None]:
                 means[column] = statistics.mean(found)
-            named = format_others(own, ("OOM", "failed", "interrupted", "refused"))
-            row += [
-                ", ".join(filter(None, (format_scores(own.values()), named))),
-                format_tenth(table.figure(attn, column)),
-            ]
+            parts = format_scores(own.values()), format_others(own, ("OOM", "failed", "interrupted", "refused"))
+            row += [", ".join(filter(None, parts)), format_tenth(table.figure(attn, column))]
         whole = averaged and all(column in means for column in averaged)
         average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""
         rows.append([*row, *([average, format_tenth(table.average(attn, averaged))] if averaged else [])])

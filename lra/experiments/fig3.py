@@ -80,7 +80,7 @@ class SettingFile:
             self.result = read_measurements(path, AttentionMeasurement)
         except ValueError:
             raise UsageError(
-                f"{path} is no measurement of lra reproduce fig3: remove it, or choose another out="
+                f"{path} is not a measurement of lra reproduce fig3: remove it, or choose another out="
             ) from None
         refuse_other_options(path, self.result.options, stated)
 
@@ -203,11 +203,9 @@ def _race(spent: dict[str, float]) -> Race | None:
     best = min(others, key=lambda name: others[name], default=None)
     if best is None:
         return Race(BLOCK_SPARSE, None, "")
-    return (
-        Race(BLOCK_SPARSE, others[best] / ours, best)
-        if ours < others[best]
-        else Race(best, ours / others[best], BLOCK_SPARSE)
-    )
+    if ours < others[best]:
+        return Race(BLOCK_SPARSE, others[best] / ours, best)
+    return Race(best, ours / others[best], BLOCK_SPARSE)
 
 
 def fastest_table(records: Sequence[AttentionMeasurement]) -> TextTable:
@@ -221,9 +219,8 @@ def fastest_table(records: Sequence[AttentionMeasurement]) -> TextTable:
         + [_describe_race(found[place]) if (place := (s, name, n)) in found else "" for s in settings]
         for name, n in rows
     ]
-    title = (
-        f"fastest attention: how many times faster than the next, or, if it is not {BLOCK_SPARSE}, than {BLOCK_SPARSE}"
-    )
+    ours = BLOCK_SPARSE
+    title = f"fastest attention: how many times faster than the next, or, if it is not {ours}, than {ours}"
     return add_footnote(title, ["pass", "N", *settings], lines)
 
 

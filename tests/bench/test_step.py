@@ -217,7 +217,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["steps=few"], "steps=few: write an integer"),
         (["loops=fit,capture"], "loops=: unknown loop 'capture': did you mean 'captured'"),
         (["loops=fit,eager,fit"], "loops=fit,eager,fit names one twice"),
-        (["loops=fit", "profile=true"], "profile=true is of loops=captured and bare"),
+        (["loops=fit", "profile=true"], "profile=true needs loops=captured or bare"),
         (["steps=100"], "trainer.steps=40, but 122 are needed: raise it, or lower steps= and warmup="),
         (["init=somewhere"], "init=, name=, resume= and draws= mean nothing"),
         (["trainer.devices=2"], "measures one device"),

@@ -162,7 +162,7 @@ def lines(seed: int, count: int, low: int = 4, high: int = 60) -> list[str]:
 def test_what_is_no_expression_or_has_another_value_is_refused_by_its_line(tmp_path, line, message):
     few = lines(0, 3)
     fields = expressions(tmp_path / "l", train=lines(1, 3), val=lines(2, 3), test=[*few, line, *few])
-    refused(f"^{tmp_path}/l/basic_test.tsv:5: {message}.*; get the file anew$", fields)
+    refused(f"^{tmp_path}/l/basic_test.tsv:5: {message}.*; get the file again$", fields)
 
 
 def test_the_values_of_expressions_are_those_of_the_generator():

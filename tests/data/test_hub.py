@@ -194,7 +194,7 @@ def test_a_hub_that_answers_too_late(served, monkeypatch):
 
 def test_a_page_instead_of_the_hub(served):
     served.answer = lambda handler, path: handler.send(200, b"<html>Please log in</html>")
-    assert "is no Hub" in refused()
+    assert "is not the Hub" in refused()
 
 
 def test_a_connection_that_breaks(served):
@@ -234,7 +234,7 @@ def test_a_name_that_is_not_known_and_a_port_where_nobody_listens(online):
 
 def test_an_endpoint_that_is_no_address(online):
     online("hub.example")
-    assert "HF_ENDPOINT=hub.example is no address" in refused()
+    assert "HF_ENDPOINT=hub.example is not an address" in refused()
 
 
 def test_a_proxy_that_is_no_address(online, monkeypatch):

@@ -53,7 +53,7 @@ def test_bytes_and_labels(mirror):
         ({"text": ["a", "b"], "label": [0, 2]}, "label other than 0 and 1"),
         ({"text": ["a", "b"], "label": [-1, -1]}, "label other than 0 and 1"),
         ({"text": ["a", "b"], "label": [0, None]}, "label other than 0 and 1"),
-        ({"text": ["a", None], "label": [0, 1]}, "text that is no string"),
+        ({"text": ["a", None], "label": [0, 1]}, "text that is not a string"),
         ({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}, "no rows"),
     ],
 )

@@ -296,5 +296,5 @@ def test_files_are_named_with_their_place(official, tmp_path):
 
 def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
-    with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it anew"):
+    with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it again"):
         prepare_store(content(), lambda w: listops.build_released_listops(w, official, fresh=2))

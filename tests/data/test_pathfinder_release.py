@@ -106,7 +106,7 @@ def test_the_image_that_the_release_has_empty(tmp_path):
         assert "images of pathfinder32/curv_baseline left out, empty or not in metadata: 1" in made.manifest["notes"]
         check(made, pixels, classes, splits)
     (folder / "imgs/0/sample_171.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="sample_171.png is empty or no readable PNG image; get it anew"):
+    with pytest.raises(UsageError, match="sample_171.png is empty, or is not a readable PNG image; get it again"):
         store(folder, level="easy")
 
 
@@ -120,7 +120,7 @@ def test_another_count_than_published_is_noted(folder, monkeypatch):
 def test_that_image_is_good_in_other_folders(tmp_path):
     folder = write_pathfinder(tmp_path / "pathfinder32" / "hard", images(200), labels(200), 14, each=200)
     (folder / "imgs/0/sample_172.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="sample_172.png is empty or no readable PNG image"):
+    with pytest.raises(UsageError, match="sample_172.png is empty, or is not a readable PNG image"):
         store(folder)
 
 
@@ -189,15 +189,15 @@ NOISE = images(1, side=64)[0]
         (png(NOISE), "is 64x64 of mode L, not 32x32 of 8 bits"),
         (png(NOISE[:32, :31]), "is 31x32 of mode L, not 32x32"),
         (png(NOISE[:32, :32].astype(np.uint16)), "is 32x32 of mode I;16, not 32x32 of 8 bits"),
-        (png(NOISE[:32, :32])[:-400], "is empty or no readable PNG image"),
-        (png(NOISE[:32, :32], "GIF"), "is empty or no readable PNG image"),
-        (b"text", "is empty or no readable PNG image"),
+        (png(NOISE[:32, :32])[:-400], "is empty, or is not a readable PNG image"),
+        (png(NOISE[:32, :32], "GIF"), "is empty, or is not a readable PNG image"),
+        (b"text", "is empty, or is not a readable PNG image"),
     ],
 )
 def test_other_images(folder, tmp_path, data, message):
     (folder / "imgs/10/sample_0.png").write_bytes(data)
     for source in (folder, pack(folder.parent, tmp_path / "release.tar.gz")):
-        with pytest.raises(UsageError, match=f"imgs/10/sample_0.png {message}.*; get it anew") as caught:
+        with pytest.raises(UsageError, match=f"imgs/10/sample_0.png {message}.*; get it again") as caught:
             store(source)
         assert "\n" not in str(caught.value)
 
@@ -276,7 +276,7 @@ def test_a_folder_that_is_not_in_the_release(folder):
 def test_half_an_archive_gives_no_store(folder, tmp_path, data_root):
     data = pack(folder.parent, tmp_path / "whole.tar.gz").read_bytes()
     (tmp_path / "half.tar.gz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UsageError, match="half.tar.gz is no tar archive or a damaged one"):
+    with pytest.raises(UsageError, match="half.tar.gz is not a tar archive, or is damaged"):
         store(tmp_path / "half.tar.gz")
     assert not [path for path in data_root.iterdir() if path.is_dir()]
 

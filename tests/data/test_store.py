@@ -335,7 +335,7 @@ def test_damage_is_named_with_its_mend(damage, message):
         with pytest.raises(UsageError, match=message) as caught:
             reader(command=command)
         assert str(caught.value).endswith(f"; run: {command} force=true") and "\n" not in str(caught.value)
-        with pytest.raises(UsageError, match=f"; remove {path}, and what needs it prepares it anew$"):
+        with pytest.raises(UsageError, match=f"; remove {path}, and the next command that needs it prepares it again$"):
             reader()
     prepare_store(content(), build, force=True).verify()
 

@@ -163,7 +163,7 @@ def test_a_new_date_and_commit_are_no_other_environment_but_are_stated(folder):
 
 def test_bad_input_is_one_line(folder):
     (folder / "mask.json").write_text("{")
-    with pytest.raises(UsageError, match=r"mask.json is no measurement of lra reproduce fig3: remove it"):
+    with pytest.raises(UsageError, match=r"mask.json is not a measurement of lra reproduce fig3: remove it"):
         fig3.reproduce([*TINY, f"out={folder}"])
     with pytest.raises(UsageError, match="settings=: unknown setting 'masks': did you mean 'mask'"):
         fig3.reproduce(["settings=masks"])

@@ -294,7 +294,7 @@ def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
     found = read()
     found["cells"][-1]["made"] = made
     FILE.write_text(json.dumps(found))
-    with pytest.raises(UsageError, match="is no measurement of lra reproduce with speed=true"):
+    with pytest.raises(UsageError, match="is not a measurement of lra reproduce with speed=true"):
         accuracy.reproduce("table3", ONE)
 
 
@@ -316,7 +316,7 @@ def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
         (["tasks=listop"], "unknown task 'listop'"),
         (["tasks=text,text"], "tasks=text,text names one twice"),
         (["tasks=listops", "out=file/speed.json"], "out=file/speed.json can't be written"),
-        (["tasks=listops", "out=file"], "file is no measurement of lra reproduce with speed=true: remove it"),
+        (["tasks=listops", "out=file"], "file is not a measurement of lra reproduce with speed=true: remove it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(fake, more, message):

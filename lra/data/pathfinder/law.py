@@ -62,6 +62,7 @@ def image_law(resolution: int, level: str) -> ImageLaw:
     if level not in LEVELS:
         raise UsageError(f"no Pathfinder level '{level}': choose from {', '.join(LEVELS)}")
     length = _CONTOUR_LENGTH[level]
-    sizes = {"contour_length": length, "distractor_length": length // 3}
-    distractors = _BUDGET[resolution] // (length // 3)
-    return ImageLaw(resolution=resolution, **_BY_RESOLUTION[resolution], **sizes, distractors=distractors)
+    return ImageLaw(
+        resolution=resolution, contour_length=length, distractor_length=length // 3,
+        distractors=_BUDGET[resolution] // (length // 3), **_BY_RESOLUTION[resolution],
+    )  # fmt: skip

@@ -58,10 +58,10 @@ def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolu
     for row in kept:
         if row.image not in unnamed:
             what = "is named before" if row.image in places else "is not there"
-            raise UsageError(f"{row.line}: {row.image} {what}; get the folder anew")
+            raise UsageError(f"{row.line}: {row.image} {what}; get the folder again")
         unnamed.remove(row.image)
     if len(kept) < 10:
-        raise UsageError(f"{source}: {len(kept)} images of {folder} are too few to split; get the folder anew")
+        raise UsageError(f"{source}: {len(kept)} images of {folder} are too few to split; get the folder again")
     if left := len(rows) - len(kept) + len(unnamed):
         writer.note(f"images of {folder} left out, empty or not in metadata: {left}")
 
@@ -108,9 +108,9 @@ def _rows(file: lra_release.ReleaseFile, contour_length: int) -> Iterator[_Row]:
     for number, text in enumerate(file.stream, start=1):
         line, fields = f"{file.path}:{number}", text.decode(errors="replace").split()
         if len(fields) < 6:
-            raise UsageError(f"{line}: {len(fields)} columns instead of at least 6; get the file anew")
+            raise UsageError(f"{line}: {len(fields)} columns instead of at least 6; get the file again")
         if fields[3] not in ("0", "1"):
-            raise UsageError(f"{line}: the label is {fields[3][:20]!r}, not 0 or 1; get the file anew")
+            raise UsageError(f"{line}: the label is {fields[3][:20]!r}, not 0 or 1; get the file again")
         if fields[5].removesuffix(".0") != str(contour_length):
             length = f"contours of {fields[5][:20]!r} paddles instead of {contour_length}"
             raise UsageError(f"{line}: {length}; name the folder of the level asked for")
@@ -127,8 +127,8 @@ def _decode(data: bytes, path: str, resolution: int) -> bytes:
     except Exception as error:  # Pillow raises what it likes for a broken file
         if system_error(error) or isinstance(error, MemoryError):
             raise
-        raise UsageError(f"{path} is empty or no readable PNG image; get it anew") from error
-    raise UsageError(f"{path} is {found}, not {resolution}x{resolution} of 8 bits; get it anew")
+        raise UsageError(f"{path} is empty, or is not a readable PNG image; get it again") from error
+    raise UsageError(f"{path} is {found}, not {resolution}x{resolution} of 8 bits; get it again")
 
 
 def _split(count: int) -> dict[str, np.ndarray]:

@@ -163,8 +163,10 @@ class Grid:
         """All cells of these columns and attentions, seed by seed, so that one seed's table is complete first.
 
         Args:
-            columns: by default those that are not apart. attns: by default all. fields: further arguments of `lra fit`
-            for every cell. They replace what a column sets, beside its task and the task's fields.
+            columns: by default those that are not apart.
+            attns: by default all.
+            fields: further arguments of `lra fit` for every cell. They replace what a column sets, beside its task and
+                the task's fields.
 
         Raises:
             UsageError: for an unknown name, a field that the grid sets or that makes a column, and too many seeds.
@@ -240,7 +242,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     for name, column in tree["columns"].items():
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
-            yield f"the name of column {name} is no text: write it in quotes"
+            yield f"the name of column {name} is not a text: write it in quotes"
         elif not isinstance(made, list) or not all(isinstance(text, str) and "=" in text for text in made):
             yield f"column {name} needs fields, a list of arguments of lra fit: {name}: {{fields: [task={name}]}}"
         elif column.keys() - {"fields", "apart"} or not isinstance(column.get("apart", False), bool):

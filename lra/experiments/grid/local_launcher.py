@@ -224,9 +224,8 @@ class LocalLauncher:
                 again = "given up until the next call" if self.deaths[cell] >= MOST_DEATHS else "taken up once more"
                 self.say(f"{cell}: ended without a result ({_ending(cell, code)}), {again}")
                 if code == EXIT_REFUSED:
-                    self.states[cell] = CellState(
-                        "refused", {"error": _last_line(cell).removeprefix("lra: ")}, final=True
-                    )
+                    error = _last_line(cell).removeprefix("lra: ")
+                    self.states[cell] = CellState("refused", {"error": error}, final=True)
             elif state.crowded:  # by others than this command's, perhaps, which are still there
                 self.deaths[cell] += 1
 

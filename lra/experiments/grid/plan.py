@@ -22,13 +22,8 @@ from lra.training.saved import read_result
 
 # fields that don't change what a step takes
 FIELDS_WITHOUT_PACE = (
-    "seed",
-    *OWN,
-    *EQUIVALENT_TASK_FIELDS,
-    "trainer.steps",
-    "trainer.eval_every",
-    "trainer.log_every",
-)
+    "seed", *OWN, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.eval_every", "trainer.log_every",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

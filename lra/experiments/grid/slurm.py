@@ -230,9 +230,8 @@ class SlurmLauncher:
         """Waits until no cell is in the queue or worked on. Removes from `tasks` what has ended."""
         silent = False
         while True:
-            self.states = {
-                cell: state if state.final else cells.cell_state(cell) for cell, state in self.states.items()
-            }
+            states = self.states.items()
+            self.states = {cell: state if state.final else cells.cell_state(cell) for cell, state in states}
             self.watch(self.states)
             for cell in list(tasks):
                 if self.states[cell].final:

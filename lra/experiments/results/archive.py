@@ -79,7 +79,7 @@ class StoredRun:
     def config(self) -> dict[str, Any]:
         config = read_config(self.path / "config.yaml")
         if config is None:
-            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew, or move it away")
+            raise UsageError(f"{self.name}/config.yaml is not a configuration of a run: get it again, or move it away")
         return config
 
     def result(self) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ class StoredRun:
             return None
         except ValueError as error:
             raise UsageError(
-                f"{self.name}/{name} is no whole result ({error}): make the run anew, or leave it out"
+                f"{self.name}/{name} is no whole result ({error}): do the run again, or leave it out"
             ) from None
         return result
 
@@ -138,7 +138,7 @@ class StoredRun:
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
         if changed := differences(config, identity["config"], COMPUTING):
-            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
+            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it again")
 
     def check(self, names: Sequence[str]) -> None:
         """UsageError if its files are damaged or belong to several runs. Of the checkpoints, only those named count."""
@@ -146,12 +146,12 @@ class StoredRun:
         try:
             task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
         except (KeyError, TypeError):
-            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew") from None
+            raise UsageError(f"{self.name}/config.yaml is not a configuration of a run: get it again") from None
         if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
-            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
+            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it again")
         for name, result in (("result.json", self.result()), (FIRST_FAILURE, self.failure())):
             if result and (changed := differences(config, result["config"], COMPUTING)):
-                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
+                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it again")
         self.check_curves()
         if "last.ckpt" in names:
             self.steps()
@@ -211,12 +211,12 @@ def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     released = (file / "config.yaml").is_file()
     if not (file.is_file() or released):
-        raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
+        raise UsageError(f"{file} is not a file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder, file) as staging:
         (_copy if released else unpack_archive)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
-            raise UsageError(f"{file} holds no runs: get it anew")
+            raise UsageError(f"{file} holds no runs: get it again")
         looked = [_look(run, StoredRun(folder / run.name)) for run in arrived]
         if refused := [why for action, why in looked if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
@@ -242,9 +242,8 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
     except OSError as error:
         if source != folder and error.filename and Path(error.filename).is_relative_to(source):
             raise  # of what is merged, which the error names
-        what = (
-            "there is no space left" if is_disk_full(error) else f"it can't be written to ({error.strerror or error})"
-        )
+        said = f"it can't be written to ({error.strerror or error})"
+        what = "there is no space left" if is_disk_full(error) else said
         raise UsageError(f"runs={folder}: {what}, name another folder") from error
     finally:
         with suppress(OSError):  # not empty
@@ -294,7 +293,7 @@ def _copy(source: Path, folder: Path) -> None:
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
     place = str(result.get("directory", source)).split("/")[-3:]
     if len(place) != 3 or not all(map(is_plain_name, place)):
-        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
+        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it again")
     target = folder.joinpath(*place)
     target.mkdir(parents=True, exist_ok=True)
     for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]):
@@ -309,7 +308,7 @@ def _checked(run: StoredRun, file: Path) -> StoredRun:
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     if not run.has("result.json") and not run.has("last.ckpt"):
-        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
+        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it again")
     return run
 
 
@@ -339,7 +338,7 @@ def _decide(new: StoredRun, old: StoredRun) -> Decision:
     if not (old.path / "config.yaml").exists():
         if vacant(old.path):
             return "added", ""
-        return "refused", f"{old.path} is no run's directory: move it away"
+        return "refused", f"{old.path} is not a run's directory: move it away"
     if changed := differences(old.config(), new.config(), COMPUTING):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()

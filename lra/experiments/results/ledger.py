@@ -115,7 +115,7 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
+        raise UsageError(f"results={folder} is not a folder: name one with the results of lra fit, or its parent")
     ledger, strangers = Ledger(), []
     entries, ledger.notes = find_results(folder)
     entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
@@ -128,7 +128,7 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
         if entry.result["status"] == "oom" and not unshared(entry.result):
-            ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
+            ledger.notes.append(f"{entry.path}: left out, as the run was out of memory beside other runs")
             continue
         if entry.task != tasks[cell]:
             if cell.column in newest:
@@ -149,7 +149,7 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
         if len(named) > MOST_NAMED:
             named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
-        ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
+        ledger.notes.append(f"of no cell of this table, as their configurations differ: {', '.join(named)}")
     return ledger
 
 

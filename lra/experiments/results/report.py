@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     attns = options.attns or table.attns
     tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
-    notes = [under, *_summary(rows), *notes, *_engines(rows), *_portions(rows), *found.notes]
+    notes = [under, *_summary(rows), *notes, *_unlike(rows), *found.notes]
     if shown.others:
         notes.insert(1, shown.cited)
     alone = {}
@@ -235,19 +236,15 @@ def _summary(rows: list[ReportRow]) -> Iterator[str]:
             yield f"{what}: {', '.join(found)}"
 
 
-def _engines(rows: list[ReportRow]) -> Iterator[str]:
-    """Notes speeds that are compared although the engines differ, or one is not recorded."""
-    return _unlike(rows, "speeds of different engines", lambda row: row.engine or "not recorded")
-
-
-def _portions(rows: list[ReportRow]) -> Iterator[str]:
-    """Notes memory and speed that are compared although batches were computed in different portions."""
-    what = "memory and speed of batches in different portions"
-    return _unlike(rows, what, lambda row: f"batch.micro={row.micro}" if row.micro else "whole")
-
-
-def _unlike(rows: list[ReportRow], what: str, kind: Callable[[ReportRow], str]) -> Iterator[str]:
-    for place in finished_hardware(rows):
+def _unlike(rows: list[ReportRow]) -> Iterator[str]:
+    """Notes figures of a column that are compared although engines, or portions of a batch, differ."""
+    kinds_of: dict[str, Callable[[ReportRow], str]] = {
+        "speeds of different engines": lambda row: row.engine or "not recorded",
+        "memory and speed of batches in different portions": lambda row: (
+            f"batch.micro={row.micro}" if row.micro else "whole"
+        ),
+    }
+    for (what, kind), place in itertools.product(kinds_of.items(), finished_hardware(rows)):
         for column in dict.fromkeys(row.column for row in rows):
             kinds: dict[str, list[str]] = {}
             for row in rows:

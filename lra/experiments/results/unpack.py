@@ -34,10 +34,10 @@ def unpack_archive(file: Path, folder: Path) -> None:
                 for member in tar:
                     name, stated = _name(member, file), stated + member.size
                     if name in seen:
-                        raise UsageError(f"{file} has {name} twice: get it anew")
+                        raise UsageError(f"{file} has {name} twice: get it again")
                     if stated > limit or (name.rpartition("/")[2] in SMALL_FILES and member.size > MOST_SMALL):
                         raise UsageError(
-                            f"{file} states more bytes than runs have, {stated:,} up to {name}: get it anew"
+                            f"{file} states more bytes than runs have, {stated:,} up to {name}: get it again"
                         )
                     seen.add(name)
                     _extract(tar, member, folder / name)
@@ -45,11 +45,11 @@ def unpack_archive(file: Path, folder: Path) -> None:
                 pass
         except (lzma.LZMAError, EOFError, ValueError, tarfile.TarError, RecursionError) as error:
             raise UsageError(
-                f"{file} is no archive of lra results pack or a damaged one ({error}): get it anew"
+                f"{file} is not an archive of lra results pack, or is damaged ({error}): get it again"
             ) from error
     for run in sorted({name.rpartition("/")[0] for name in seen}):
         if f"{run}/config.yaml" not in seen:
-            raise UsageError(f"{file} has no {run}/config.yaml: get it anew")
+            raise UsageError(f"{file} has no {run}/config.yaml: get it again")
 
 
 def is_plain_name(part: str) -> bool:
@@ -60,12 +60,11 @@ def is_plain_name(part: str) -> bool:
 def _name(member: tarfile.TarInfo, file: Path) -> str:
     """The name of a regular file of a run. UsageError for anything else."""
     parts = member.name.split("/")
-    if not (
-        len(parts) == 4 and all(map(is_plain_name, parts)) and parts[3] in (*SMALL_FILES, *CHECKPOINT_FILES["all"])
-    ):
-        raise UsageError(f"{file} has {member.name!r}, which is no file of a run: get it anew")
+    known = (*SMALL_FILES, *CHECKPOINT_FILES["all"])
+    if not (len(parts) == 4 and all(map(is_plain_name, parts)) and parts[3] in known):
+        raise UsageError(f"{file} has {member.name!r}, which is not a file of a run: get it again")
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-        raise UsageError(f"{file} has {member.name!r}, which is a link or no regular file: get it anew")
+        raise UsageError(f"{file} has {member.name!r}, which is a link, or not a regular file: get it again")
     return member.name
 
 

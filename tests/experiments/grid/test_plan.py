@@ -202,10 +202,13 @@ def test_the_tables_own_file_counts_where_it_is_of_the_same_configuration(change
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["speed=none.json"], "speed=none.json is no file: lra reproduce table6 speed=true makes it"),
-        (["speed=damaged.json"], "damaged.json is no measurement of lra reproduce"),
-        (["speed=odd.json"], "odd.json is no measurement of lra reproduce"),
-        (["speed=demo.json"], "speed=demo.json is of recipe=demo, not dao2022: give recipe=demo, or another file"),
+        (["speed=none.json"], "speed=none.json is not a file: lra reproduce table6 speed=true makes it"),
+        (["speed=damaged.json"], "damaged.json is not a measurement of lra reproduce"),
+        (["speed=odd.json"], "odd.json is not a measurement of lra reproduce"),
+        (
+            ["speed=demo.json"],
+            "speed=demo.json was measured with recipe=demo, not dao2022: give recipe=demo, or another file",
+        ),
         (["speed=table3.json"], "speed=table3.json is of listops, no column of table6: name another"),
         (["speed=old.json"], "old.json can't be compared (unknown field 'batch.sise'"),
         (

@@ -72,7 +72,7 @@ def test_all_tables_are_listed_with_what_they_are(configs):
         ({"columns": {"a": {"fields": ["task=txt"]}}}, "column a: unknown task 'txt': did you mean 'text'"),
         ({"columns": {"a": {"fields": ["task=text"], "apart": "no"}}}, "column a has more than fields and apart"),
         ({"columns": {"a": {"fields": ["task=text"], "b": 1}}}, "column a has more than fields and apart"),
-        ({"columns": {5: {"fields": ["task=text"]}}}, "the name of column 5 is no text"),
+        ({"columns": {5: {"fields": ["task=text"]}}}, "the name of column 5 is not a text"),
         ({"paper": {"flash": 37.6}}, "paper's flash is 37.6"),
         ({"paper": {"flash": {"listops": "37.6"}}}, "paper's flash is {'listops': '37.6'}"),
         ({"paper": [1]}, "paper is [1], and must be a mapping of attentions"),

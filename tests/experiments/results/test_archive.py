@@ -114,7 +114,7 @@ def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, target, tm
     for changed, message in (
         ({"status": "failed"}, "has no finished run's result.json"),
         ({"directory": "flash/xiong2021-s0"}, "has 'flash/xiong2021-s0' as its directory"),
-        ({"directory": "x/../../.."}, "has '../../..' as its directory: get it anew"),
+        ({"directory": "x/../../.."}, "has '../../..' as its directory: get it again"),
         ({"directory": 5}, "it lacks a text as directory"),
         ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
         ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
@@ -266,7 +266,7 @@ def test_what_a_cell_refused_early_leaves_gives_way(runs, target, marks):
 def test_a_place_with_something_else_is_refused(runs, target):
     (target / DONE).mkdir(parents=True)
     (target / DONE / "notes.txt").touch()
-    with pytest.raises(UsageError, match=f"{DONE} is no run's directory: move it away"):
+    with pytest.raises(UsageError, match=f"{DONE} is not a run's directory: move it away"):
         merge_runs(packed(runs), [f"runs={target}"])
 
 
@@ -352,7 +352,7 @@ def test_bad_input_is_one_line(tmp_path):
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             pack_runs([f"runs={tmp_path}", *args])
-    with pytest.raises(UsageError, match="is no file: name an archive"):
+    with pytest.raises(UsageError, match="is not a file: name an archive"):
         merge_runs(tmp_path / "none.tar.xz")
 
 

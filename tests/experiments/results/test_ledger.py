@@ -57,7 +57,7 @@ def test_committed_results_are_found():
     }
     [note] = found.notes
     nearest = r"(runs/listops/(flash|linear|standard)/\S+/result\.json, ){5}and \d+ more"
-    assert re.fullmatch(f"of no cell of this table, as configured otherwise: {nearest}", note)
+    assert re.fullmatch(f"of no cell of this table, as their configurations differ: {nearest}", note)
     assert "results/attention" not in note  # no result of a run
 
 
@@ -90,7 +90,9 @@ def test_another_computation_is_of_no_cell(tmp_path, section, field, value):
     (made["config"][section] if section else made["config"])[field] = value
     put(tmp_path / "result.json", made)
     found = ledger.match_results(CELLS, tmp_path)
-    assert not found.entries and found.notes == ["of no cell of this table, as configured otherwise: result.json"]
+    assert not found.entries and found.notes == [
+        "of no cell of this table, as their configurations differ: result.json"
+    ]
 
 
 def test_of_many_results_of_no_cell_the_nearest_are_named(tmp_path):
@@ -151,10 +153,10 @@ def test_a_stage_that_was_out_of_memory_is_the_result_of_what_starts_from_it(tmp
     found = ledger.match_results([cell], tmp_path)
     row = ledger.make_row(TABLE, cell, found)
     assert not found.entries and (row.status, row.result, row.memory_gb, row.steps) == ("oom", str(path), None, None)
-    assert found.notes == ["of no cell of this table, as configured otherwise: a.json"]
+    assert found.notes == ["of no cell of this table, as their configurations differ: a.json"]
     alone = ledger.match_results([first], tmp_path)
     assert [str(entry.path) for entry in alone.entries.values()] == [str(path)]
-    assert alone.notes == [f"{tmp_path}/a.json: out of memory beside other runs, which says nothing, so it is left out"]
+    assert alone.notes == [f"{tmp_path}/a.json: left out, as the run was out of memory beside other runs"]
     done = put(tmp_path / "c.json", dated(result(second), 3))
     assert not ledger.match_results([cell], tmp_path).stopped
     done.unlink()
@@ -256,7 +258,7 @@ def test_a_mean_is_of_the_rows_asked_for_that_finished():
 
 
 def test_no_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no is no folder: name one"):
+    with pytest.raises(UsageError, match="no is not a folder: name one"):
         ledger.match_results(CELLS, tmp_path / "no")
 
 

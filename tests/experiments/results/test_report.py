@@ -300,7 +300,7 @@ def test_a_resumed_runs_memory_is_not_known(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["results=none"], "results=none is no folder"),
+        (["results=none"], "results=none is not a folder"),
         (["tasks=listopz"], "unknown task 'listopz': did you mean 'listops'"),
         (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'"),
         (["tasks=listops,listops"], "names one twice"),

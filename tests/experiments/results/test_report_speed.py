@@ -49,11 +49,15 @@ def test_the_report_shows_both_columns(here):
 @pytest.mark.parametrize(
     ("file", "more", "message"),
     [
-        ("none.json", [], "speed=none.json is no file: lra reproduce table3 speed=true makes it"),
-        ("speed.json", ["recipe=demo"], "speed=speed.json is of recipe=xiong2021, not demo: give recipe=xiong2021"),
-        ("damaged.json", [], "damaged.json is no measurement of lra reproduce with speed=true"),
-        ("list.json", [], "list.json is no measurement"),
-        ("lacking.json", [], "lacking.json is no measurement"),
+        ("none.json", [], "speed=none.json is not a file: lra reproduce table3 speed=true makes it"),
+        (
+            "speed.json",
+            ["recipe=demo"],
+            "speed=speed.json was measured with recipe=xiong2021, not demo: give recipe=xiong2021",
+        ),
+        ("damaged.json", [], "damaged.json is not a measurement of lra reproduce with speed=true"),
+        ("list.json", [], "list.json is not a measurement"),
+        ("lacking.json", [], "lacking.json is not a measurement"),
     ],
 )
 def test_the_report_refuses_what_is_no_measurement_of_its_recipe(here, file, more, message):

@@ -55,13 +55,13 @@ def special(name: str, kind: bytes, target: str = "/etc/passwd") -> tarfile.TarI
      "./listops/flash/x-s0/env.json", "listops\\flash/x/y-s0/env.json"],
 )  # fmt: skip
 def test_a_name_that_is_no_runs_file_is_refused(runs, target, name):
-    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: b"{}"}), target, "which is no file of a run")
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: b"{}"}), target, "which is not a file of a run")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_a_link_or_device_is_refused(runs, target, kind):
     name = f"{DONE}/best.ckpt"
-    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), target, "no regular file")
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), target, "not a regular file")
 
 
 def refuse(file: Path, target: Path, message: str) -> None:
@@ -104,9 +104,9 @@ def test_a_damaged_archive_is_refused(runs, target):
         ({"config.yaml": None}, "has no listops/flash/xiong2021-s0/config.yaml"),
         ({"result.json": None}, "has neither a result.json nor a last.ckpt"),
         ({"result.json": b"{"}, "is no whole result"),
-        ({"config.yaml": b"a: &x [1]\nb: [*x, *x]"}, "is no configuration of a run"),
-        ({"config.yaml": b"[1]"}, "is no configuration of a run"),
-        ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
+        ({"config.yaml": b"a: &x [1]\nb: [*x, *x]"}, "is not a configuration of a run"),
+        ({"config.yaml": b"[1]"}, "is not a configuration of a run"),
+        ({"config.yaml": b"a: 1"}, "is not a configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
         ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result"),
