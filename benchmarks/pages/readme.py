@@ -31,8 +31,8 @@ from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments import speed as step_speed
 from lra.experiments.grid import grid
-from lra.experiments.reproduction import number
-from lra.experiments.results.ledger import hardware
+from lra.experiments.reproduction import format_tenth
+from lra.experiments.results.ledger import finished_hardware
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 
@@ -75,12 +75,12 @@ def headline(_: Path) -> str:
         ("Path-256: 65,536 pixels", "table6", "path256"),
     ):
         _title, header, accuracies = sections(name)[RECIPE].report.tables[0]
-        place, stated = header.index(column), grid.read(name)
+        place, stated = header.index(column), grid.read_grid(name)
         ours, shown = {row[0]: row[place] for row in accuracies}, stated.averaged(header)
         row = [what]
         for attn in ("flash", "butterfly"):
             paper = stated.average(attn, shown) if column == "average" else stated.figure(attn, column)
-            row += [ours[attn], number(paper)]
+            row += [ours[attn], format_tenth(paper)]
         rows.append(row)
     return table(("test accuracy, % (seeds)", "`flash`", "paper", "`butterfly`", "paper"), rows)
 
@@ -98,13 +98,13 @@ def _accuracies(name: str) -> str:
     section = sections(name)[RECIPE]
     _title, header, rows = section.report.tables[0]
     hours = "; ".join(section.hours)
-    return f"{table(header, rows)}\n\nRecipe `{RECIPE}`, {', '.join(hardware(section.report.rows))}: {hours}."
+    return f"{table(header, rows)}\n\nRecipe `{RECIPE}`, {', '.join(finished_hardware(section.report.rows))}: {hours}."
 
 
 def speedup(root: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
-    file, stated = Path("results/speed/h200/table3-curriculum.json"), grid.read("table3")
-    found = step_speed.read(root / file)
+    file, stated = Path("results/speed/h200/table3-curriculum.json"), grid.read_grid("table3")
+    found = step_speed.read_speeds(root / file)
     speeds, columns = step_speed.Speeds(found.cells), found.options["tasks"]
     averaged = stated.together(columns)
 
@@ -112,12 +112,12 @@ def speedup(root: Path) -> str:
         ratios = (speeds.ratio(column, attn, way) for column in columns)
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         mean = step_speed.mean_ratio(speeds.ratios(averaged, attn, way))
-        paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
+        paper = format_tenth(stated.figure(attn, "speedup")) if way == "attention" else ""
         return (
             f"`{attn}`{measured.mark_of(file)}", f"{way}: {step_speed.WAYS[way].about}", *shown, mean, paper,
         )  # fmt: skip
 
-    attns = [name for name in found.options["attns"] if name != step_speed.STANDARD]
+    attns = [name for name in found.options["attns"] if name != step_speed.BASELINE]
     rows = [row(attn, way) for attn in attns for way in step_speed.WAYS]
     source = f"{link(file.name, file)}, {step_speed.hardware_of(found)}"
     return table(("attention", "way", *columns, "geometric mean", "paper"), rows) + f"\n\n{source}."

@@ -49,9 +49,9 @@ class Section:
 @functools.cache
 def sections(name: str) -> dict[str, Section]:
     """The sections of a table by recipe; none of a recipe without a finished run in the table."""
-    table, found = grid.read(name), {}
+    table, found = grid.read_grid(name), {}
     with contextlib.chdir(measured.ROOT):  # results are named as from there
-        runs = [entry.result for entry in ledger.find(MEASURED)[0]]
+        runs = [entry.result for entry in ledger.find_results(MEASURED)[0]]
         for recipe in recipes():
             if section := _section(table, recipe, runs):
                 found[recipe] = section
@@ -62,7 +62,7 @@ def page(name: str) -> str | None:
     """A table's page; None without a finished run of its."""
     if not (found := sections(name)):
         return None
-    table = grid.read(name)
+    table = grid.read_grid(name)
     title, about = name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     head = HEAD.format(title=title, about=about, source=table.source, name=name)
     resized = _resized({column.task for column in table.columns.values()})
@@ -79,7 +79,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     seeds = 1 + max(seed for _, _, seed in ran)
     cells = table.cells(some, seeds=seeds, recipe=recipe)
     cells = [cell for cell in cells if (table.columns[cell.column].task, cell.attn, cell.seed) in ran]
-    matched = ledger.match(with_stages(cells, begun=lambda cell: False), MEASURED).entries
+    matched = ledger.match_results(with_stages(cells, begun=lambda cell: False), MEASURED).entries
     if not (found := {cell.column for cell in matched} & {*some}):
         return None
     shown = [name for name in some if name in found]
@@ -87,7 +87,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     speeds = sorted(MEASURED.glob(f"results/speed/*/{table.name}-{recipe}.json"))
     if speeds:
         fields["speed"] = str(speeds[0])
-    made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
+    made = report.make_report(table.name, [f"{name}={value}" for name, value in fields.items()])
     first = [entry.result for cell, entry in matched.items() if cell.seed == 0]
     part = f", {_gpu_hours(first)} of them of seed 0" if len(first) < len(matched) else ""
     time = (
@@ -99,9 +99,10 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     return Section(recipe, made, (time, *alone))
 
 
-def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
+def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.ResultFile], file: Path) -> str:
     """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
-    paces, runs = plan.Alone(speed.paces(table, speed.read(file))), with_stages(cells, begun=lambda cell: False)
+    paces = plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file)))
+    runs = with_stages(cells, begun=lambda cell: False)
     hours, most = [], []
     for run in runs:
         steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
