@@ -265,19 +265,13 @@ def speed_tables(table: Grid, result: SpeedFile, columns: Sequence[str], attns: 
     speeds, place = Speeds(result.cells), hardware_of(result)
     averaged = table.together(columns)
     title = f"speedup over {BASELINE} on {place}, each measured alone: geometric mean (columns)"
-    yield (
-        table.titled(title),
-        ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
-        [
-            [a, *(speeds.speedup(averaged, a, way) for way in WAYS), format_tenth(table.figure(a, "speedup"))]
-            for a in attns
-        ],
-    )  # fmt: skip
+    paper = {attn: format_tenth(table.figure(attn, "speedup")) for attn in attns}
+    rows = [[attn, *(speeds.speedup(averaged, attn, way) for way in WAYS), paper[attn]] for attn in attns]
+    yield table.titled(title), ["attention", *(f"speedup, {way}" for way in WAYS), "paper"], rows
     for name, way in WAYS.items():
-        yield (
-            f"{name}, {way.about}: steps per second (times {BASELINE}) on {place}", ["attention", *columns],
-            [[a, *(_cell(speeds, c, a, name) for c in columns)] for a in attns],
-        )  # fmt: skip
+        title = f"{name}, {way.about}: steps per second (times {BASELINE}) on {place}"
+        rows = [[attn, *(_cell(speeds, column, attn, name) for column in columns)] for attn in attns]
+        yield title, ["attention", *columns], rows
 
 
 def detail_table(records: Sequence[SpeedMeasurement]) -> TextTable:
@@ -349,9 +343,7 @@ def _refuse_company(device: torch.device) -> None:
 
 
 def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurement:
-    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, with a
-    reason.
-    """
+    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly."""
     record = step.measure_loop(WAYS[one.way].loop, one.composed, one.options, device)
     if record.loop == "captured" and record.status == "unsupported":
         hinders = record.reason.rpartition(": ")[0]  # without what to set instead
@@ -359,9 +351,7 @@ def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurem
         record = replace(record, reason=record.reason or hinders)
     per_second = record.ms and round_figure(1e3 / record.ms)
     column, attention, way = one.key
-    return SpeedMeasurement(
-        column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record)
-    )  # fmt: skip
+    return SpeedMeasurement(column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record))
 
 
 def _pending(cell: Cell, way: str, options: SpeedOptions) -> PendingMeasurement:

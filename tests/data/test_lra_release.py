@@ -163,7 +163,7 @@ def test_a_broken_header_does_not_end_an_archive(tmp_path):
     data[data.rindex(b"ustar")] ^= 1  # of the last member
     for name, content in (("broken.tar", data), ("broken.tar.gz", gzip.compress(data))):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UsageError, match="damaged one .*at byte"):
+        with pytest.raises(UsageError, match="is damaged .*at byte"):
             read(tmp_path / name)
 
 

@@ -102,7 +102,7 @@ def test_of_many_results_of_no_cell_the_nearest_are_named(tmp_path):
     other["config"]["task"]["name"] = "text"
     put(tmp_path / "a.json", other)
     (note,) = ledger.match_results(CELLS, tmp_path).notes
-    assert note.endswith("as configured otherwise: a0.json, a1.json, a2.json, a3.json, a4.json, and 5 more")
+    assert note.endswith("as their configurations differ: a0.json, a1.json, a2.json, a3.json, a4.json, and 5 more")
 
 
 def test_another_version_of_the_task_is_of_no_cell(tmp_path):
