@@ -26,7 +26,7 @@ from benchmarks.pages.cards import RELEASES, released
 from benchmarks.pages.pictures import FOLDER
 from lra import environment
 from lra.bench.files import write
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.data import picture
 from lra.data.pathfinder.generate import draw, generate
 from lra.data.pathfinder.law import law
@@ -58,7 +58,7 @@ class Options:
 
 @command
 def main(arguments: Sequence[str]) -> None:
-    depict(parse(Options, arguments))
+    depict(parse_options(Options, arguments))
     print("make docs shows them in docs/pictures.md")
 
 

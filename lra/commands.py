@@ -92,7 +92,7 @@ def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:
     module, _, attribute = inspect.unwrap(command.callback).parser.partition(":")
     if not module:
         return None
-    from lra.config.options import parse  # here, as the command line begins without it
+    from lra.config.options import parse_options  # here, as the command line begins without it
 
     parser = getattr(import_module(module), attribute)
-    return parse(parser, fields) if inspect.isclass(parser) else parser(fields)
+    return parse_options(parser, fields) if inspect.isclass(parser) else parser(fields)

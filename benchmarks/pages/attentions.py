@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.measured import ROOT, table
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.config.registry import Entry
 from lra.models.attention import ATTENTIONS, Capabilities
 from lra.models.attention.base import Attention, AttentionSpec
@@ -95,7 +95,7 @@ def _seen(cls: type[Attention]) -> str:
     """How many keys a query of a pattern sees then, on average: that can grow with the sequence."""
     if not issubclass(cls, BlockSparseAttention):
         return ""
-    config = parse(cls.Config, [f"{name}={_value(value)}" for name, value in cls.budget(KEYS).items()])
+    config = parse_options(cls.Config, [f"{name}={_value(value)}" for name, value in cls.budget(KEYS).items()])
     layouts = {n: cls.make_layout(config, AttentionSpec(heads=1, head_dim=64, max_length=n))[0] for n in LENGTHS}
     seen = (f"{n * layout.density(n):,.0f} of {n:,}" for n, layout in layouts.items())
     return f"; it sees {', '.join(seen)} then"

@@ -22,7 +22,7 @@ from lra.bench.presets import COMPARED, IMDB_LENGTHS, PASSES, RUNTIME, TABLES, m
 from lra.bench.records import AttentionMeasurement, Measured
 from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
-from lra.config.options import parse, refuse_repeats, shown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
 from lra.config.schema import at_most, droppable
 from lra.errors import UsageError, named, out_of_memory
@@ -101,7 +101,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     given = {override.field: override.text for override in overrides}
     table = given.get("table")
     compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED else {}
-    options = parse(AttentionOptions, overrides, **compared_by_default, **TABLES.get(table, {}))
+    options = parse_options(AttentionOptions, overrides, **compared_by_default, **TABLES.get(table, {}))
     clash = given.keys() & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     if {"attn", "attns"} <= given.keys():
         raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
@@ -114,7 +114,7 @@ def configure(args: Sequence[str]) -> AttentionOptions:
         options = replace(options, attns=compared(options.attn))
     for attention in options.attns if given.keys() & {"attn", "attns"} else ():
         name, cls = configurable(attention)
-        parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
+        parse_options(cls.Config, attention.split(":")[1:], f"attns={name}: ")
     return options
 
 
@@ -127,7 +127,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     """
     options = configure(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = Measured[AttentionMeasurement](environment.describe(), shown(options), [])
+    result = Measured[AttentionMeasurement](environment.describe(), recorded_options(options), [])
 
     def draw() -> None:
         if options.plots:

@@ -20,7 +20,7 @@ import torch
 
 from lra import environment
 from lra.bench.files import write
-from lra.config.options import parse, refuse_repeats, shown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.errors import UsageError
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -114,7 +114,7 @@ class IoResult:
 
 def bench(args: Sequence[str]) -> IoResult:
     """Counts the bytes of the whole batch."""
-    options = parse(IoOptions, args)
+    options = parse_options(IoOptions, args)
     missing = "counters=false" if options.counters == "false" else no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
@@ -131,7 +131,7 @@ def bench(args: Sequence[str]) -> IoResult:
         rows.append(row if missing else _counted(row, block, options, notes))
     if missing:
         notes.append(f"not measured: {missing}")
-    result = IoResult(environment.describe(), shown(options), rows, notes)
+    result = IoResult(environment.describe(), recorded_options(options), rows, notes)
     if options.out:
         write(Path(options.out), asdict(result))
     return result

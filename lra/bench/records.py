@@ -122,7 +122,7 @@ class Measured(Generic[M]):
     """What a file of measurements holds. A record of another session than the one that began it says so in the file."""
 
     environment: dict[str, Any]  # `environment.describe` of the session that began it
-    options: dict[str, Any]  # as `shown` gives them
+    options: dict[str, Any]  # as `recorded_options` gives them
     cells: list[M]
 
     def saved(self) -> dict[str, Any]:

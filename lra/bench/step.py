@@ -18,7 +18,7 @@ from lra.bench.breakdown import breakdown, recorded
 from lra.bench.files import output
 from lra.bench.records import StepMeasurement
 from lra.config.compose import Composed
-from lra.config.options import refuse_repeats, shown, take
+from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
@@ -82,7 +82,7 @@ class StepResult:
 def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
     given = parse_overrides(args)
-    options, fields = take(StepOptions, given)
+    options, fields = split_options(StepOptions, given)
     composed = configure(fields)
     if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
         fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
@@ -116,7 +116,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     data, module = build(run)
     resolve_attention(module, device)
     data.prepare_data()
-    result = StepResult(environment.describe(), shown(options), run.saved(), [])
+    result = StepResult(environment.describe(), recorded_options(options), run.saved(), [])
 
     with output(options.out) as keep:
         for loop in options.loops:

@@ -12,7 +12,7 @@ import torch
 
 from lra import environment
 from lra.bench.records import part
-from lra.config.options import parse, refuse_repeats
+from lra.config.options import parse_options, refuse_repeats
 from lra.errors import UsageError, named
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
@@ -91,7 +91,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     Rows that this does not measure stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
     compiling. Raises UsageError for bad arguments, without a GPU, and if no tile is right.
     """
-    options = parse(Options, args)
+    options = parse_options(Options, args)
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()

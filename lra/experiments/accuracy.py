@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from lra import environment
 from lra.config.compose import OWN
-from lra.config.options import take
+from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
 from lra.experiments import speed
@@ -70,7 +70,7 @@ class Request(NamedTuple):
 def parse_fields(name: str, args: Sequence[str]) -> Request:
     """What the arguments of `run` ask for, every cell composed."""
     table, overrides = grid.read(name), parse_overrides(args)
-    options, others = take(Options, overrides)
+    options, others = split_options(Options, overrides)
     own = [override for override in others if override.field.startswith("slurm.")]
     fields = [override for override in others if override not in own]
     asked = resources(own, options.launcher)
@@ -83,7 +83,7 @@ def _parse_speed(table: Grid, options: Options, asked: Resources, overrides: Seq
     for override in overrides:
         if mend := speed.REFUSED.get(override.field):
             raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    measured, fields = take(speed.Options, overrides)
+    measured, fields = split_options(speed.Options, overrides)
     chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
     return Request(table, options, asked, fields, chosen, measured)
 

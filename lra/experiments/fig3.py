@@ -23,7 +23,7 @@ from lra.bench.attention import AttentionOptions
 from lra.bench.files import alone, write
 from lra.bench.presets import PASSES, SETTINGS
 from lra.bench.records import AttentionMeasurement, Measured, part, read_measured
-from lra.config.options import parse, refuse_repeats, shown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.registry import unknown
 from lra.errors import UsageError
 from lra.experiments.reproduction import Reproduction, Table, footnoted, refuse_other_environment, refuse_other_options
@@ -66,7 +66,7 @@ class Part:
 
     def __init__(self, path: Path, options: AttentionOptions):
         self.path, self.options = path, options
-        stated = json.loads(json.dumps(shown(options)))
+        stated = json.loads(json.dumps(recorded_options(options)))
         self.result = Measured[AttentionMeasurement](environment.describe(), stated, [])
         if not path.exists():
             return
@@ -107,7 +107,7 @@ class Part:
 
 def parse_fields(args: Sequence[str]) -> Options:
     """Which settings are measured, of which attentions."""
-    return parse(Options, args)
+    return parse_options(Options, args)
 
 
 def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
@@ -144,7 +144,7 @@ def run(args: Sequence[str], progress: Callable[[str], None] = lambda line: None
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
         made_with = parts["plain"].result.environment
-        stated = {name: value for name, value in shown(options).items() if name != "settings"}
+        stated = {name: value for name, value in recorded_options(options).items() if name != "settings"}
         write(folder / "fig3.json", Measured(made_with, stated, records).saved())
         drawn = plots.draw(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.options import take
+from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import RunConfig
@@ -55,13 +55,13 @@ def task_data(args: Iterable[str | Override]) -> TaskData:
 
 def parse_prepare(args: Iterable[str]) -> tuple[PrepareOptions, TaskData]:
     """What `lra data prepare` is to do, and the data of which task."""
-    options, fields = take(PrepareOptions, args)
+    options, fields = split_options(PrepareOptions, args)
     return options, task_data(fields)
 
 
 def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
     """What `lra data show` is to draw, and the data of which task."""
-    options, fields = take(ShowOptions, args)
+    options, fields = split_options(ShowOptions, args)
     return options, task_data(fields)
 
 

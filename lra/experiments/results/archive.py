@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lra.config.compose import differences
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.errors import UsageError, disk_full
 from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
@@ -165,7 +165,7 @@ def pack(args: Sequence[str]) -> list[str]:
     With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
     run that a process works on they may not belong together: it is left out.
     """
-    options = parse(PackOptions, args)
+    options = parse_options(PackOptions, args)
     with ExitStack() as held:
         return _pack(Path(options.runs), Path(options.out), options.checkpoints, held)
 
@@ -206,7 +206,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
     UsageError, and changes nothing, for a file with anything wrong in it, for another configuration in a run's
     directory, and for another finished result of the same one.
     """
-    file, folder = Path(file), Path(parse(MergeOptions, args).runs)
+    file, folder = Path(file), Path(parse_options(MergeOptions, args).runs)
     released = (file / "config.yaml").is_file()
     if not (file.is_file() or released):
         raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")

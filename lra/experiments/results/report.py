@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lra.config.options import refuse_repeats, take
+from lra.config.options import refuse_repeats, split_options
 from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.environment import MARK
@@ -61,7 +61,7 @@ class Report(NamedTuple):
 
 def parse_fields(name: str, args: Sequence[str]) -> tuple[Grid, Options, list[Override]]:
     """The table, what is shown of it, and the fields of `lra fit` that all cells were run with."""
-    return grid.read(name), *take(Options, args)
+    return grid.read(name), *split_options(Options, args)
 
 
 def run(name: str, args: Sequence[str]) -> Report:
