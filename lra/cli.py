@@ -121,12 +121,12 @@ def report(
     ] = None,
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
-    from lra.config.recipes import names
+    from lra.config.recipes import config_names
     from lra.experiments import described
 
     if not fields:
         table = Table("table", "what")
-        for name in names("table"):
+        for name in config_names("table"):
             table.add_row(name, described(name))
         console.print(table)
         return
@@ -155,10 +155,10 @@ def ls_attns() -> None:
 @verb(ls_app, "recipes")
 def ls_recipes() -> None:
     """The training recipes."""
-    from lra.config.recipes import read_recipe, recipes
+    from lra.config.recipes import read_recipe, recipe_names
 
     table = Table("recipe", "tasks", "what")
-    for name in recipes():
+    for name in recipe_names():
         try:
             recipe = read_recipe(name)
         except UsageError as error:  # one that is broken takes no other away

@@ -9,11 +9,11 @@ import typer
 
 def choices() -> dict[str, Iterable[str]]:
     """The names that each selector may have."""
-    from lra.config.recipes import recipes
+    from lra.config.recipes import recipe_names
     from lra.models.attention import ATTENTIONS
     from lra.tasks import TASKS
 
-    return {"task": TASKS.catalogue(), "attn": ATTENTIONS.catalogue(), "recipe": recipes()}
+    return {"task": TASKS.catalogue(), "attn": ATTENTIONS.catalogue(), "recipe": recipe_names()}
 
 
 def complete(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lra.cli import app
 from lra.commands import parse_command
-from lra.config.recipes import recipes
+from lra.config.recipes import recipe_names
 from lra.help import COMMON_FIELDS, EXAMPLE
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
@@ -15,7 +15,7 @@ def test_help_of_fit_shows_an_example_and_what_can_be_named():
     done = lra("fit", "--help")
     words = done.out.replace(",", " ").split()
     assert done.code == 0 and EXAMPLE in done.out
-    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipes()} <= set(words)
+    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipe_names()} <= set(words)
     assert {f"{field}=" for field in COMMON_FIELDS} <= set(words) and len(COMMON_FIELDS) == 10
     assert max(map(len, done.out.splitlines())) <= 80
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lra.config.override import Override, convert, parse_overrides, refuse_large
-from lra.config.recipes import check_names, read_recipe, read_task, recipes
+from lra.config.recipes import check_recipe_names, read_recipe, read_task, recipe_names
 from lra.config.registry import Registry
 from lra.errors import UsageError, brief
 
@@ -69,11 +69,11 @@ def compose(
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(
-            f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}, or write one into "
+            f"task '{task}' names no default recipe: give recipe={'|'.join(recipe_names())}, or write one into "
             f"configs/task/{task}.yaml, as recipe: <name>"
         )
     recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
-    check_names(label, recipe_yaml, registries)
+    check_recipe_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
         raise UsageError(

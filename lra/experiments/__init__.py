@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lra.config.recipes import names, read_yaml
+from lra.config.recipes import config_names, read_package_yaml
 from lra.config.registry import unknown
 from lra.errors import UsageError
 
@@ -19,13 +19,13 @@ MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and me
 
 def experiments() -> dict[str, str]:
     """Each by name, and what it is: those with a module of their own, and the tables of `configs/table`."""
-    return MODULES | {name: described(name) for name in names("table")}
+    return MODULES | {name: described(name) for name in config_names("table")}
 
 
 def described(table: str) -> str:
     """What a table is, or why its YAML can't be read: one that is broken takes no other away."""
     try:
-        tree = read_yaml("table", table)
+        tree = read_package_yaml("table", table)
     except UsageError as error:
         return str(error)
     stated = [str(text) for text in (tree.get("about"), tree.get("source")) if text]
@@ -36,7 +36,7 @@ def find(name: str, function: str = "run") -> Callable[..., Any]:
     """A function of an experiment's module, `run` or `parse_fields`; UsageError with a suggestion if there is none."""
     if name in MODULES:
         return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
-    if name not in (tables := names("table")):
+    if name not in (tables := config_names("table")):
         raise UsageError(unknown("experiment", name, [*MODULES, *tables]))
     return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
 

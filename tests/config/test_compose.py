@@ -42,7 +42,7 @@ def layers(tmp_path, monkeypatch):
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(recipes, "CONFIGS", tmp_path)
+    monkeypatch.setattr(recipes, "CONFIGS_FOLDER", tmp_path)
     return tmp_path
 
 
@@ -173,7 +173,7 @@ def test_bad_input_is_one_line_that_names_the_mend(args, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", recipes.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipe_names())
 def test_every_recipe_composes_for_every_task_it_covers(recipe):
     content = recipes.read_recipe(recipe)
     here = {entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing}

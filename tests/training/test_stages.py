@@ -127,7 +127,7 @@ def test_init_given_or_none_ends_the_chain():
     assert run.start is None and run.config.init == "other"
 
 
-@pytest.mark.parametrize("recipe", recipes.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipe_names())
 def test_every_rule_can_apply(recipe):
     found = recipes.read_recipe(recipe)
     for rule in found.get("start") or ():

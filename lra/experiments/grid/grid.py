@@ -14,7 +14,7 @@ from typing import Any
 
 from lra.config.compose import Composed, differences, to_dict
 from lra.config.override import Override, parse_overrides
-from lra.config.recipes import names, read_yaml, recipes
+from lra.config.recipes import config_names, read_package_yaml, recipe_names
 from lra.config.registry import unknown
 from lra.errors import UsageError, brief
 from lra.models.attention import ATTENTIONS
@@ -195,9 +195,9 @@ class Grid:
 
 def read(name: str) -> Grid:
     """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
-    if name not in (known := names("table")):
+    if name not in (known := config_names("table")):
         raise UsageError(unknown("table", name, known))
-    tree = read_yaml("table", name)
+    tree = read_package_yaml("table", name)
     if wrong := next(_wrong(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
     columns = {
@@ -225,8 +225,8 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {brief(repr(tree[key]))}, and must be {form}"
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
-    if tree["recipe"] not in recipes():
-        yield unknown("recipe", tree["recipe"], recipes())
+    if tree["recipe"] not in recipe_names():
+        yield unknown("recipe", tree["recipe"], recipe_names())
     attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
     for attn in tree["attns"]:
         if str(attn) not in attns:
