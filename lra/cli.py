@@ -316,7 +316,7 @@ def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
     columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
     table = Table(*columns, "what")
     for entry in registry.catalogue().values():
-        cells = (_cell(getattr(registry.declared(entry), fact)) for fact in facts)
+        cells = (_cell(getattr(registry.facts_of(entry), fact)) for fact in facts)
         missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
         table.add_row(entry.name, *cells, (missing + entry.summary).strip())
     console.print(table, soft_wrap=False)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer.core
 import typer.main
 
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.environment import commit, versions
 from lra.errors import UsageError
 
@@ -86,7 +86,7 @@ def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:
     while isinstance(command, typer.core.TyperGroup):
         name = names.pop(0) if names else ""
         if name not in command.commands:
-            raise UsageError(unknown("command", name, command.commands))
+            raise UsageError(describe_unknown("command", name, command.commands))
         command = command.commands[name]
     fields = command.make_context(command.name, names).params.get("fields") or []
     module, _, attribute = inspect.unwrap(command.callback).parser.partition(":")

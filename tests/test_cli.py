@@ -64,7 +64,7 @@ def test_attentions_are_listed():
 
 
 def test_what_an_attention_needs_is_listed_with_it(monkeypatch):
-    monkeypatch.setattr(registry, "_present", lambda name: False)
+    monkeypatch.setattr(registry, "_is_installed", lambda name: False)
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
     assert rows["flash_attn"][4].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][4]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.pages.measured import ROOT, table
 from lra.config.options import parse_options
-from lra.config.registry import Entry
+from lra.config.registry import CatalogueEntry
 from lra.models.attention import ATTENTIONS, Capabilities
 from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
@@ -42,11 +42,11 @@ def page() -> str:
     """The whole text, the same on every machine."""
     entries = ATTENTIONS.builtins().values()
     header = ("attention", "cost", "exact", "dropout", "ragged", "head dimensions", "dtypes", "needs")
-    rows = [_row(entry, ATTENTIONS.declared(entry)) for entry in entries]
+    rows = [_row(entry, ATTENTIONS.facts_of(entry)) for entry in entries]
     return "\n".join([HEADER, table(header, rows), *(_section(entry) for entry in entries)])
 
 
-def _row(entry: Entry, facts: Capabilities) -> Sequence[str]:
+def _row(entry: CatalogueEntry, facts: Capabilities) -> Sequence[str]:
     return (
         f"[`{entry.name}`](#{entry.name})",
         facts.cost,
@@ -62,7 +62,7 @@ def _head_dims(facts: Capabilities) -> str:
     return f"{low} to {high}" + (f", multiples of {facts.head_dim_multiple}" if facts.head_dim_multiple > 1 else "")
 
 
-def _needs(entry: Entry, facts: Capabilities) -> Iterator[str]:
+def _needs(entry: CatalogueEntry, facts: Capabilities) -> Iterator[str]:
     """Without which it can't be used."""
     if facts.needs_gpu:
         yield "a GPU"
@@ -71,8 +71,8 @@ def _needs(entry: Entry, facts: Capabilities) -> Iterator[str]:
         yield " or ".join(f"the file that `{c}` names" if c.startswith("$") else f"the package `{c}`" for c in choices)
 
 
-def _section(entry: Entry) -> str:
-    cls, facts = _load(entry), ATTENTIONS.declared(entry)
+def _section(entry: CatalogueEntry) -> str:
+    cls, facts = _load(entry), ATTENTIONS.facts_of(entry)
     source = f"lra/{entry.module.partition('.')[2].replace('.', '/')}.py"
     limits = [f"It needs {needed}." for needed in _needs(entry, facts)]
     limits += [f"It takes head dimensions {_head_dims(facts)}, in {' or '.join(facts.dtypes)}."]
@@ -101,7 +101,7 @@ def _seen(cls: type[Attention]) -> str:
     return f"; it sees {', '.join(seen)} then"
 
 
-def _load(entry: Entry) -> Any:
+def _load(entry: CatalogueEntry) -> Any:
     """The class; its module can be imported without what it needs to run, so every machine makes the same text."""
     module = importlib.import_module(entry.module)
     return next(cls for cls in vars(module).values() if isinstance(cls, type) and vars(cls).get("name") == entry.name)

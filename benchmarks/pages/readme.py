@@ -182,7 +182,7 @@ def make(root: Path = measured.BENCHMARKS) -> dict[Path, str]:
 
 def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
     for entry in registry.builtins().values():
-        yield entry.name, vars(registry.declared(entry)), entry.summary.rstrip(".")
+        yield entry.name, vars(registry.facts_of(entry)), entry.summary.rstrip(".")
 
 
 def _yes(value: bool) -> str:

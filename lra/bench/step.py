@@ -20,7 +20,7 @@ from lra.bench.records import StepMeasurement
 from lra.config.compose import Composed
 from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
 from lra.training.assembly import build, resolve_attention
@@ -48,7 +48,7 @@ class StepOptions:
             raise UsageError("steps= and warmup= must be at least 1")
         for loop in self.loops:
             if loop not in LOOPS:
-                raise UsageError(f"loops=: {unknown('loop', loop, LOOPS)}")
+                raise UsageError(f"loops=: {describe_unknown('loop', loop, LOOPS)}")
         refuse_repeats(loops=self.loops)
 
     @property

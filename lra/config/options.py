@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from lra.config.override import Override, convert, parse_overrides, refuse_large
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError, brief
 
 OptionsT = TypeVar("OptionsT")
@@ -27,7 +27,7 @@ def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label:
         field, given = override.field, f"{label}{override.field}={brief(override.text)}"
         if field not in names:
             raise UsageError(
-                label + (unknown("field", field, names) if names else f"unknown field '{field}': it has none")
+                label + (describe_unknown("field", field, names) if names else f"unknown field '{field}': it has none")
             )
         values[field] = convert(override.text, hints[field], given)
         refuse_large(given, values[field])

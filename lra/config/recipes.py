@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import reading
-from lra.config.registry import Registry, unknown
+from lra.config.registry import Registry, describe_unknown
 from lra.errors import UsageError, brief
 
 CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
@@ -32,7 +32,7 @@ def read_task(name: str) -> dict[str, Any]:
 def read_recipe(name: str) -> dict[str, Any]:
     """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
     if name not in recipe_names():
-        raise UsageError(unknown("recipe", name, recipe_names()))
+        raise UsageError(describe_unknown("recipe", name, recipe_names()))
     recipe = read_package_yaml("recipe", name)
     extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
@@ -99,4 +99,4 @@ def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mappin
     for kind, names, there in named:
         for name in map(str, names):  # YAML reads some as something else
             if name not in there:
-                raise UsageError(f"{label}: {unknown(kind, name, there)}")
+                raise UsageError(f"{label}: {describe_unknown(kind, name, there)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lra.config.recipes import config_names, read_package_yaml
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError
 
 MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and memory of all attentions against N"}
@@ -37,7 +37,7 @@ def find(name: str, function: str = "run") -> Callable[..., Any]:
     if name in MODULES:
         return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
     if name not in (tables := config_names("table")):
-        raise UsageError(unknown("experiment", name, [*MODULES, *tables]))
+        raise UsageError(describe_unknown("experiment", name, [*MODULES, *tables]))
     return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
 
 

@@ -24,7 +24,7 @@ from lra.bench.files import alone, write
 from lra.bench.presets import PASSES, SETTINGS
 from lra.bench.records import AttentionMeasurement, Measured, part, read_measured
 from lra.config.options import parse_options, recorded_options, refuse_repeats
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError
 from lra.experiments.reproduction import Reproduction, Table, footnoted, refuse_other_environment, refuse_other_options
 
@@ -48,7 +48,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in self.settings:
             if name not in SETTINGS:
-                raise UsageError(f"settings=: {unknown('setting', name, SETTINGS)}")
+                raise UsageError(f"settings=: {describe_unknown('setting', name, SETTINGS)}")
         refuse_repeats(settings=self.settings, attns=self.attns, lengths=self.lengths)
 
     def setting(self, name: str) -> AttentionOptions:

@@ -192,7 +192,7 @@ def test_evaluation_keeps_sums(layout):
 
 
 def test_every_task_has_a_share_and_the_commonest_token_is_counted():
-    shares = {name: TASKS.declared(entry).mask for name, entry in TASKS.catalogue().items()}
+    shares = {name: TASKS.facts_of(entry).mask for name, entry in TASKS.catalogue().items()}
     assert shares == {"text": 0.15, "retrieval": 0.15, "listops": 0.1} | dict.fromkeys(
         ("image", "pathfinder", "path64", "pathx", "path256"), 0.5
     )

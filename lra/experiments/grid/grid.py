@@ -15,7 +15,7 @@ from typing import Any
 from lra.config.compose import Composed, differences, to_dict
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import config_names, read_package_yaml, recipe_names
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError, brief
 from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
@@ -174,7 +174,7 @@ class Grid:
         for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
             for name in asked:
                 if name not in known:
-                    raise UsageError(unknown(kind, name, known))
+                    raise UsageError(describe_unknown(kind, name, known))
         for name in columns:
             for made in self.columns[name].fields:
                 override = given.get(made.field) or given.get(made.field.removeprefix("task."))
@@ -196,7 +196,7 @@ class Grid:
 def read(name: str) -> Grid:
     """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
     if name not in (known := config_names("table")):
-        raise UsageError(unknown("table", name, known))
+        raise UsageError(describe_unknown("table", name, known))
     tree = read_package_yaml("table", name)
     if wrong := next(_wrong(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
@@ -213,7 +213,7 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
     required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
     for key in tree:
         if key not in (*required, *optional):
-            yield unknown("field", str(key), (*required, *optional))
+            yield describe_unknown("field", str(key), (*required, *optional))
     if lacking := [key for key in required if not tree.get(key)]:
         yield f"it lacks {', '.join(lacking)}"
     for key, kind, form in (
@@ -226,11 +226,11 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
     if tree["recipe"] not in recipe_names():
-        yield unknown("recipe", tree["recipe"], recipe_names())
+        yield describe_unknown("recipe", tree["recipe"], recipe_names())
     attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
     for attn in tree["attns"]:
         if str(attn) not in attns:
-            yield unknown("attention", str(attn), attns)
+            yield describe_unknown("attention", str(attn), attns)
     for name, column in tree["columns"].items():
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
@@ -242,7 +242,7 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
         elif len(task := [text.removeprefix("task=") for text in made if text.startswith("task=")]) != 1:
             yield f"column {name} needs one task= among its fields"
         elif task[0] not in tasks:
-            yield f"column {name}: {unknown('task', task[0], tasks)}"
+            yield f"column {name}: {describe_unknown('task', task[0], tasks)}"
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
             yield f"paper's {attn} is {brief(repr(figures))}, and must be a mapping of columns to numbers"
