@@ -24,7 +24,7 @@ from lra.bench.sparse import compared
 from lra.bench.timing import Pass, Steps, measure
 from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
-from lra.config.schema import at_most, droppable
+from lra.config.schema import check_at_most, check_dropout_rate
 from lra.errors import UsageError, named, out_of_memory
 from lra.models.attention import ATTENTIONS
 
@@ -59,15 +59,15 @@ class AttentionOptions:
                 raise UsageError(f"{name}= must be at least 1")
         if 1 in self.lengths:
             raise UsageError("lengths=1: the softmax over one token has no gradients to check, use at least 2")
-        at_most(1 << 20, "", self, "lengths", "batch")
-        at_most(1 << 24, "", self, "tokens")
-        at_most(1 << 14, "", self, "heads", "head_dims")
+        check_at_most(1 << 20, "", self, "lengths", "batch")
+        check_at_most(1 << 24, "", self, "tokens")
+        check_at_most(1 << 14, "", self, "heads", "head_dims")
         lists = ("attns", "lengths", "head_dims", "dropout", "dtypes", "passes")
         refuse_repeats(**{name: getattr(self, name) for name in lists})
         if not all(0 <= p < 1 for p in self.dropout):
             raise UsageError("dropout= must be at least 0 and below 1")
         for p in self.dropout:
-            droppable("dropout", p)
+            check_dropout_rate("dropout", p)
         for name, known in (("dtypes", DTYPES), ("passes", PASSES)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise UsageError(f"{name}={unknown.pop()} is unknown: choose from {', '.join(known)}")

@@ -116,7 +116,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     data, module = build(run)
     resolve_attention(module, device)
     data.prepare_data()
-    result = StepResult(environment.describe(), recorded_options(options), run.saved(), [])
+    result = StepResult(environment.describe(), recorded_options(options), run.to_saved_dict(), [])
 
     with output(options.out) as keep:
         for loop in options.loops:

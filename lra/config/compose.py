@@ -116,7 +116,7 @@ def restore(
 ) -> Any:
     """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top.
 
-    What an older one lacks has the value that the schema states as `later`, by its complete name.
+    What an older one lacks has the value that the schema states as `later_fields`, by its complete name.
     """
     selected, overrides = _split(args, (*registries, "recipe"))
     if "recipe" in selected:
@@ -128,7 +128,9 @@ def restore(
         # another component's options would not fit the chosen one
         kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
     tree = _Tree(schema, {name: registry.get(selected[name]).Config for name, registry in registries.items()})
-    later = {field: value for field, value in getattr(schema, "later", {}).items() if kept[field.partition(".")[0]]}
+    later = {
+        field: value for field, value in getattr(schema, "later_fields", {}).items() if kept[field.partition(".")[0]]
+    }
     tree.merge(("older configuration", {field: value for field, value in later.items() if field in tree.origin}))
     tree.merge(("saved configuration", kept))
     tree.override(overrides)

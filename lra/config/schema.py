@@ -12,19 +12,17 @@ from lra.config.compose import to_dict
 from lra.errors import UsageError
 
 # fields of tasks that older runs lack, and what they did
-LATER = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
-# The first field of a pair must be a multiple of the second. Where only the first is given, the second becomes smaller.
-MULTIPLES = (("trainer.steps", "trainer.eval_every"), ("trainer.eval_every", "trainer.log_every"))
+LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
-def at_least(limit: int, section: str, config: Any, *names: str) -> None:
+def check_at_least(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is below `limit`; null is not."""
     for name in names:
         if (value := getattr(config, name)) is not None and value < limit:
             raise UsageError(f"{section}.{name}={value} must be at least {limit}")
 
 
-def at_most(limit: int, section: str, config: Any, *names: str) -> None:
+def check_at_most(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
 
     A number with some digits too many would end in a traceback, or with all memory taken. Null is not above it, each
@@ -37,7 +35,7 @@ def at_most(limit: int, section: str, config: Any, *names: str) -> None:
                 raise UsageError(f"{section and section + '.'}{name}={value} is too large: use at most {limit}")
 
 
-def droppable(name: str, dropout: float) -> None:
+def check_dropout_rate(name: str, dropout: float) -> None:
     """UsageError for dropout that is none or all, in the steps of 1/256 that it has."""
     dropped = round(256 * dropout)
     if dropped == 256 or (dropout and not dropped):
@@ -61,10 +59,10 @@ class ModelConfig:
     embedding_std: float = 0.02  # of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
-        at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
-        at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
-        at_most(1 << 16, "model", self, "d_ff")
-        at_most(1 << 10, "model", self, "layers")
+        check_at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
+        check_at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
+        check_at_most(1 << 16, "model", self, "d_ff")
+        check_at_most(1 << 10, "model", self, "layers")
         if self.d_model % self.heads:
             raise UsageError(f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}")
         if self.positions == "rotary" and self.head_dim % (2 * self.axes):
@@ -78,7 +76,7 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
-            droppable(f"model.{name}", getattr(self, name))
+            check_dropout_rate(f"model.{name}", getattr(self, name))
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 
@@ -142,12 +140,12 @@ class OptimConfig:
         for name in ("lr", "eps"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise UsageError(f"optim.{name}={value} must be positive")
-        at_least(0, "optim", self, "weight_decay", "warmup")
+        check_at_least(0, "optim", self, "weight_decay", "warmup")
         if self.clip is not None and self.clip <= 0:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas or ()):
             raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
-        at_most(10**9, "optim", self, "warmup")
+        check_at_most(10**9, "optim", self, "warmup")
 
 
 @dataclass(frozen=True)
@@ -165,8 +163,8 @@ class BatchConfig:
         return share, min(self.micro or share, share)
 
     def __post_init__(self) -> None:
-        at_least(1, "batch", self, "size", "micro", "eval")
-        at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
+        check_at_least(1, "batch", self, "size", "micro", "eval")
+        check_at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
         if self.micro is not None and self.micro > self.size:
             raise UsageError(f"batch.micro={self.micro} is larger than batch.size={self.size}")
 
@@ -189,9 +187,9 @@ class TrainerConfig:
         return max(count for count in range(1, 11) if self.log_every % count == 0)
 
     def __post_init__(self) -> None:
-        at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
-        at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
-        at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
+        check_at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
+        check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
         if self.eval_every % self.log_every:
             raise UsageError(
                 f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "
@@ -222,8 +220,11 @@ class PositionsConfig:
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
 
-    later: ClassVar[Mapping[str, Any]] = LATER
-    multiples: ClassVar[Sequence[tuple[str, str]]] = MULTIPLES
+    later_fields: ClassVar[Mapping[str, Any]] = LATER_FIELDS
+    # (multiple, divisor): the first field must be a multiple of the second
+    multiples: ClassVar[Sequence[tuple[str, str]]] = (
+        ("trainer.steps", "trainer.eval_every"), ("trainer.eval_every", "trainer.log_every")
+    )  # fmt: skip
 
     task: Any
     attn: Any
@@ -273,12 +274,12 @@ class RunConfig:
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
-    def saved(self) -> dict[str, Any]:
-        """The plain form that runs and checkpoints keep: all but `resume` and `draws`, which say how a run was called.
+    def to_saved_dict(self) -> dict[str, Any]:
+        """The plain form that runs and checkpoints keep.
 
-        `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
-        and `mask` of runs that pretrain; what tasks were given later where it is not as it was before (`LATER`), and
-        likewise of `optim` what is not AdamW's. Options that the optimiser does not have are not there.
+        It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
+        `on_nan` at its default, `pretrain` and `mask` of a run without pretraining, fields at the value that runs
+        before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
@@ -291,5 +292,5 @@ class RunConfig:
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())
         }
         task = kept["task"].items()
-        kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
+        kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER_FIELDS.items()}
         return kept

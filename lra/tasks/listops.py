@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import listops
 from lra.data.split import Split
 from lra.data.writer import Writer
@@ -78,9 +78,9 @@ class ListOps(TaskModule):
         max_length: int = 1999
 
         def __post_init__(self) -> None:
-            at_least(1, "task", self, "train", "val", "test", "fresh")
-            at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "train", "val", "test", "fresh")
+            check_at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
             only_generated(self, "train", "val", "test")
             check_data_seed(self)
             if not 1 <= self.min_length <= self.max_length:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data.image import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places
@@ -75,8 +75,8 @@ class PathfinderConfig:
     def __post_init__(self) -> None:
         if self.source != "generate":  # what is imported has not changed
             object.__setattr__(self, "version", 1)
-        at_least(1, "task", self, "train", "val", "test")
-        at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
+        check_at_least(1, "task", self, "train", "val", "test")
+        check_at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         only_generated(self, "train", "val", "test", "data_seed")
         check_data_seed(self)
         if not 0 <= self.background < 1:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import aan
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -64,8 +64,8 @@ class Retrieval(TaskModule):
         difference: Literal["signed", "absolute"] = "signed"
 
         def __post_init__(self) -> None:
-            at_least(1, "task", self, "max_length")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "max_length")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = RetrievalData
 

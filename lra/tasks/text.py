@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import text
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -57,7 +57,7 @@ class Text(TaskModule):
             check_data_seed(self)
             if self.protocol == "lra" and self.data_seed:
                 raise UsageError("task.data_seed: nothing is held out with task.protocol=lra; leave one of them out")
-            at_least(1, "task", self, "max_length")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "max_length")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = TextData

@@ -21,7 +21,7 @@ import yaml
 
 from lra import environment
 from lra.config.compose import Composed, differences
-from lra.config.schema import LATER
+from lra.config.schema import LATER_FIELDS
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
 from lra.training.saved import End, read_config, read_environments, whole_result
@@ -49,7 +49,7 @@ class RunDirectory:
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES
-        self.config = run.saved()
+        self.config = run.to_saved_dict()
         self.task = versioned(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
@@ -135,7 +135,7 @@ class RunDirectory:
         task = saved.get("task")
         if not self.versions or not isinstance(task, dict) or not self.same_task(str(task.get("name"))):
             return self.task
-        number = task.get("version", LATER["task.version"])
+        number = task.get("version", LATER_FIELDS["task.version"])
         return f"{task['name']}@{number}" if isinstance(number, int) else self.task
 
     def checkpoint(self) -> Path | None:

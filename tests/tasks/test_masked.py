@@ -212,7 +212,7 @@ def test_refusals():
         with pytest.raises(UsageError, match=message) as error:
             fit.configure(["task=listops", "attn=flash", *args])
         assert "\n" not in str(error.value)
-    saved = fit.configure(["task=listops", "attn=flash"]).config.saved()
+    saved = fit.configure(["task=listops", "attn=flash"]).config.to_saved_dict()
     assert not {"pretrain", "mask"} & saved.keys()  # older runs are not of another configuration
 
 

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from lra.config.schema import at_least
+from lra.config.schema import check_at_least
 from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
@@ -45,7 +45,7 @@ class BigBirdAttention(BlockSparseAttention):
             super().__post_init__()
             check_count(self, 1, "window")
             check_count(self, 0, "globals", "random")
-            at_least(0, "attn", self, "seed")
+            check_at_least(0, "attn", self, "seed")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.config.schema import at_least
+from lra.config.schema import check_at_least
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, check_count
 
@@ -36,7 +36,7 @@ class PerformerAttention(Attention):
 
         def __post_init__(self) -> None:
             check_count(self, 1, "features")
-            at_least(1, "attn", self, "redraw")  # steps, as many as there may be
+            check_at_least(1, "attn", self, "redraw")  # steps, as many as there may be
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:
