@@ -17,7 +17,7 @@ from lra.bench import loops
 from lra.bench.breakdown import breakdown, recorded
 from lra.bench.files import output
 from lra.bench.records import StepMeasurement
-from lra.config.compose import Composed
+from lra.config.compose import ComposedConfig
 from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import describe_unknown
@@ -79,7 +79,7 @@ class StepResult:
         return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
 
 
-def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
+def split(args: Iterable[str | Override]) -> tuple[StepOptions, ComposedConfig]:
     """The measurement's options and the run's configuration; UsageError if they don't go together."""
     given = parse_overrides(args)
     options, fields = split_options(StepOptions, given)
@@ -132,7 +132,7 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     return result
 
 
-def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+def measured(loop: str, composed: ComposedConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
     """The record of one loop; it has no numbers where `reason` says why."""
     try:
         return _measure(loop, composed, options, device)
@@ -146,7 +146,7 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
     return StepMeasurement(loop=loop, status=status, reason=reason)
 
 
-def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+def _measure(loop: str, composed: ComposedConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
     run = composed.config
     done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from lra.config.override import Override, convert, parse_overrides, refuse_large
+from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
 from lra.config.registry import describe_unknown
 from lra.errors import UsageError, brief
 
@@ -17,8 +17,8 @@ OptionsT = TypeVar("OptionsT")
 def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label: str = "", **preset: Any) -> OptionsT:
     """A `schema` of the arguments, then of `preset`, then of the defaults.
 
-    Fields may be of the types that `convert` takes. Raises UsageError, which starts with `label`, for what is unknown,
-    given twice or no value of its field.
+    Fields may be of the types that `convert_value` takes. Raises UsageError, which starts with `label`, for a field
+    that is unknown or given twice, and for a value that its field can't have.
     """
     hints = typing.get_type_hints(schema)
     names = _names(schema)
@@ -29,8 +29,8 @@ def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label:
             raise UsageError(
                 label + (describe_unknown("field", field, names) if names else f"unknown field '{field}': it has none")
             )
-        values[field] = convert(override.text, hints[field], given)
-        refuse_large(given, values[field])
+        values[field] = convert_value(override.text, hints[field], given)
+        refuse_large_integers(given, values[field])
     return schema(**(preset | values))
 
 

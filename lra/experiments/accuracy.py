@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lra import environment
-from lra.config.compose import OWN
+from lra.config.compose import RUN_FIELDS
 from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
@@ -169,7 +169,7 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
 
 def _measuring(table: Grid, options: Options, fields: Sequence[Override]) -> str:
     """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
-    if {override.field for override in fields} & {*speed.REFUSED, *OWN}:
+    if {override.field for override in fields} & {*speed.REFUSED, *RUN_FIELDS}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.environment import MARK, MARKED
 from lra.errors import UsageError
 
@@ -33,7 +33,7 @@ def footnoted(title: str, header: list[str], rows: list[list[str]]) -> Table:
 
 def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:
     """UsageError if a file was measured with other options than are asked for, but for those that may grow."""
-    if changed := differences(found, asked, growing):
+    if changed := list_differences(found, asked, growing):
         raise UsageError(
             f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
         )
@@ -41,7 +41,7 @@ def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[st
 
 def refuse_other_environment(path: Path, found: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """UsageError if a file was measured in an environment unlike this."""
-    if changed := differences(found, made, NOT_COMPARED):
+    if changed := list_differences(found, made, NOT_COMPARED):
         raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 

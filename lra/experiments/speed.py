@@ -22,7 +22,7 @@ from lra.bench import step
 from lra.bench.files import alone, write
 from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
 from lra.bench.step import StepOptions
-from lra.config.compose import Composed
+from lra.config.compose import ComposedConfig
 from lra.config.options import refuse_repeats
 from lra.config.override import Override
 from lra.errors import UsageError
@@ -118,7 +118,7 @@ class Pending(NamedTuple):
     cell: Cell
     way: str
     options: StepOptions
-    composed: Composed
+    composed: ComposedConfig
 
     @property
     def key(self) -> Key:
@@ -359,7 +359,7 @@ def _pending(cell: Cell, way: str, options: Options) -> Pending:
     return Pending(cell, way, *step.split(fields))
 
 
-def _device(composed: Composed) -> torch.device:
+def _device(composed: ComposedConfig) -> torch.device:
     machine = hardware(composed.config)
     if machine["devices"] * machine["num_nodes"] > 1:
         raise UsageError("speed=true measures one device: start it without torchrun")

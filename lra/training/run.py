@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from lra import environment
-from lra.config.compose import Composed, differences
+from lra.config.compose import ComposedConfig, list_differences
 from lra.config.schema import LATER_FIELDS
 from lra.errors import UsageError, naming, unusable
 from lra.tasks import TASKS, versioned
@@ -42,7 +42,7 @@ NOT_NAMED = ("seed", "name", "resume", "draws", "task.version", *COMPUTING)
 class RunDirectory:
     """`checkpoints/runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>` below the current folder."""
 
-    def __init__(self, composed: Composed):
+    def __init__(self, composed: ComposedConfig):
         run = composed.config
         overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
@@ -91,7 +91,7 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := differences(saved, self.config, COMPUTING):
+            if changed := list_differences(saved, self.config, COMPUTING):
                 more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lra.config.compose import Composed, differences, to_dict
+from lra.config.compose import ComposedConfig, list_differences, to_dict
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import config_names, read_package_yaml, recipe_names
 from lra.config.registry import describe_unknown
@@ -46,7 +46,7 @@ class Column:
 
 
 @functools.cache
-def _composed(args: tuple[Override, ...]) -> Composed:
+def _composed(args: tuple[Override, ...]) -> ComposedConfig:
     """Composed once, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
@@ -61,7 +61,7 @@ class Cell:
     args: tuple[Override, ...]  # of `lra fit`
 
     @property
-    def composed(self) -> Composed:
+    def composed(self) -> ComposedConfig:
         return _composed(self.args)
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class Grid:
                 continue  # its task is that of seed 0, and composing takes long
             task, made = cell.composed.config.task, self.columns[cell.column].fields
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
-            changed = differences(paper, here, (*SAME, *(override.field for override in made)))
+            changed = list_differences(paper, here, (*SAME, *(override.field for override in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
         others = {column: "; ".join(changed) for column, changed in found.items() if changed}
         changed = replace(self, others=others)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.config.compose import OWN, differences
+from lra.config.compose import RUN_FIELDS, list_differences
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import SAME, Cell
@@ -21,7 +21,7 @@ from lra.training.run import RUNS, unshared
 from lra.training.saved import read_result
 
 # fields that don't change what a step takes
-NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
+NOT_PACE = ("seed", *RUN_FIELDS, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _finished(results: list[dict[str, Any]]) -> str:
 
 def _same(config: dict[str, Any], cell: Cell) -> bool:
     """Whether a step of the cell takes what it takes with this configuration."""
-    return not differences(config, cell.directory.config, NOT_PACE)
+    return not list_differences(config, cell.directory.config, NOT_PACE)
 
 
 def _steps(cell: Cell, state: State) -> int:

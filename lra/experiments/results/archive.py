@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.config.options import parse_options
 from lra.errors import UsageError, disk_full
 from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
@@ -137,7 +137,7 @@ class Run:
             _, identity = checkpoints.read(self.path / "model.safetensors")
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
-        if changed := differences(config, identity["config"], COMPUTING):
+        if changed := list_differences(config, identity["config"], COMPUTING):
             raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
 
     def check(self, names: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class Run:
         if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
             raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
         for name, result in (("result.json", self.result()), (FIRST_FAILURE, self.failure())):
-            if result and (changed := differences(config, result["config"], COMPUTING)):
+            if result and (changed := list_differences(config, result["config"], COMPUTING)):
                 raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
         self.check_curves()
         if "last.ckpt" in names:
@@ -334,7 +334,7 @@ def _decide(new: Run, old: Run) -> Decision:
         if vacant(old.path):
             return "added", ""
         return "refused", f"{old.path} is no run's directory: move it away"
-    if changed := differences(old.config(), new.config(), COMPUTING):
+    if changed := list_differences(old.config(), new.config(), COMPUTING):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:
