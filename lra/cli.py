@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
-from lra.completion import complete
+from lra.completion import complete_fields
 from lra.errors import UsageError, unusable
 from lra.help import FitCommand
 from lra.streams import guarded
@@ -22,14 +22,15 @@ from lra.terminal import Terminal, visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
-Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
+ClickUsageError: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
 Fields = Annotated[list[str] | None, typer.Argument(
-    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.", autocompletion=complete
+    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.",
+    autocompletion=complete_fields,
 )]  # fmt: skip
 TaskFields = Annotated[list[str] | None, typer.Argument(
-    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete
+    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete_fields
 )]  # fmt: skip
 
 
@@ -316,13 +317,13 @@ def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
     columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
     table = Table(*columns, "what")
     for entry in registry.catalogue().values():
-        cells = (_cell(getattr(registry.facts_of(entry), fact)) for fact in facts)
+        cells = (_format_fact(getattr(registry.facts_of(entry), fact)) for fact in facts)
         missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
         table.add_row(entry.name, *cells, (missing + entry.summary).strip())
     console.print(table, soft_wrap=False)
 
 
-def _cell(value: Any) -> str:
+def _format_fact(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -353,8 +354,8 @@ def main() -> None:
             output.flush()
             if ended.code in (None, 0) and output.error and sys.argv[1:2] != ["fit"]:  # a run leaves its files
                 if isinstance(output.error, BrokenPipeError):
-                    sys.exit(BROKEN_PIPE)  # the reader has gone, and knows it
-                _complain(f"standard output can't be written to ({output.error.strerror}): send it elsewhere")
+                    sys.exit(EXIT_BROKEN_PIPE)  # the reader has gone, and knows it
+                _exit_with(f"standard output can't be written to ({output.error.strerror}): send it elsewhere")
             raise
 
 
@@ -366,31 +367,31 @@ def _main() -> None:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
         sys.exit(app(prog_name="lra", standalone_mode=False))
-    except Misused as error:
-        _refuse(error)
+    except ClickUsageError as error:
+        _exit_misused(error)
     except UsageError as error:
-        _complain(str(error))
+        _exit_with(str(error))
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if not (said := unusable(error) or caches.damaged(error)):
             raise
-        _complain(said)
+        _exit_with(said)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends with 1
-            sys.exit(INTERRUPTED)
+            sys.exit(EXIT_INTERRUPTED)
         raise
 
 
-def _refuse(error: Any) -> NoReturn:
+def _exit_misused(error: Any) -> NoReturn:
     """As Typer does, but in one line."""
     command, text = error.ctx.command_path if error.ctx else "lra", error.format_message()
     if not text:  # nothing was asked for, and the help is printed already
         sys.exit(2)
-    _complain(f"{text} (see {command} --help)")
+    _exit_with(f"{text} (see {command} --help)")
 
 
-def _complain(text: str) -> NoReturn:
+def _exit_with(text: str) -> NoReturn:
     with suppress(OSError):  # a full disk may have the standard error, too
         Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
     sys.exit(2)

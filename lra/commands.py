@@ -50,12 +50,12 @@ def global_options(
     """What `lra` takes before a verb."""
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def verb(
     group: typer.Typer, name: str | None = None, parser: str = "", command: type[typer.core.TyperCommand] | None = None
-) -> Callable[[Function], Function]:
+) -> Callable[[_Verb], _Verb]:
     """Makes a function a verb of a group, under its own name unless one is given.
 
     Args:
@@ -64,7 +64,7 @@ def verb(
         command: prints the verb's help; None is Typer's own class.
     """
 
-    def add(function: Function) -> Function:
+    def add(function: _Verb) -> _Verb:
         group.command(name, cls=command)(function)
         function.parser = parser  # type: ignore[attr-defined]
         return function
