@@ -181,20 +181,22 @@ def ls_optimizers() -> None:
 
 @verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
-    """Every field's value and where it came from."""
+    """Every field: its value, where that came from, what else it may be, and what it means."""
     from lra.config.compose import flatten, to_dict
+    from lra.config.fields import describe_fields, format_value
     from lra.kernels import effective_dropout
     from lra.training.fit import configure
 
     composed = configure(fields or ())
     values = dict(flatten(to_dict(composed.config)))
-    table = Table("field", "value", "from")
-    for field, origin in composed.origin.items():
-        value = str(values[field])
-        if field in ("model.dropout", "model.attn_dropout"):
-            value += f" (the kernels drop {effective_dropout(values[field]):.4f})"
-        table.add_row(field, value, origin)
-    console.print(table)
+    folded = (Column(header, overflow="fold") for header in ("value", "from"))
+    table = Table(Column("field", no_wrap=True), *folded, "may be; meaning")
+    for field in describe_fields(composed.config):
+        value, meaning = values[field.name], field.meaning
+        if field.name in ("model.dropout", "model.attn_dropout") and value != (dropped := effective_dropout(value)):
+            meaning += f"; here {dropped:.4f} is dropped"
+        table.add_row(field.name, format_value(value), composed.origin[field.name], f"{field.type}; {meaning}")
+    console.print(table, soft_wrap=False)
 
 
 @verb(data_app, "prepare", "lra.training.data:parse_prepare")

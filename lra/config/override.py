@@ -59,7 +59,7 @@ def convert_value(value: Any, hint: Any, given: str) -> Any:
     except OverflowError:
         raise UsageError(f"{given}: write a finite number") from None
     except (ValueError, TypeError):
-        raise UsageError(f"{given}: write {_form(hint)}") from None
+        raise UsageError(f"{given}: write {describe_type(hint)}") from None
 
 
 def refuse_large_integers(given: str, value: Any, most: int = LARGEST_INTEGER) -> None:
@@ -97,20 +97,22 @@ def _convert(value: Any, hint: Any) -> Any:
     return converted
 
 
-def _form(hint: Any) -> str:
-    """How a field's value is written."""
-    *most, last = _forms(hint)
+def describe_type(hint: Any) -> str:
+    """What may be written as the value of a field of this type: `an integer or null`, `mean, max or cls`."""
+    *most, last = _alternatives(hint)
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _forms(hint: Any) -> list[str]:
+def _alternatives(hint: Any) -> list[str]:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        items = ("…" if part is Ellipsis else "|".join(form.split()[-1] for form in _forms(part)) for part in parts)
+        items = (
+            "…" if part is Ellipsis else "|".join(each.split()[-1] for each in _alternatives(part)) for part in parts
+        )
         return [f"[{','.join(items)}]"]
     if origin is typing.Literal:
         return [str(value) for value in parts]
     if origin in (typing.Union, types.UnionType):
-        return [form for part in parts for form in _forms(part)]
-    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], types.NoneType: ["null"]}
+        return [each for part in parts for each in _alternatives(part)]
+    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], str: ["text"], types.NoneType: ["null"]}
     return named.get(hint) or [getattr(hint, "__name__", str(hint))]

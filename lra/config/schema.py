@@ -47,16 +47,18 @@ def check_dropout_rate(name: str, dropout: float) -> None:
 class ModelConfig:
     """The Transformer encoder. Its attention is `attn=`, its input and classes come from the task."""
 
-    d_model: int = 64
-    heads: int = 2
-    layers: int = 2
-    d_ff: int = 128  # hidden width of the feed-forward and of the classifier
-    dropout: float = 0.1  # between layers, in steps of 1/256
-    attn_dropout: float = 0.1  # on attention probabilities, likewise
+    d_model: int = 64  # width: features of each token, a multiple of model.heads
+    heads: int = 2  # attention heads of a layer
+    layers: int = 2  # Transformer blocks
+    d_ff: int = 128  # hidden width of the feed-forward layers and of the classifier
+    dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
+    attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
+    # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    axes: Literal[1, 2] = 1  # 2: row and column of an image apart
+    axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
+    # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
-    embedding_std: float = 0.02  # of the initial token and learned position embeddings
+    embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
         check_at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
@@ -101,16 +103,20 @@ class OptimConfig:
     Its options mean what PyTorch's documentation says. An option that it does not have is null.
     """
 
-    name: OptimizerName = "adamw"
-    lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
-    betas: tuple[float, float] | None = (0.9, 0.999)  # not of rmsprop and sgd; null is the default, here and below
-    eps: float | None = 1e-8  # not of sgd
-    momentum: float | None = 0.0  # of rmsprop and sgd
-    weight_decay: float = 0.0  # of adamw times the learning rate; to the others a part of the gradient
-    decay: Literal["all", "matrices"] = "all"  # what decays; matrices: no bias, norm, embedding or table of positions
-    clip: float | None = None  # largest norm of the whole gradient
-    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"  # after the warmup, to 0 at the last step
-    warmup: int = 0  # steps of linear increase
+    name: OptimizerName = "adamw"  # PyTorch's optimiser
+    lr: float = 1e-4  # largest learning rate; schedule=rsqrt, of Tay et al., divides it by sqrt(warmup)
+    # decay of the two running averages; null: the default; not of rmsprop and sgd
+    betas: tuple[float, float] | None = (0.9, 0.999)
+    eps: float | None = 1e-8  # added to the divisor of an update; null: the default; not of sgd
+    momentum: float | None = 0.0  # weight of earlier gradients; of rmsprop and sgd; null: the default
+    # of adamw: taken from the weights, times the learning rate; of the others: added to the gradient
+    weight_decay: float = 0.0
+    # which weights decay; matrices: no bias, norm, embedding or table of positions
+    decay: Literal["all", "matrices"] = "all"
+    clip: float | None = None  # largest norm of the whole gradient; null: no clipping
+    # learning rate after the warmup; linear and cosine end at 0
+    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"
+    warmup: int = 0  # steps in which the learning rate rises linearly
 
     def options(self) -> dict[str, Any]:
         """What PyTorch's optimiser of this name is given."""
@@ -152,9 +158,10 @@ class OptimConfig:
 class BatchConfig:
     """Examples per optimisation step, and their layout. An example is a sequence, for Retrieval a pair of them."""
 
-    size: int = 32  # over all devices
-    micro: int | None = None  # examples a device holds at once; the rest of its share is accumulated
-    eval: int = 64  # examples per evaluation batch and device
+    size: int = 32  # examples of an optimisation step, over all devices
+    micro: int | None = None  # examples that a device holds at once; the rest of its share is accumulated; null: all
+    eval: int = 64  # examples of an evaluation batch on each device
+    # packed: no gaps between sequences; padded: all as long as the longest
     layout: Literal["packed", "padded"] = "packed"
 
     def divide(self, devices: int) -> tuple[int, int]:
@@ -174,12 +181,12 @@ class TrainerConfig:
     """How long, how often and on what."""
 
     steps: int = 1000  # optimisation steps
-    eval_every: int = 100  # steps between validations, of which each writes last.ckpt; divides steps
-    log_every: int = 50  # steps averaged into one training loss; divides eval_every
-    precision: Literal["fp32", "bf16"] = "fp32"
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    devices: int = 1  # per node; under torchrun its number counts where this one is left out
-    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite ends the run, or just its update
+    eval_every: int = 100  # steps between validations, each of which writes last.ckpt; divides trainer.steps
+    log_every: int = 50  # steps whose mean training loss is logged; divides trainer.eval_every
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: computed under autocast, with weights in fp32
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"  # where to compute; auto: on a GPU if there is one
+    devices: int = 1  # GPUs or CPU processes of each node; where this is left out, torchrun says how many
+    on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite, stop the run or skip the update
 
     @property
     def stride(self) -> int:
@@ -210,9 +217,9 @@ class TrainerConfig:
 class PositionsConfig:
     """How positions come from `init=` to a task of another size."""
 
-    # learned: resized so; null: bilinear between images, and sequences of another length are refused
+    # learned positions of another size; null: bilinear for images, an error for other sequences
     resize: Literal["gridwise", "bilinear", "bicubic"] | None = None
-    # sinusoidal and rotary: what keeps its coordinates, a pixel's distance (also null) or the image's extent
+    # sinusoidal and rotary positions of another size keep a pixel's distance (also null) or the image's extent
     scale: Literal["pixel", "image"] | None = None
 
 
@@ -228,21 +235,24 @@ class RunConfig:
 
     task: Any
     attn: Any
-    recipe: str = ""
+    recipe: str = ""  # hyperparameters; where this is left out, the task's own recipe
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    seed: int = 0
-    pretrain: Literal["none", "masked"] = "none"  # masked: hidden tokens are to be found, no label is used
-    mask: float | None = None  # share of tokens that are hidden; null: the task's own
-    engine: Literal["auto", "captured", "eager"] = "auto"  # auto: compiled and in CUDA graphs where that can be
-    init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
-    head: Literal["kept", "fresh"] | None = None  # the classifier of init=; null: kept if its shapes agree, else fresh
+    seed: int = 0  # of the weights, the data order and dropout
+    # masked: find hidden tokens, without labels; none: train the classifier
+    pretrain: Literal["none", "masked"] = "none"
+    mask: float | None = None  # share of tokens that pretrain=masked hides; null: the task's own
+    # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
+    engine: Literal["auto", "captured", "eager"] = "auto"
+    init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
+    head: Literal["kept", "fresh"] | None = None  # classifier of init=; null: kept if its shapes agree, else fresh
     positions: PositionsConfig = field(default_factory=PositionsConfig)
-    name: str | None = None  # names the run's directory instead of its recipe and overrides
-    resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint
-    draws: Literal["same", "changed"] = "same"  # changed: resume also where lra has other draws than the checkpoint
+    name: str | None = None  # name of the run's folder, instead of recipe and given fields
+    resume: str = "false"  # false, true (an error if there is nothing), auto, or a checkpoint's path
+    # changed: resume even if this lra draws other random numbers than the checkpoint
+    draws: Literal["same", "changed"] = "same"
 
     def __post_init__(self) -> None:
         if self.seed < 0:

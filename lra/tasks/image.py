@@ -42,8 +42,8 @@ class Image(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = image.HUB  # or a folder with a mirror of it
-        data_seed: int = 0  # of the held-out tenth
+        source: str = image.HUB  # Hub data set, or a folder with a mirror of it
+        data_seed: int = 0  # chooses the tenth of train that is held out for validation
         resolution: ClassVar[int] = image.SIDE
         max_length: ClassVar[int] = image.SIDE**2
 

@@ -60,15 +60,15 @@ class PathfinderData(TaskData):
 
 @dataclass(frozen=True)
 class PathfinderConfig:
-    source: str = "generate"  # or LRA's release: its folder, or the archive as it is
+    source: str = "generate"  # generate, or LRA's release: its folder or its archive
     level: Literal["easy", "intermediate", "hard"] = "hard"  # paths of 6, 9 or 14 dashes; LRA's is hard
     tokens: Literal["all", "lit"] = "all"  # lit: only pixels with id 8 or more, with their positions
-    background: float = 0.0  # with tokens=lit, the share of the other pixels that are kept, too
+    background: float = 0.0  # share of the other pixels that tokens=lit keeps
     data_seed: int = 0  # of the generated data
-    train: int = 160000
-    val: int = 20000
-    test: int = 20000
-    # 1: the images of pathfinder@1, whose labels are the same at every level and resolution. LRA's images are always 1
+    train: int = 160000  # training examples
+    val: int = 20000  # validation examples
+    test: int = 20000  # test examples
+    # 1: LRA's images, and those of pathfinder@1, whose labels are the same at every level and resolution
     version: Literal[1, 2] = 2
     resolution: ClassVar[int]
 

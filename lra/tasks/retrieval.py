@@ -56,11 +56,11 @@ class Retrieval(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str | None = None  # folder or archive of LRA's release, or the folder of the compact set
-        # lra: the 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers, another data set
+        source: str | None = None  # folder or archive of LRA's release, or folder of the compact set
+        # lra: 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers
         dataset: Literal["lra", "scisumm"] = "lra"
-        max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
-        # of the two encodings, as the classifier sees it; LRA's is signed
+        max_length: int = 4000  # bytes of each paper; of a longer one the start is kept
+        # difference of the two encodings that the classifier sees; LRA's is signed
         difference: Literal["signed", "absolute"] = "signed"
 
         def __post_init__(self) -> None:

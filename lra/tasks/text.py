@@ -47,11 +47,11 @@ class Text(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = text.HUB  # or a folder with a mirror of it
-        max_length: int = 4096  # bytes; the start of a longer review is kept
-        # val: a seeded tenth of train, or (as in LRA's code) the test set
+        source: str = text.HUB  # Hub data set, or a folder with a mirror of it
+        max_length: int = 4096  # bytes of a review; of a longer one the start is kept
+        # validation on a seeded tenth of train or, as in LRA's code, on the test set
         protocol: Literal["heldout", "lra"] = "heldout"
-        data_seed: int = 0  # of the held-out tenth
+        data_seed: int = 0  # chooses the tenth of train that is held out for validation
 
         def __post_init__(self) -> None:
             check_data_seed(self)

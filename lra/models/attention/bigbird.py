@@ -36,8 +36,8 @@ class BigBirdAttention(BlockSparseAttention):
     @dataclass(frozen=True)
     class Config(BlockConfig):
         block: str = "64"  # tokens of a square block, or "16x256": queries by keys
-        window: int = 3  # blocks, in all: the block itself in the middle
-        globals: int = 2  # the first blocks, which see all and are seen by all
+        window: int = 3  # blocks that a block sees around it, itself included
+        globals: int = 2  # first blocks, which see all and are seen by all
         random: int = 3  # other blocks that each block sees
         seed: int = 0  # of the random blocks
 

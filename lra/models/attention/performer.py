@@ -31,8 +31,8 @@ class PerformerAttention(Attention):
 
     @dataclass(frozen=True)
     class Config:
-        features: int | None = None  # random ones; d log d for heads of d dimensions by default
-        redraw: int | None = None  # training steps between new features; by default they stay
+        features: int | None = None  # random features; null: d log d for heads of d dimensions
+        redraw: int | None = None  # training steps between new features; null: they stay
 
         def __post_init__(self) -> None:
             check_count(self, 1, "features")
