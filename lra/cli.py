@@ -17,11 +17,10 @@ from lra.commands import app, bench_app, config_app, data_app, ls_app, results_a
 from lra.completion import complete_fields
 from lra.errors import UsageError, unusable
 from lra.help import FitCommand
+from lra.printing import console, print_catalogue, print_measured, print_rows, print_scores
 from lra.streams import guarded
 from lra.terminal import Terminal, visible
 
-# a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
-console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
 ClickUsageError: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
@@ -44,7 +43,7 @@ def fit(fields: Fields = None) -> None:
 
     result = run(*(fields or ()))
     if result:  # only rank 0 has one
-        _print_scores(result)
+        print_scores(result)
         folder = result["directory"]
         for what, file in (("checkpoint", "best.ckpt"), ("curves", "metrics.csv"), ("config", "config.yaml")):
             console.print(f"{what:10} {folder}/{file}")
@@ -58,7 +57,7 @@ def test(
     from lra.training.fit import test as run
 
     if result := run(*(fields or ())):  # only rank 0 has one
-        _print_scores(result)
+        print_scores(result)
 
 
 @verb(app)
@@ -108,7 +107,7 @@ def reproduce(
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
-    _print_measured(report.tables, report.lines, report.wrong)
+    print_measured(report.tables, report.lines, report.wrong)
 
 
 @verb(app, parser="lra.experiments:parse_report")
@@ -134,7 +133,7 @@ def report(
     from lra.experiments.results.report import run
 
     made = run(fields[0], fields[1:])
-    _print_measured(made.tables, made.notes)
+    print_measured(made.tables, made.notes)
 
 
 @verb(ls_app, "tasks")
@@ -142,7 +141,7 @@ def ls_tasks() -> None:
     """The benchmark's tasks."""
     from lra.tasks import TASKS
 
-    _print_catalogue(TASKS, ("version", "classes", "length"))
+    print_catalogue(TASKS, ("version", "classes", "length"))
 
 
 @verb(ls_app, "attns")
@@ -150,7 +149,7 @@ def ls_attns() -> None:
     """The attentions."""
     from lra.models.attention import ATTENTIONS
 
-    _print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
+    print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
 
 
 @verb(ls_app, "recipes")
@@ -244,7 +243,7 @@ def bench_attention(
     result = bench(fields or (), progress=console.print)
     records = result.cells
     wrong = any(record.failed for record in records)
-    _print_measured(tables(records, result.options["table"]), notes(records), wrong)
+    print_measured(tables(records, result.options["table"]), notes(records), wrong)
 
 
 @verb(bench_app, "io", "lra.bench.io:IoOptions")
@@ -253,7 +252,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
     from lra.bench.io import bench, table
 
     result = bench(fields or ())
-    _print_rows(*table(result))
+    print_rows(*table(result))
     for note in result.notes:
         console.print(note)
 
@@ -268,7 +267,7 @@ def bench_step(
     from lra.bench.step import bench, notes, tables
 
     result = bench(fields or (), progress=console.print)
-    _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
+    print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
 
 
 @verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
@@ -295,57 +294,6 @@ def results_merge(
 
     for line in merge(file, fields or ()):
         console.print(line)
-
-
-def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
-    table = Table(*header, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
-    """Exit code 1 if something was wrong, or failed."""
-    for table in tables:
-        _print_rows(*table)
-    for line in lines:
-        console.print(line)
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
-    """A row for each component; a narrow terminal folds what it is."""
-    columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
-    table = Table(*columns, "what")
-    for entry in registry.catalogue().values():
-        cells = (_format_fact(getattr(registry.facts_of(entry), fact)) for fact in facts)
-        missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
-        table.add_row(entry.name, *cells, (missing + entry.summary).strip())
-    console.print(table, soft_wrap=False)
-
-
-def _format_fact(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _print_scores(result: dict[str, Any]) -> None:
-    baselines = result["test"]["baselines"]
-    of = "hidden tokens" if "pretrain" in result else "sequences"
-    table = Table("test set", "accuracy", "95% bound", of, *(f"baseline: {name}" for name in baselines))
-    for name, score in result.items():
-        if isinstance(score, dict) and "plus_minus" in score:
-            bound, beside = f"± {100 * score['plus_minus']:.2f}", map(_percent, score["baselines"].values())
-            table.add_row(name, _percent(score["accuracy"]), bound, f"{score['n']:,}", *beside)
-    console.print(table)
-    name, best = max(baselines.items(), key=lambda baseline: baseline[1])
-    console.print(f"test accuracy {_percent(result['test']['accuracy'])}, strongest baseline {name} {_percent(best)}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
 
 
 def main() -> None:
