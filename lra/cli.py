@@ -178,6 +178,23 @@ def ls_optimizers() -> None:
     console.print(table)
 
 
+@verb(ls_app, "runs", "lra.experiments.results.listing:ListOptions")
+def ls_runs(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[task=…] [attn=…] [runs=<folder>]", autocompletion=complete_fields),
+    ] = None,
+) -> None:
+    """The runs below a folder: what each changes of its recipe, how far it is, and what it reached."""
+    from lra.experiments.results.listing import HEADER, list_runs
+
+    columns = (Column(name, no_wrap=name not in ("changes", "state"), overflow="fold") for name in HEADER)
+    table = Table(*columns)
+    for run in list_runs(fields or ()):
+        table.add_row(*run.cells)
+    console.print(table, soft_wrap=False)
+
+
 @verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
     """Every field: its value, where that came from, what else it may be, and what it means."""

@@ -44,8 +44,8 @@ class RunDirectory:
 
     def __init__(self, composed: ComposedConfig):
         run = composed.config
-        overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
-        middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
+        self.overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
+        middle = run.name or "+".join([run.recipe, *([_short(",".join(self.overrides))] if self.overrides else [])])
         self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES
@@ -181,7 +181,7 @@ class RunDirectory:
 
     def _open(self, step: int) -> None:
         sessions = read_environments(self.path / "env.json")
-        sessions.append({"step": step} | environment.describe())
+        sessions.append({"step": step, "overrides": self.overrides} | environment.describe())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
