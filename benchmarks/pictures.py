@@ -26,7 +26,7 @@ from benchmarks.pages.cards import RELEASES, released
 from benchmarks.pages.pictures import FOLDER
 from lra import environment
 from lra.bench.output import write_measurement
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.data import picture
 from lra.data.pathfinder.generate import draw_image, generate_images
 from lra.data.pathfinder.law import image_law
@@ -58,7 +58,7 @@ class PictureOptions:
 
 @command
 def main(arguments: Sequence[str]) -> None:
-    depict(parse(PictureOptions, arguments))
+    depict(parse_options(PictureOptions, arguments))
     print("make docs shows them in docs/pictures.md")
 
 

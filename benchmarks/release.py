@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.command import command
 from benchmarks.pages import measured
 from benchmarks.pages.cards import RELEASES, card, known
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.errors import UsageError
 from lra.experiments.results.archive import StoredRun
 from lra.training import checkpoints
@@ -43,7 +43,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
         raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
     weights = checkpoints.read_checkpoint(run)[1]["config"]
     for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
-        if changed := differences(config, result["config"]):
+        if changed := list_differences(config, result["config"]):
             raise UsageError(f"{file} and result.json of {run} belong to different runs: {'; '.join(changed)}")
     text = card(name, result, known(releases, results))
     aside = releases / f".{name}.{os.getpid()}"

@@ -14,22 +14,22 @@ from rich.text import Text
 
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
-from lra.completion import complete
+from lra.completion import complete_fields
 from lra.errors import UsageError, explain_system_error
 from lra.help import FitCommand
+from lra.printing import console, print_catalogue, print_measured, print_rows, print_scores
 from lra.streams import guard_streams
 from lra.terminal import Terminal, make_visible
 
-# a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
-console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
-Misused: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as shells have it: 128 + SIGINT, 128 + SIGPIPE
+ClickUsageError: Any = typer.BadParameter.__base__  # click's UsageError, which Typer brings along or imports
 
 Fields = Annotated[list[str] | None, typer.Argument(
-    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.", autocompletion=complete
+    metavar="task=… attn=… [recipe=…] [field=value …]", help="lra config show lists all.",
+    autocompletion=complete_fields,
 )]  # fmt: skip
 TaskFields = Annotated[list[str] | None, typer.Argument(
-    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete
+    metavar="task=… [recipe=…] [field=value …]", help="Fields of the task.", autocompletion=complete_fields
 )]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def fit(fields: Fields = None) -> None:
 
     result = run(*(fields or ()))
     if result:  # only rank 0 has one
-        _print_scores(result)
+        print_scores(result)
         folder = result["directory"]
         for what, file in (("checkpoint", "best.ckpt"), ("curves", "metrics.csv"), ("config", "config.yaml")):
             console.print(f"{what:10} {folder}/{file}")
@@ -57,7 +57,7 @@ def test(
     from lra.training.fit import test as run
 
     if result := run(*(fields or ())):  # only rank 0 has one
-        _print_scores(result)
+        print_scores(result)
 
 
 @verb(app)
@@ -107,7 +107,7 @@ def reproduce(
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
-    _print_measured(report.tables, report.lines, report.wrong)
+    print_measured(report.tables, report.lines, report.wrong)
 
 
 @verb(app, parser="lra.experiments:parse_report")
@@ -121,19 +121,19 @@ def report(
     ] = None,
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
-    from lra.config.recipes import names
+    from lra.config.recipes import config_names
     from lra.experiments import describe_table
 
     if not fields:
         table = Table("table", "what")
-        for name in names("table"):
+        for name in config_names("table"):
             table.add_row(name, describe_table(name))
         console.print(table)
         return
     from lra.experiments.results.report import make_report
 
     made = make_report(fields[0], fields[1:])
-    _print_measured(made.tables, made.notes)
+    print_measured(made.tables, made.notes)
 
 
 @verb(ls_app, "tasks")
@@ -141,7 +141,7 @@ def ls_tasks() -> None:
     """The benchmark's tasks."""
     from lra.tasks import TASKS
 
-    _print_catalogue(TASKS, ("version", "classes", "length"))
+    print_catalogue(TASKS, ("version", "classes", "length"))
 
 
 @verb(ls_app, "attns")
@@ -149,16 +149,16 @@ def ls_attns() -> None:
     """The attentions."""
     from lra.models.attention import ATTENTIONS
 
-    _print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
+    print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
 
 
 @verb(ls_app, "recipes")
 def ls_recipes() -> None:
     """The training recipes."""
-    from lra.config.recipes import read_recipe, recipes
+    from lra.config.recipes import read_recipe, recipe_names
 
     table = Table("recipe", "tasks", "what")
-    for name in recipes():
+    for name in recipe_names():
         try:
             recipe = read_recipe(name)
         except UsageError as error:  # one that is broken takes no other away
@@ -178,22 +178,41 @@ def ls_optimizers() -> None:
     console.print(table)
 
 
+@verb(ls_app, "runs", "lra.experiments.results.listing:ListOptions")
+def ls_runs(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[task=…] [attn=…] [runs=<folder>]", autocompletion=complete_fields),
+    ] = None,
+) -> None:
+    """The runs below a folder: what each changes of its recipe, how far it is, and what it reached."""
+    from lra.experiments.results.listing import HEADER, list_runs
+
+    columns = (Column(name, no_wrap=name not in ("changes", "state"), overflow="fold") for name in HEADER)
+    table = Table(*columns)
+    for run in list_runs(fields or ()):
+        table.add_row(*run.cells)
+    console.print(table, soft_wrap=False)
+
+
 @verb(config_app, "show", "lra.training.fit:configure")
 def config_show(fields: Fields = None) -> None:
-    """Every field's value and where it came from."""
+    """Every field: its value, where that came from, what else it may be, and what it means."""
     from lra.config.compose import flatten, to_dict
+    from lra.config.fields import describe_fields, format_value
     from lra.kernels import effective_dropout
     from lra.training.fit import configure
 
     composed = configure(fields or ())
     values = dict(flatten(to_dict(composed.config)))
-    table = Table("field", "value", "from")
-    for field, origin in composed.origin.items():
-        value = str(values[field])
-        if field in ("model.dropout", "model.attn_dropout"):
-            value += f" (the kernels drop {effective_dropout(values[field]):.4f})"
-        table.add_row(field, value, origin)
-    console.print(table)
+    folded = (Column(header, overflow="fold") for header in ("value", "from"))
+    table = Table(Column("field", no_wrap=True), *folded, "may be; meaning")
+    for field in describe_fields(composed.config):
+        value, meaning = values[field.name], field.meaning
+        if field.name in ("model.dropout", "model.attn_dropout") and value != (dropped := effective_dropout(value)):
+            meaning += f"; here {dropped:.4f} is dropped"
+        table.add_row(field.name, format_value(value), composed.origin[field.name], f"{field.type}; {meaning}")
+    console.print(table, soft_wrap=False)
 
 
 @verb(data_app, "prepare", "lra.training.data_verbs:parse_prepare")
@@ -241,7 +260,7 @@ def bench_attention(
     result = measure_attention(fields or (), progress=console.print)
     records = result.cells
     wrong = any(record.failed for record in records)
-    _print_measured(attention_tables(records, result.options["table"]), attention_notes(records), wrong)
+    print_measured(attention_tables(records, result.options["table"]), attention_notes(records), wrong)
 
 
 @verb(bench_app, "io", "lra.bench.traffic:IoOptions")
@@ -250,7 +269,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
     from lra.bench.traffic import measure_traffic, traffic_table
 
     result = measure_traffic(fields or ())
-    _print_rows(*traffic_table(result))
+    print_rows(*traffic_table(result))
     for note in result.notes:
         console.print(note)
 
@@ -265,7 +284,7 @@ def bench_step(
     from lra.bench.step import measure_step, step_notes, step_tables
 
     result = measure_step(fields or (), progress=console.print)
-    _print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
+    print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
 
 
 @verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
@@ -294,57 +313,6 @@ def results_merge(
         console.print(line)
 
 
-def _print_rows(title: str, header: list[str], rows: list[list[str]]) -> None:
-    table = Table(*header, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _print_measured(tables: Any, lines: list[str], wrong: bool = False) -> None:
-    """Exit code 1 if something was wrong, or failed."""
-    for table in tables:
-        _print_rows(*table)
-    for line in lines:
-        console.print(line)
-    if wrong:
-        raise typer.Exit(1)
-
-
-def _print_catalogue(registry: Any, facts: tuple[str, ...]) -> None:
-    """A row for each component; a narrow terminal folds what it is."""
-    columns = (Column(header.replace("_", " "), no_wrap=True) for header in (registry.kind, *facts))
-    table = Table(*columns, "what")
-    for entry in registry.catalogue().values():
-        cells = (_cell(getattr(registry.declared(entry), fact)) for fact in facts)
-        missing = f"Needs {', '.join(entry.missing)}. " if entry.missing else ""
-        table.add_row(entry.name, *cells, (missing + entry.summary).strip())
-    console.print(table, soft_wrap=False)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _print_scores(result: dict[str, Any]) -> None:
-    baselines = result["test"]["baselines"]
-    of = "hidden tokens" if "pretrain" in result else "sequences"
-    table = Table("test set", "accuracy", "95% bound", of, *(f"baseline: {name}" for name in baselines))
-    for name, score in result.items():
-        if isinstance(score, dict) and "plus_minus" in score:
-            bound, beside = f"± {100 * score['plus_minus']:.2f}", map(_percent, score["baselines"].values())
-            table.add_row(name, _percent(score["accuracy"]), bound, f"{score['n']:,}", *beside)
-    console.print(table)
-    name, best = max(baselines.items(), key=lambda baseline: baseline[1])
-    console.print(f"test accuracy {_percent(result['test']['accuracy'])}, strongest baseline {name} {_percent(best)}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
-
-
 def main() -> None:
     with guard_streams() as output:
         try:
@@ -353,8 +321,8 @@ def main() -> None:
             output.flush()
             if ended.code in (None, 0) and output.error and sys.argv[1:2] != ["fit"]:  # a run leaves its files
                 if isinstance(output.error, BrokenPipeError):
-                    sys.exit(BROKEN_PIPE)  # the reader has gone, and knows it
-                _complain(f"standard output can't be written to ({output.error.strerror}): send it elsewhere")
+                    sys.exit(EXIT_BROKEN_PIPE)  # the reader has gone, and knows it
+                _exit_with(f"standard output can't be written to ({output.error.strerror}): send it elsewhere")
             raise
 
 
@@ -366,31 +334,31 @@ def _main() -> None:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
         sys.exit(app(prog_name="lra", standalone_mode=False))
-    except Misused as error:
-        _refuse(error)
+    except ClickUsageError as error:
+        _exit_misused(error)
     except UsageError as error:
-        _complain(str(error))
+        _exit_with(str(error))
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if not (said := explain_system_error(error) or caches.explain_damage(error)):
             raise
-        _complain(said)
+        _exit_with(said)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends with 1
-            sys.exit(INTERRUPTED)
+            sys.exit(EXIT_INTERRUPTED)
         raise
 
 
-def _refuse(error: Any) -> NoReturn:
+def _exit_misused(error: Any) -> NoReturn:
     """As Typer does, but in one line."""
     command, text = error.ctx.command_path if error.ctx else "lra", error.format_message()
     if not text:  # nothing was asked for, and the help is printed already
         sys.exit(2)
-    _complain(f"{text} (see {command} --help)")
+    _exit_with(f"{text} (see {command} --help)")
 
 
-def _complain(text: str) -> NoReturn:
+def _exit_with(text: str) -> NoReturn:
     with suppress(OSError):  # a full disk may have the standard error, too
         Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {make_visible(text)}"))
     sys.exit(2)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer.core
 import typer.main
 
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.environment import current_commit, package_versions
 from lra.errors import UsageError
 
@@ -50,12 +50,12 @@ def global_options(
     """What `lra` takes before a verb."""
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def verb(
     group: typer.Typer, name: str | None = None, parser: str = "", command: type[typer.core.TyperCommand] | None = None
-) -> Callable[[Function], Function]:
+) -> Callable[[_Verb], _Verb]:
     """Makes a function a verb of a group, under its own name unless one is given.
 
     Args:
@@ -64,7 +64,7 @@ def verb(
         command: prints the verb's help; None is Typer's own class.
     """
 
-    def add(function: Function) -> Function:
+    def add(function: _Verb) -> _Verb:
         group.command(name, cls=command)(function)
         function.parser = parser  # type: ignore[attr-defined]
         return function
@@ -86,13 +86,13 @@ def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:
     while isinstance(command, typer.core.TyperGroup):
         name = names.pop(0) if names else ""
         if name not in command.commands:
-            raise UsageError(unknown("command", name, command.commands))
+            raise UsageError(describe_unknown("command", name, command.commands))
         command = command.commands[name]
     fields = command.make_context(command.name, names).params.get("fields") or []
     module, _, attribute = inspect.unwrap(command.callback).parser.partition(":")
     if not module:
         return None
-    from lra.config.options import parse  # here, as the command line begins without it
+    from lra.config.options import parse_options  # here, as the command line begins without it
 
     parser = getattr(import_module(module), attribute)
-    return parse(parser, fields) if inspect.isclass(parser) else parser(fields)
+    return parse_options(parser, fields) if inspect.isclass(parser) else parser(fields)

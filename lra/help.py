@@ -7,10 +7,10 @@ from typing import Any
 import typer.core
 from rich.table import Column, Table
 
-from lra.completion import choices
+from lra.completion import selector_names
 from lra.terminal import Terminal
 
-EXAMPLE = "lra fit task=listops attn=flash recipe=demo trainer.steps=500"
+FIT_EXAMPLE = "lra fit task=listops attn=flash recipe=demo trainer.steps=500"
 COMMON_FIELDS = {
     "trainer.steps": "optimisation steps",
     "trainer.devices": "GPUs of this machine",
@@ -31,7 +31,7 @@ class FitCommand(typer.core.TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         console = Terminal()
-        for title, rows in sections():
+        for title, rows in help_sections():
             columns = Column(no_wrap=True), Column()
             table = Table(*columns, title=title, title_justify="left", box=None, show_header=False)
             for row in rows:
@@ -40,9 +40,9 @@ class FitCommand(typer.core.TyperCommand):
             console.print()
 
 
-def sections() -> list[tuple[str, list[tuple[str, str]]]]:
+def help_sections() -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of two columns, each after its title."""
     return [
-        (f"Example: {EXAMPLE}", [(f"{field}=", ", ".join(names)) for field, names in choices().items()]),
+        (f"Example: {FIT_EXAMPLE}", [(f"{field}=", ", ".join(names)) for field, names in selector_names().items()]),
         ("The fields that are set most", [(f"{field}=", what) for field, what in COMMON_FIELDS.items()]),
     ]

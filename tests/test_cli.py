@@ -64,7 +64,7 @@ def test_attentions_are_listed():
 
 
 def test_what_an_attention_needs_is_listed_with_it(monkeypatch):
-    monkeypatch.setattr(registry, "_present", lambda name: False)
+    monkeypatch.setattr(registry, "_is_installed", lambda name: False)
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
     assert rows["flash_attn"][4].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][4]
 
@@ -95,18 +95,30 @@ def test_recipes_are_listed():
 
 def test_the_configuration_is_shown_with_its_origins():
     done = lra("config", "show", *RUN, "model.d_ff=9", "model.attn_dropout=0.1")
-    rows = {field: (value, origin) for field, value, origin in done.rows}
+    rows = {field: (value, origin) for field, value, origin, _ in done.rows}
+    what = {row[0]: row[3] for row in done.rows}
     assert rows["model.d_ff"] == ("9", "command line")
     assert rows["model.d_model"] == ("64", "recipe/demo.yaml")
     assert rows["batch.eval"] == ("250", "recipe/demo.yaml listops")
     assert rows["task.data_seed"] == ("0", "default")
     assert rows["recipe"] == ("demo", "command line")
-    assert rows["model.attn_dropout"] == ("0.1 (the kernels drop 0.1016)", "command line")
-    assert rows["optim.betas"][0] == "[0.9, 0.98]"
+    assert rows["model.attn_dropout"] == ("0.1", "command line")
+    assert what["model.attn_dropout"].endswith("; here 0.1016 is dropped") and "here" not in what["model.dropout"]
+    assert rows["optim.betas"][0] == "[0.9,0.98]" and rows["attn.deterministic"][0] == "false"
+    assert rows["init"][0] == "null" and what["init"].startswith("text or null; weights to start from: ")
+    assert what["model.pooling"].startswith("mean, max or cls; ")
+
+
+def test_the_configuration_fits_100_columns_and_what_it_shows_may_be_typed():
+    lines = lra("config", "show", *RUN, width=100).out.splitlines()
+    assert max(map(len, lines)) <= 100
+    shown = [f"{row[0]}={row[1]}" for row in lra("config", "show", *RUN).rows]
+    again = lra("config", "show", "task=listops", "attn=flash", *shown)
+    assert again.code == 0 and [f"{row[0]}={row[1]}" for row in again.rows] == shown
 
 
 def test_the_default_recipe_is_the_tasks():
-    rows = {field: (value, origin) for field, value, origin in lra("config", "show", "task=text", "attn=flash").rows}
+    rows = {row[0]: tuple(row[1:3]) for row in lra("config", "show", "task=text", "attn=flash").rows}
     assert rows["recipe"] == ("xiong2021", "task/text.yaml")
 
 

@@ -27,6 +27,7 @@ RUN = ("task=listops", "attn=flash", "trainer.steps=4", "trainer.eval_every=4", 
         ("report", "table3", "tasks=listops"),
         ("results", "pack", "out=runs.tar.xz"),
         ("results", "merge", "runs.tar.xz", "runs=there"),
+        ("ls", "runs", "task=listops", "runs=there"),
     ],
     ids=" ".join,
 )

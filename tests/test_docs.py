@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 
@@ -13,36 +11,9 @@ from benchmarks.pages import attentions, measured
 from lra.models.attention import ATTENTIONS
 
 
-@dataclass(frozen=True)
-class Base:
-    block: str = "128"  # tokens, or "16x256"
-    impl: Literal["auto", "triton", "gather"] = "auto"
-    lengths: tuple[int, ...] = (
-        1,  # of the short,
-        2,  # and of the long one
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Heir(Base):
-    block: str = "64"  # tokens alone
-    rate: float | None = None  # type: ignore[assignment]
-    causal: bool = False  # or not
-
-
 @pytest.mark.parametrize("maker", pages.MAKERS, ids=lambda maker: maker.__name__.rpartition(".")[2])
 def test_no_page_is_stale(maker):
     assert not pages.stale(maker.make()), "run make docs"
-
-
-def test_options_are_read_with_their_comments_from_the_class_and_its_bases():
-    assert attentions.options(Heir) == {
-        "block": ("str", "64", "tokens alone"),
-        "impl": ("`auto`, `triton` or `gather`", "auto", ""),
-        "lengths": ("tuple[int, ...]", "[1, 2]", "of the short, and of the long one"),
-        "rate": ("float or `null`", "null", ""),
-        "causal": ("bool", "false", "or not"),
-    }
 
 
 def test_every_attention_has_its_section_and_what_it_needs():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lra.cli import app
 from lra.commands import parse_command
-from lra.config.recipes import recipes
-from lra.help import COMMON_FIELDS, EXAMPLE
+from lra.config.recipes import recipe_names
+from lra.help import COMMON_FIELDS, FIT_EXAMPLE
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from tests.command_line import lra
@@ -14,12 +14,12 @@ from tests.command_line import lra
 def test_help_of_fit_shows_an_example_and_what_can_be_named():
     done = lra("fit", "--help")
     words = done.out.replace(",", " ").split()
-    assert done.code == 0 and EXAMPLE in done.out
-    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipes()} <= set(words)
+    assert done.code == 0 and FIT_EXAMPLE in done.out
+    assert {*TASKS.catalogue(), *ATTENTIONS.catalogue(), *recipe_names()} <= set(words)
     assert {f"{field}=" for field in COMMON_FIELDS} <= set(words) and len(COMMON_FIELDS) == 10
     assert max(map(len, done.out.splitlines())) <= 80
 
 
 def test_the_example_in_the_help_is_a_command_and_its_fields_exist():
-    composed = parse_command(app, EXAMPLE.split()[1:])
+    composed = parse_command(app, FIT_EXAMPLE.split()[1:])
     assert COMMON_FIELDS.keys() <= composed.origin.keys()

@@ -64,7 +64,7 @@ def test_the_card_agrees_with_the_result(name):
     chain = cards.stages(result, cards.known())
     assert chain[0]["config"]["init"] is None and chain[-1] == result
     for command, stage in zip(shown(card, 1), chain, strict=True):
-        saved = composed(tuple(command[2:])).config.saved()
+        saved = composed(tuple(command[2:])).config.to_saved_dict()
         assert command[:2] == ["lra", "fit"] and saved == stage["config"]  # what it trains now is what was trained
 
 

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.pages import measured, readme, runs, tables
 from lra.cli import app
 from lra.commands import parse_command
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.experiments.grid import grid
 from lra.experiments.results import ledger
 from lra.training.run_directory import HARDWARE_FIELDS
@@ -69,7 +69,7 @@ def test_a_result_says_where_it_comes_from(file):
 def test_what_ran_another_time_is_the_same_configuration(file):
     task, attn, run, began, _ = file.relative_to(REPEATS).parts
     one, other = (json.loads(each.read_text()) for each in (file, measured.RUNS / task / attn / run / file.name))
-    assert differences(one["config"], other["config"], {*HARDWARE_FIELDS, "name", "resume"}) == []
+    assert list_differences(one["config"], other["config"], {*HARDWARE_FIELDS, "name", "resume"}) == []
     assert one["environment"]["date"][:16].replace(":", "") == began
 
 
@@ -107,8 +107,8 @@ def test_relative_links_resolve(document):
 
 def test_imports_go_down_the_layers_of_the_picture():
     layers = [
-        "cli", "commands help", "completion", "experiments", "bench", "training doctor", "tasks", "data models",
-        "kernels config ranks caches", "batch errors environment reading terminal streams",
+        "cli", "commands help printing", "completion", "experiments", "bench", "training doctor", "tasks",
+        "data models", "kernels config ranks caches", "batch errors environment reading terminal streams",
     ]  # fmt: skip
     level = {name: depth for depth, names in enumerate(layers) for name in names.split()}
     for file in (ROOT / "lra").rglob("*.py"):

@@ -68,4 +68,4 @@ def test_an_output_without_a_reader_ends_a_listing_quietly(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as ended:
             cli.main()
-    assert ended.value.code == cli.BROKEN_PIPE and not capsys.readouterr().err
+    assert ended.value.code == cli.EXIT_BROKEN_PIPE and not capsys.readouterr().err

@@ -27,7 +27,7 @@ from benchmarks.pages.kernels import (
 )
 from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.tables import sections
-from lra.config.recipes import read_recipe, recipes
+from lra.config.recipes import read_recipe, recipe_names
 from lra.config.registry import Registry
 from lra.experiments import speed as step_speed
 from lra.experiments.grid import grid
@@ -46,7 +46,7 @@ Row = Sequence[str]
 
 def tasks(_: Path) -> str:
     def row(name: str, facts: dict[str, Any], what: str) -> Row:
-        covered = [recipe for recipe in recipes() if name in read_recipe(recipe)["tasks"]]
+        covered = [recipe for recipe in recipe_names() if name in read_recipe(recipe)["tasks"]]
         version = f"`{name}@{facts['version']}`"
         return version, what, f"{facts['length']:,}", str(facts["classes"]), " ".join(covered), facts["paper"]
 
@@ -182,7 +182,7 @@ def make(root: Path = measured.BENCHMARKS) -> dict[Path, str]:
 
 def _catalogue(registry: Registry) -> Iterable[tuple[str, dict[str, Any], str]]:
     for entry in registry.builtins().values():
-        yield entry.name, vars(registry.declared(entry)), entry.summary.rstrip(".")
+        yield entry.name, vars(registry.facts_of(entry)), entry.summary.rstrip(".")
 
 
 def _yes(value: bool) -> str:

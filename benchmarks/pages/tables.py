@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import measured
-from lra.config.recipes import names, read_recipe, recipes
+from lra.config.recipes import config_names, read_recipe, recipe_names
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
 from lra.experiments.grid.cells import with_stages
@@ -52,7 +52,7 @@ def sections(name: str) -> dict[str, Section]:
     table, found = grid.read_grid(name), {}
     with contextlib.chdir(measured.ROOT):  # results are named as from there
         runs = [entry.result for entry in ledger.find_results(MEASURED)[0]]
-        for recipe in recipes():
+        for recipe in recipe_names():
             if section := _section(table, recipe, runs):
                 found[recipe] = section
     return found
@@ -149,5 +149,5 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
 
 def make() -> dict[Path, str]:
     """Every page that there is something for."""
-    made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in names("table")}
+    made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in config_names("table")}
     return {path: measured.from_docs(text) for path, text in made.items() if text is not None}

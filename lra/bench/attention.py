@@ -28,9 +28,9 @@ from lra.bench.presets import (
 from lra.bench.records import AttentionMeasurement, MeasurementFile, round_figure
 from lra.bench.sparse import with_peers
 from lra.bench.timing import PassTime, TimedSteps, clear_gpu, time_passes
-from lra.config.options import parse, refuse_repeats, shown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
-from lra.config.schema import at_most, droppable
+from lra.config.schema import check_at_most, check_dropout_rate
 from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.models.attention import ATTENTIONS
 
@@ -66,15 +66,15 @@ class AttentionOptions:
                 raise UsageError(f"{name}= must be at least 1")
         if 1 in self.lengths:
             raise UsageError("lengths=1: the softmax over one token has no gradients to check, use at least 2")
-        at_most(1 << 20, "", self, "lengths", "batch")
-        at_most(1 << 24, "", self, "tokens")
-        at_most(1 << 14, "", self, "heads", "head_dims")
+        check_at_most(1 << 20, "", self, "lengths", "batch")
+        check_at_most(1 << 24, "", self, "tokens")
+        check_at_most(1 << 14, "", self, "heads", "head_dims")
         lists = ("attns", "lengths", "head_dims", "dropout", "dtypes", "passes")
         refuse_repeats(**{name: getattr(self, name) for name in lists})
         if not all(0 <= p < 1 for p in self.dropout):
             raise UsageError("dropout= must be at least 0 and below 1")
         for p in self.dropout:
-            droppable("dropout", p)
+            check_dropout_rate("dropout", p)
         for name, known in (("dtypes", TORCH_DTYPES), ("passes", PASSES)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise UsageError(f"{name}={unknown.pop()} is unknown: choose from {', '.join(known)}")
@@ -108,7 +108,7 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
     given = {override.field: override.text for override in overrides}
     table = given.get("table")
     compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED_TABLES else {}
-    options = parse(AttentionOptions, overrides, **compared_by_default, **PAPER_TABLES.get(table, {}))
+    options = parse_options(AttentionOptions, overrides, **compared_by_default, **PAPER_TABLES.get(table, {}))
     clash = given.keys() & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     if {"attn", "attns"} <= given.keys():
         raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
@@ -121,7 +121,7 @@ def configure_attention(args: Sequence[str]) -> AttentionOptions:
         options = replace(options, attns=with_peers(options.attn))
     for attention in options.attns if given.keys() & {"attn", "attns"} else ():
         name, cls = attention_class(attention)
-        parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
+        parse_options(cls.Config, attention.split(":")[1:], f"attns={name}: ")
     return options
 
 
@@ -136,7 +136,7 @@ def measure_attention(
     """
     options = configure_attention(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = MeasurementFile[AttentionMeasurement](environment.describe(), shown(options), [])
+    result = MeasurementFile[AttentionMeasurement](environment.describe(), recorded_options(options), [])
 
     def draw() -> None:
         if options.plots:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.bench.sparse import PEERS
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
@@ -67,7 +67,7 @@ class BenchmarkCase:
     def build(self, device: torch.device) -> Attention:
         """The attention in training mode. UsageError if it does not support the case on the device."""
         name, cls = attention_class(self.attention)
-        config = parse(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
+        config = parse_options(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
         spec = AttentionSpec(self.heads, self.head_dim, max(self.span, *self.lengths), self.dropout)
         attention = cls(config, spec)
         attention.resolve(device, "fp32" if self.dtype == "fp32" else "bf16")  # what takes bf16 takes fp16

@@ -124,7 +124,7 @@ class MeasurementFile(Generic[M]):
     """The content of a file of measurements. A record that another session measured says so in the file."""
 
     environment: dict[str, Any]  # `environment.describe` of the session that began it
-    options: dict[str, Any]  # as `shown` gives them
+    options: dict[str, Any]  # as `recorded_options` gives them
     cells: list[M]
 
     def saved(self) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from lra.bench.breakdown import breakdown, record_kernels
 from lra.bench.output import open_output
 from lra.bench.records import StepMeasurement, round_figure
 from lra.bench.timing import clear_gpu
-from lra.config.compose import Composed
-from lra.config.options import refuse_repeats, shown, take
+from lra.config.compose import ComposedConfig
+from lra.config.options import recorded_options, refuse_repeats, split_options
 from lra.config.override import Override, parse_overrides
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.training.assembly import build_modules, resolve_attention
@@ -49,7 +49,7 @@ class StepOptions:
             raise UsageError("steps= and warmup= must be at least 1")
         for loop in self.loops:
             if loop not in LOOPS:
-                raise UsageError(f"loops=: {unknown('loop', loop, LOOPS)}")
+                raise UsageError(f"loops=: {describe_unknown('loop', loop, LOOPS)}")
         refuse_repeats(loops=self.loops)
 
     @property
@@ -80,10 +80,10 @@ class StepResult:
         return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
 
 
-def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
+def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, ComposedConfig]:
     """The measurement's options and the run's configuration. UsageError if they don't go together."""
     given = parse_overrides(args)
-    options, fields = take(StepOptions, given)
+    options, fields = split_options(StepOptions, given)
     composed = configure(fields)
     if composed.start:  # weights from which the recipe starts, and what becomes of them, change no step
         fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
@@ -114,7 +114,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
     data, module = build_modules(run)
     resolve_attention(module, device)
     data.prepare_data()
-    result = StepResult(environment.describe(), shown(options), run.saved(), [])
+    result = StepResult(environment.describe(), recorded_options(options), run.to_saved_dict(), [])
 
     with open_output(options.out) as keep:
         for loop in options.loops:
@@ -130,7 +130,7 @@ def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda l
     return result
 
 
-def measure_loop(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+def measure_loop(loop: str, composed: ComposedConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
     """The record of one loop. If it has no numbers, `reason` says why."""
     try:
         return _measure(loop, composed, options, device)
@@ -144,7 +144,7 @@ def measure_loop(loop: str, composed: Composed, options: StepOptions, device: to
     return StepMeasurement(loop=loop, status=status, reason=reason)
 
 
-def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+def _measure(loop: str, composed: ComposedConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
     run = composed.config
     done = loops.time_fit(run, watch) if loop == "fit" else loops.time_by_hand(loop, run, watch)

@@ -20,7 +20,7 @@ import torch
 
 from lra import environment
 from lra.bench.output import write_measurement
-from lra.config.options import parse, refuse_repeats, shown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.errors import UsageError
 
 BYTES_OF_DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -116,7 +116,7 @@ class IoResult:
 
 def measure_traffic(args: Sequence[str]) -> IoResult:
     """Counts the bytes of the whole batch. `args`: `field=value` of IoOptions."""
-    options = parse(IoOptions, args)
+    options = parse_options(IoOptions, args)
     missing = "counters=false" if options.counters == "false" else why_no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
@@ -134,7 +134,7 @@ def measure_traffic(args: Sequence[str]) -> IoResult:
         rows.append(row if missing else _count_with_ncu(row, block, options, notes))
     if missing:
         notes.append(f"not measured: {missing}")
-    result = IoResult(environment.describe(), shown(options), rows, notes)
+    result = IoResult(environment.describe(), recorded_options(options), rows, notes)
     if options.out:
         write_measurement(Path(options.out), asdict(result))
     return result

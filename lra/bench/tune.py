@@ -12,7 +12,7 @@ import torch
 
 from lra import environment
 from lra.bench.records import session_of
-from lra.config.options import parse, refuse_repeats
+from lra.config.options import parse_options, refuse_repeats
 from lra.errors import UsageError, name_error
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
@@ -98,7 +98,7 @@ def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda t
     Raises:
         UsageError: for bad arguments, without a GPU, and if no tile is correct.
     """
-    options = parse(TuneOptions, args)
+    options = parse_options(TuneOptions, args)
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()

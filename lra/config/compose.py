@@ -19,16 +19,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from lra.config.override import Override, convert, parse_overrides, refuse_large
-from lra.config.recipes import check_names, read_recipe, read_task, recipes
+from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
+from lra.config.recipes import check_recipe_names, read_recipe, read_task, recipe_names
 from lra.config.registry import Registry
 from lra.errors import UsageError, shorten
 
-STARTED = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
+START_MEND = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """A configuration and where each of its values came from."""
 
     config: Any  # a frozen instance of the schema
@@ -43,7 +43,7 @@ def compose(
     args: Iterable[str | Override],
     locate: Callable[[tuple[Override, ...]], str] | None = None,
     default: str | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
 
     Args:
@@ -53,7 +53,7 @@ def compose(
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
-    selected, overrides = _split(args, (*registries, "recipe"))
+    selected, overrides = _split_selectors(args, (*registries, "recipe"))
     missing = [name for name in registries if name not in selected]
     if missing:
         first = missing[0]
@@ -69,11 +69,11 @@ def compose(
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(
-            f"task '{task}' names no default recipe: give recipe={'|'.join(recipes())}, or write one into "
+            f"task '{task}' names no default recipe: give recipe={'|'.join(recipe_names())}, or write one into "
             f"configs/task/{task}.yaml, as recipe: <name>"
         )
     recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
-    check_names(label, recipe_yaml, registries)
+    check_recipe_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
         raise UsageError(
@@ -85,30 +85,30 @@ def compose(
     own = attns.get(attn) or {}
     tree.merge(
         (f"task/{task}.yaml", task_yaml),
-        (GIVEN if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
+        (FROM_COMMAND_LINE if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
         (label, recipe_yaml.get("defaults") or {}),
         (f"{label} {task}", tasks[task] or {}),
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
     )
     given = tree.override(overrides)
     selected |= {"recipe": recipe}
-    rules = _rules(label, recipe_yaml.get("start") or (), tree, selected)
-    if not (rules and locate and tree.origin["init"] == DEFAULT):
-        return Composed(tree.finish(), tree.origin, given)
-    start = _start(label, rules[0], selected, given)
+    rules = _matching_rules(label, recipe_yaml.get("start") or (), tree, selected)
+    if not (rules and locate and tree.origin["init"] == FROM_DEFAULT):
+        return ComposedConfig(tree.finish(), tree.origin, given)
+    start = _starting_arguments(label, rules[0], selected, given)
     started = tree.copy()
     try:
         changes = dict(flatten(rules[0].get("with") or {}))
         with _in_chain(label, start):
             changes["init"] = locate(start)
-        asked = {field: value for field, value in changes.items() if tree.origin.get(field) != GIVEN}
+        asked = {field: value for field, value in changes.items() if tree.origin.get(field) != FROM_COMMAND_LINE}
         started.merge((f"{label} start", asked))
-        return Composed(started.finish(), started.origin, given, start)
+        return ComposedConfig(started.finish(), started.origin, given, start)
     except UsageError as error:
         if error.of_earlier_run:
             raise
         tree.finish()  # what is wrong without the start, too, is said of what was given
-        raise UsageError(f"{error} ({STARTED})", of_earlier_run=True) from None
+        raise UsageError(f"{error} ({START_MEND})", of_earlier_run=True) from None
 
 
 def restore(
@@ -116,9 +116,9 @@ def restore(
 ) -> Any:
     """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top.
 
-    What an older one lacks has the value that the schema states as `later`, by its complete name.
+    What an older one lacks has the value that the schema states as `later_fields`, by its complete name.
     """
-    selected, overrides = _split(args, (*registries, "recipe"))
+    selected, overrides = _split_selectors(args, (*registries, "recipe"))
     if "recipe" in selected:
         raise UsageError("recipe= chooses fields of a new run: the saved one has its own, give those to change")
     kept = dict(saved)
@@ -128,7 +128,9 @@ def restore(
         # another component's options would not fit the chosen one
         kept[name] = {k: v for k, v in saved[name].items() if k != "name"} if selected[name] == before else {}
     tree = _Tree(schema, {name: registry.get(selected[name]).Config for name, registry in registries.items()})
-    later = {field: value for field, value in getattr(schema, "later", {}).items() if kept[field.partition(".")[0]]}
+    later = {
+        field: value for field, value in getattr(schema, "later_fields", {}).items() if kept[field.partition(".")[0]]
+    }
     tree.merge(("older configuration", {field: value for field, value in later.items() if field in tree.origin}))
     tree.merge(("saved configuration", kept))
     tree.override(overrides)
@@ -157,22 +159,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
+def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
     """Fields in which two plain configurations differ, as `field: old -> new`; of those `ignored` none."""
     a, b = dict(flatten(old)), dict(flatten(new))
     fields = sorted((a | b).keys() - set(ignored))
     return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
 
 
-DEFAULT, GIVEN = "default", "command line"
-MOST_STAGES = 30  # runs of which each starts from the next; recipes have up to four
+FROM_DEFAULT, FROM_COMMAND_LINE = "default", "command line"
+MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to four
 # the arguments of the runs that start, one from the other, from what is composed
-_chain: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
+_stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
 # fields that say where a run starts and lies: the run that it starts from is given others
-OWN = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
+RUN_FIELDS = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
-def _rules(
+def _matching_rules(
     label: str, rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
     """The rules whose `when` holds; UsageError if one for what is selected asks for a field that this has not."""
@@ -184,22 +186,20 @@ def _rules(
         if other := [field for field in when if field not in tree.origin]:
             here = " ".join(f"{name}={value}" for name, value in selected.items() if name != "recipe")
             raise UsageError(f"{label}: a rule of start for {here}: {tree.unknown(other[0])}")
-        wanted = {
-            field: convert(value, tree.hints[field], f"{label}: when of a rule of start: {field}={shorten(value)}")
-            for field, value in when.items()
-        }
+        given = {field: f"{label}: when of a rule of start: {field}={shorten(value)}" for field, value in when.items()}
+        wanted = {field: convert_value(value, tree.hints[field], given[field]) for field, value in when.items()}
         if all(tree.typed(field) == value for field, value in wanted.items()):
             holding.append(rule)
     return holding
 
 
-def _start(
+def _starting_arguments(
     label: str, rule: Mapping[str, Any], selected: Mapping[str, str], given: Sequence[Override]
 ) -> tuple[Override, ...]:
     """Arguments of the run before this one: this one's, with the rule's `from` on top, of which `field=` drops one."""
     changes = parse_overrides(rule["from"], f"{label}: from of a rule of start: ", may_be_empty=True)
     changed = {override.field: override.text for override in changes}
-    kept = {override.field: override.text for override in given if override.field not in OWN}
+    kept = {override.field: override.text for override in given if override.field not in RUN_FIELDS}
     if "attn" in changed:  # another attention has other options
         kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
     return tuple(Override(field, text) for field, text in {**selected, **kept, **changed}.items() if text)
@@ -208,20 +208,22 @@ def _start(
 @contextmanager
 def _in_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
     """While a run is composed that others start from; UsageError if its chain of them does not end."""
-    after = _chain.get()
-    if start in after or len(after) == MOST_STAGES:
-        what = "starts from itself" if start in after else f"has more than {MOST_STAGES} runs after it"
+    after = _stages_after.get()
+    if start in after or len(after) == MAX_STAGES:
+        what = "starts from itself" if start in after else f"has more than {MAX_STAGES} runs after it"
         raise UsageError(
             f"{label}: by the rules of start, the run of {' '.join(map(str, start))} {what}: mend their when or from"
         )
-    token = _chain.set((*after, start))
+    token = _stages_after.set((*after, start))
     try:
         yield
     finally:
-        _chain.reset(token)
+        _stages_after.reset(token)
 
 
-def _split(args: Iterable[str | Override], selectors: Collection[str]) -> tuple[dict[str, str], list[Override]]:
+def _split_selectors(
+    args: Iterable[str | Override], selectors: Collection[str]
+) -> tuple[dict[str, str], list[Override]]:
     """What the selectors among the arguments choose, and the other arguments."""
     overrides = parse_overrides(args)
     selected = {override.field: override.text for override in overrides if override.field in selectors}
@@ -229,7 +231,7 @@ def _split(args: Iterable[str | Override], selectors: Collection[str]) -> tuple[
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -243,11 +245,11 @@ class _Tree:
         self.hints: dict[str, Any] = {}  # dotted field -> type
         self.values: dict[str, Any] = {}
         self._add(self.example)
-        self.origin = dict.fromkeys(self.values, DEFAULT)
+        self.origin = dict.fromkeys(self.values, FROM_DEFAULT)
         self.given: dict[str, str] = {}  # the command line's fields, as they were written
 
     def _add(self, node: Any, section: str = "") -> None:
-        for name, hint in _hints(type(node)).items():
+        for name, hint in _field_types(type(node)).items():
             value, field = getattr(node, name), f"{section}{name}"
             if dataclasses.is_dataclass(value):
                 self._add(value, f"{field}.")
@@ -277,9 +279,9 @@ class _Tree:
         A field that is given too stays. So does one whose nearest divisor is smaller by a factor of more than ten: the
         run would validate or log far too often. The configuration then refuses it.
         """
-        changed = {GIVEN}
+        changed = {FROM_COMMAND_LINE}
         for whole, part in getattr(self.example, "multiples", ()):
-            if self.origin[whole] not in changed or self.origin[part] == GIVEN:
+            if self.origin[whole] not in changed or self.origin[part] == FROM_COMMAND_LINE:
                 continue
             multiple, value = self.typed(whole), self.typed(part)
             largest = min(multiple, value)
@@ -296,7 +298,7 @@ class _Tree:
         values = {field: self.typed(field) for field in self.values}
         built = self._built(self.example, values)
         for field, value in values.items():
-            refuse_large(f"{self.origin[field]}: {field}={value}", value, (1 << 64) - 1)  # as a seed
+            refuse_large_integers(f"{self.origin[field]}: {field}={value}", value, (1 << 64) - 1)  # as a seed
         return built
 
     def _built(self, node: Any, values: Mapping[str, Any], section: str = "") -> Any:
@@ -305,16 +307,16 @@ class _Tree:
             name: values[f"{section}{name}"]
             if f"{section}{name}" in values
             else self._built(getattr(node, name), values, f"{section}{name}.")
-            for name in _hints(type(node))
+            for name in _field_types(type(node))
         })  # fmt: skip
 
     def typed(self, field: str) -> Any:
         """A field's value, of the field's type; UsageError if it can't be."""
         value = self.values[field]
-        if self.origin[field] == DEFAULT:
+        if self.origin[field] == FROM_DEFAULT:
             return value
         given = f"{self.origin[field]}: {field}={shorten(self.given.get(field, value))}"
-        return convert(value, self.hints[field], given)
+        return convert_value(value, self.hints[field], given)
 
     def override(self, overrides: Iterable[Override]) -> tuple[Override, ...]:
         """Sets the command line's fields and returns them with complete names, sorted."""
@@ -322,7 +324,7 @@ class _Tree:
             field = self.resolve(override.field)
             if field in self.given:
                 raise UsageError(f"{field}= is given twice")
-            self.merge((GIVEN, {field: override.text}))
+            self.merge((FROM_COMMAND_LINE, {field: override.text}))
             self.given[field] = override.text
             self.values[field] = self.typed(field)
         return tuple(sorted((Override(*item) for item in self.given.items()), key=str))

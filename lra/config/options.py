@@ -7,18 +7,18 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-from lra.config.override import Override, convert, parse_overrides, refuse_large
-from lra.config.registry import unknown
+from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError, shorten
 
-Options = TypeVar("Options")
+OptionsT = TypeVar("OptionsT")
 
 
-def parse(schema: type[Options], args: Iterable[str | Override], label: str = "", **preset: Any) -> Options:
+def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label: str = "", **preset: Any) -> OptionsT:
     """A `schema` of the arguments, then of `preset`, then of the defaults.
 
-    Fields may be of the types that `convert` takes. Raises UsageError, which starts with `label`, for what is unknown,
-    given twice or no value of its field.
+    Fields may be of the types that `convert_value` takes. Raises UsageError, which starts with `label`, for a field
+    that is unknown or given twice, and for a value that its field can't have.
     """
     hints = typing.get_type_hints(schema)
     names = _names(schema)
@@ -27,19 +27,19 @@ def parse(schema: type[Options], args: Iterable[str | Override], label: str = ""
         field, given = override.field, f"{label}{override.field}={shorten(override.text)}"
         if field not in names:
             raise UsageError(
-                label + (unknown("field", field, names) if names else f"unknown field '{field}': it has none")
+                label + (describe_unknown("field", field, names) if names else f"unknown field '{field}': it has none")
             )
-        values[field] = convert(override.text, hints[field], given)
-        refuse_large(given, values[field])
+        values[field] = convert_value(override.text, hints[field], given)
+        refuse_large_integers(given, values[field])
     return schema(**(preset | values))
 
 
-def take(schema: type[Options], args: Iterable[str | Override]) -> tuple[Options, list[Override]]:
-    """A `schema` of those arguments that are its fields, as `parse` has it, and the other arguments."""
+def split_options(schema: type[OptionsT], args: Iterable[str | Override]) -> tuple[OptionsT, list[Override]]:
+    """A `schema` of those arguments that are its fields, as `parse_options` has it, and the other arguments."""
     own, others, names = [], [], _names(schema)
     for override in parse_overrides(args):
         (own if override.field in names else others).append(override)
-    return parse(schema, own), others
+    return parse_options(schema, own), others
 
 
 def refuse_repeats(**lists: Sequence[Any] | None) -> None:
@@ -49,7 +49,7 @@ def refuse_repeats(**lists: Sequence[Any] | None) -> None:
             raise UsageError(f"{name}={','.join(map(str, given))} names one twice")
 
 
-def shown(options: Any) -> dict[str, Any]:
+def recorded_options(options: Any) -> dict[str, Any]:
     """What a result states of them: not where it lies."""
     return {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "plots")}
 

@@ -13,7 +13,7 @@ from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode, ValueNode
 
 from lra.errors import UsageError
 
-LARGEST = (1 << 63) - 1  # of an integer, unless its field says so itself
+LARGEST_INTEGER = (1 << 63) - 1  # of an integer, unless its field says so itself
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def parse_overrides(
     return tuple(found.values())
 
 
-def convert(value: Any, hint: Any, given: str) -> Any:
+def convert_value(value: Any, hint: Any, given: str) -> Any:
     """The value of a field, from a text or from what YAML has.
 
     Args:
@@ -55,30 +55,30 @@ def convert(value: Any, hint: Any, given: str) -> Any:
         given: the field and the value, as the message of the UsageError names them if the value does not fit.
     """
     try:
-        return _converted(value, hint)
+        return _convert(value, hint)
     except OverflowError:
         raise UsageError(f"{given}: write a finite number") from None
     except (ValueError, TypeError):
-        raise UsageError(f"{given}: write {_form(hint)}") from None
+        raise UsageError(f"{given}: write {describe_type(hint)}") from None
 
 
-def refuse_large(given: str, value: Any, most: int = LARGEST) -> None:
+def refuse_large_integers(given: str, value: Any, most: int = LARGEST_INTEGER) -> None:
     """UsageError if a value is an integer, or a tuple with one, that is further from 0 than `most`."""
     for part in value if isinstance(value, tuple) else (value,):
         if isinstance(part, int) and abs(part) > most:
-            raise UsageError(f"{given} is too large: use at most {LARGEST}")
+            raise UsageError(f"{given} is too large: use at most {LARGEST_INTEGER}")
 
 
 # OmegaConf knows how a text says a number or a truth, and that True is no number
 _SCALARS: Mapping[type, ValueNode] = {bool: BooleanNode(), int: IntegerNode(), float: FloatNode(), str: StringNode()}
 
 
-def _converted(value: Any, hint: Any) -> Any:
+def _convert(value: Any, hint: Any) -> Any:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value in (None, "null"):
             return None
-        return _converted(value, next(part for part in parts if part is not types.NoneType))
+        return _convert(value, next(part for part in parts if part is not types.NoneType))
     if value is None:
         raise ValueError
     if origin is tuple:
@@ -86,7 +86,7 @@ def _converted(value: Any, hint: Any) -> Any:
             bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
             value = [part.strip() for part in bare.split(",")]
         hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        return tuple(_converted(part, each) for part, each in zip(value, hints, strict=True))
+        return tuple(_convert(part, each) for part, each in zip(value, hints, strict=True))
     if origin is typing.Literal:
         return parts[[str(choice) for choice in parts].index(str(value))]
     if isinstance(value, str) and hint is not str and not value.isascii():  # Python reads every script's digits
@@ -97,20 +97,22 @@ def _converted(value: Any, hint: Any) -> Any:
     return converted
 
 
-def _form(hint: Any) -> str:
-    """How a field's value is written."""
-    *most, last = _forms(hint)
+def describe_type(hint: Any) -> str:
+    """What may be written as the value of a field of this type: `an integer or null`, `mean, max or cls`."""
+    *most, last = _alternatives(hint)
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _forms(hint: Any) -> list[str]:
+def _alternatives(hint: Any) -> list[str]:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        items = ("…" if part is Ellipsis else "|".join(form.split()[-1] for form in _forms(part)) for part in parts)
+        items = (
+            "…" if part is Ellipsis else "|".join(each.split()[-1] for each in _alternatives(part)) for part in parts
+        )
         return [f"[{','.join(items)}]"]
     if origin is typing.Literal:
         return [str(value) for value in parts]
     if origin in (typing.Union, types.UnionType):
-        return [form for part in parts for form in _forms(part)]
-    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], types.NoneType: ["null"]}
+        return [each for part in parts for each in _alternatives(part)]
+    named = {int: ["an integer"], float: ["a number"], bool: ["true", "false"], str: ["text"], types.NoneType: ["null"]}
     return named.get(hint) or [getattr(hint, "__name__", str(hint))]

@@ -9,31 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from lra import reading
-from lra.config.registry import Registry, unknown
+from lra.config.registry import Registry, describe_unknown
 from lra.errors import UsageError, shorten
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
 
 
-def names(folder: str) -> list[str]:
+def config_names(folder: str) -> list[str]:
     """The YAML files of `configs/<folder>`."""
-    return sorted(file.stem for file in (CONFIGS / folder).glob("[!.]*.yaml"))
+    return sorted(file.stem for file in (CONFIGS_FOLDER / folder).glob("[!.]*.yaml"))
 
 
-def recipes() -> list[str]:
-    return names("recipe")
+def recipe_names() -> list[str]:
+    return config_names("recipe")
 
 
 def read_task(name: str) -> dict[str, Any]:
     """A task's YAML: its default `recipe`, and values of fields; empty of a task without one."""
-    return read_yaml("task", name) if name in names("task") else {}
+    return read_package_yaml("task", name) if name in config_names("task") else {}
 
 
 def read_recipe(name: str) -> dict[str, Any]:
     """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
-    if name not in recipes():
-        raise UsageError(unknown("recipe", name, recipes()))
-    recipe = read_yaml("recipe", name)
+    if name not in recipe_names():
+        raise UsageError(describe_unknown("recipe", name, recipe_names()))
+    recipe = read_package_yaml("recipe", name)
     extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
         raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(map(str, extra)))}")
@@ -63,9 +63,9 @@ def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
         yield from (("what a rule of start has in from", text, str) for text in rule.get("from") or ())
 
 
-def read_yaml(folder: str, name: str) -> dict[str, Any]:
+def read_package_yaml(folder: str, name: str) -> dict[str, Any]:
     """`configs/<folder>/<name>.yaml`; not to be written to, as it is kept."""
-    file = CONFIGS / folder / f"{name}.yaml"
+    file = CONFIGS_FOLDER / folder / f"{name}.yaml"
     try:
         return _loaded(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ def _loaded(file: Path, changed: int) -> dict[str, Any]:
     return typing.cast(dict[str, Any], found)
 
 
-def check_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
+def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
     """UsageError for a name in a recipe that nothing has: what is said of it would never count."""
     tasks, attns, rules = recipe.get("tasks") or {}, recipe.get("attns") or {}, recipe.get("start") or ()
     known = {name: registry.catalogue() for name, registry in registries.items()}
@@ -99,4 +99,4 @@ def check_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, 
     for kind, names, there in named:
         for name in map(str, names):  # YAML reads some as something else
             if name not in there:
-                raise UsageError(f"{label}: {unknown(kind, name, there)}")
+                raise UsageError(f"{label}: {describe_unknown(kind, name, there)}")

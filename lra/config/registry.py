@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from lra.errors import UsageError
 
-C = TypeVar("C", bound=type)
+_Class = TypeVar("_Class", bound=type)
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """What a source file declares about its component, read without importing it."""
 
     name: str
@@ -38,7 +38,7 @@ class Entry:
         if self.lacks:
             return (self.lacks,)
         choices = (requirement.split("|") for requirement in self.requires)
-        return tuple(" or ".join(names) for names in choices if not any(map(_present, names)))
+        return tuple(" or ".join(names) for names in choices if not any(map(_is_installed, names)))
 
 
 class Registry:
@@ -54,13 +54,13 @@ class Registry:
         self.kind, self.package, self.facts, self.entry_points = kind, package, facts, entry_points
         self._classes: dict[str, Any] = {}
 
-    def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[C], C]:
+    def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[_Class], _Class]:
         """Adds a class. `requires` names optional packages; `get` reads it from the source, before the import.
 
         A requirement may list alternatives, `"a|b|$FILE"`; `$FILE` is an environment variable that names a file.
         """
 
-        def add(cls: C) -> C:
+        def add(cls: _Class) -> _Class:
             if name in self._classes:
                 raise ValueError(f"{self.kind} '{name}' is registered twice")
             cls.name, cls.facts = name, self.facts(**facts)  # type: ignore[attr-defined]
@@ -72,32 +72,32 @@ class Registry:
 
         return add
 
-    def catalogue(self) -> dict[str, Entry]:
+    def catalogue(self) -> dict[str, CatalogueEntry]:
         """Every component by name, without importing any; what is declared badly `lacks` something."""
         entries = self.builtins()
         for name, points in self._entry_points.items():
-            owners = [_owner(point) for point in points]
+            owners = [_owning_package(point) for point in points]
             if name in entries:
                 owners.append("lra")
-            entry = entries.get(name) or self._installed(points[0])
-            entries[name] = _shared(entry, owners) if len(owners) > 1 else entry
+            entry = entries.get(name) or self._installed_entry(points[0])
+            entries[name] = _clashing_entry(entry, owners) if len(owners) > 1 else entry
         return dict(sorted(entries.items()))
 
-    def builtins(self) -> dict[str, Entry]:
+    def builtins(self) -> dict[str, CatalogueEntry]:
         """Every component of the registry's own package, by name, without importing any."""
         spec = importlib.util.find_spec(self.package)
         assert spec is not None and spec.submodule_search_locations, self.package
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[CatalogueEntry]] = {}
         for folder in spec.submodule_search_locations:
             for file in sorted(Path(folder).glob("*.py")):
-                for entry in self._own(file):
+                for entry in self._entries_of(file):
                     found.setdefault(entry.name, []).append(entry)
         return {
-            name: _shared(same[0], [_path(entry.module) for entry in same]) if len(same) > 1 else same[0]
+            name: _clashing_entry(same[0], [_source_path(entry.module) for entry in same]) if len(same) > 1 else same[0]
             for name, same in sorted(found.items())
         }
 
-    def declared(self, entry: Entry) -> Any:
+    def facts_of(self, entry: CatalogueEntry) -> Any:
         """An entry's facts, with the defaults of those it leaves out: an instance of the registry's `facts`."""
         return self.facts(**entry.facts)
 
@@ -112,7 +112,7 @@ class Registry:
             raise UsageError(f"{self.kind} '{name}' needs {', '.join(entry.missing)}: pip install {packages}")
         if name not in self._classes:
             if entry is None:
-                raise UsageError(unknown(self.kind, name, catalogue))
+                raise UsageError(describe_unknown(self.kind, name, catalogue))
             importlib.import_module(entry.module)
         return self._classes[name]
 
@@ -124,41 +124,45 @@ class Registry:
             found.setdefault(point.name, []).append(point)
         return found
 
-    def _own(self, file: Path) -> Sequence[Entry]:
+    def _entries_of(self, file: Path) -> Sequence[CatalogueEntry]:
         """What a file of the registry's own package declares; under the file's name, why that can't be read."""
         module = f"{self.package}.{file.stem}"
         try:
-            entries = _declared(file, module, file.stat().st_mtime_ns)
+            entries = _read_entries(file, module, file.stat().st_mtime_ns)
             for entry in entries:
-                self.declared(entry)
+                self.facts_of(entry)
         except Exception as error:  # one is being written, perhaps: the rest is listed
-            return [self._lacking(file.stem, module, f"a declaration that can be read in {_path(module)} ({error})")]
+            return [
+                self._broken_entry(
+                    file.stem, module, f"a declaration that can be read in {_source_path(module)} ({error})"
+                )
+            ]
         return entries
 
-    def _installed(self, point: EntryPoint) -> Entry:
+    def _installed_entry(self, point: EntryPoint) -> CatalogueEntry:
         """What the module that an entry point names declares under the entry point's name."""
-        lacks = f"the module {point.value} that {_owner(point)} names"
+        lacks = f"the module {point.value} that {_owning_package(point)} names"
         try:
-            if file := _source(point.value):
-                declared = {entry.name: entry for entry in _declared(file, point.value, file.stat().st_mtime_ns)}
+            if file := _find_source(point.value):
+                declared = {entry.name: entry for entry in _read_entries(file, point.value, file.stat().st_mtime_ns)}
                 if entry := declared.get(point.name):
-                    self.declared(entry)
+                    self.facts_of(entry)
                     return entry
                 others = f", which registers {', '.join(sorted(declared))}" if declared else ""
-                lacks = f"a class registered as '{point.name}' in {point.value} of {_owner(point)}{others}"
+                lacks = f"a class registered as '{point.name}' in {point.value} of {_owning_package(point)}{others}"
         except Exception as error:  # another's source: whatever is wrong with it, the rest is listed
-            lacks = f"a declaration that can be read in {point.value} of {_owner(point)} ({error})"
-        return self._lacking(point.name, point.value, lacks)
+            lacks = f"a declaration that can be read in {point.value} of {_owning_package(point)} ({error})"
+        return self._broken_entry(point.name, point.value, lacks)
 
-    def _lacking(self, name: str, module: str, lacks: str) -> Entry:
+    def _broken_entry(self, name: str, module: str, lacks: str) -> CatalogueEntry:
         required = (field.name for field in fields(self.facts) if field.default is MISSING)
-        return Entry(name, module, "", dict.fromkeys(required, ""), lacks=lacks)
+        return CatalogueEntry(name, module, "", dict.fromkeys(required, ""), lacks=lacks)
 
 
 @functools.cache  # each composition asks for all
-def _declared(file: Path, module: str, changed: int) -> Sequence[Entry]:
+def _read_entries(file: Path, module: str, changed: int) -> Sequence[CatalogueEntry]:
     """The components that a source file registers."""
-    entries: list[Entry] = []
+    entries: list[CatalogueEntry] = []
     for node in ast.parse(file.read_text(encoding="utf-8"), file.name).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -167,7 +171,7 @@ def _declared(file: Path, module: str, changed: int) -> Sequence[Entry]:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "register":
                 facts = {k.arg: _literal(k.value) for k in call.keywords if k.arg}
                 requires = facts.pop("requires", ())
-                entries.append(Entry(_literal(call.args[0]), module, summary, facts, requires))
+                entries.append(CatalogueEntry(_literal(call.args[0]), module, summary, facts, requires))
     return entries
 
 
@@ -178,17 +182,17 @@ def _literal(node: ast.expr) -> Any:
         raise ValueError(f"{ast.unparse(node)} on line {node.lineno} is no literal") from None
 
 
-def _shared(entry: Entry, owners: Iterable[str]) -> Entry:
+def _clashing_entry(entry: CatalogueEntry, owners: Iterable[str]) -> CatalogueEntry:
     """One of several of the same name."""
     return replace(entry, lacks=f"a name of its own, as {' and '.join(sorted(owners))} have a '{entry.name}'")
 
 
-def _path(module: str) -> str:
+def _source_path(module: str) -> str:
     """A file of the registry's own package, as its user knows it."""
     return f"{module.replace('.', '/')}.py"
 
 
-def _source(module: str) -> Path | None:
+def _find_source(module: str) -> Path | None:
     """A module's file, found without importing its parents; None if there is none."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
@@ -199,15 +203,15 @@ def _source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def _owner(point: EntryPoint) -> str:
+def _owning_package(point: EntryPoint) -> str:
     return point.dist.name if point.dist else "an unnamed package"
 
 
-def _present(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     return bool(os.environ.get(name[1:])) if name.startswith("$") else importlib.util.find_spec(name) is not None
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def describe_unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The message for a name that does not exist: the nearest ones, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} '{name}': " + (

@@ -12,19 +12,17 @@ from lra.config.compose import to_dict
 from lra.errors import UsageError
 
 # fields of tasks that older runs lack, and what they did
-LATER = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
-# The first field of a pair must be a multiple of the second. Where only the first is given, the second becomes smaller.
-MULTIPLES = (("trainer.steps", "trainer.eval_every"), ("trainer.eval_every", "trainer.log_every"))
+LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
-def at_least(limit: int, section: str, config: Any, *names: str) -> None:
+def check_at_least(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is below `limit`; null is not."""
     for name in names:
         if (value := getattr(config, name)) is not None and value < limit:
             raise UsageError(f"{section}.{name}={value} must be at least {limit}")
 
 
-def at_most(limit: int, section: str, config: Any, *names: str) -> None:
+def check_at_most(limit: int, section: str, config: Any, *names: str) -> None:
     """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
 
     A number with some digits too many would end in a traceback, or with all memory taken. Null is not above it, each
@@ -37,7 +35,7 @@ def at_most(limit: int, section: str, config: Any, *names: str) -> None:
                 raise UsageError(f"{section and section + '.'}{name}={value} is too large: use at most {limit}")
 
 
-def droppable(name: str, dropout: float) -> None:
+def check_dropout_rate(name: str, dropout: float) -> None:
     """UsageError for dropout that is none or all, in the steps of 1/256 that it has."""
     dropped = round(256 * dropout)
     if dropped == 256 or (dropout and not dropped):
@@ -49,22 +47,24 @@ def droppable(name: str, dropout: float) -> None:
 class ModelConfig:
     """The Transformer encoder. Its attention is `attn=`, its input and classes come from the task."""
 
-    d_model: int = 64
-    heads: int = 2
-    layers: int = 2
-    d_ff: int = 128  # hidden width of the feed-forward and of the classifier
-    dropout: float = 0.1  # between layers, in steps of 1/256
-    attn_dropout: float = 0.1  # on attention probabilities, likewise
+    d_model: int = 64  # width: features of each token, a multiple of model.heads
+    heads: int = 2  # attention heads of a layer
+    layers: int = 2  # Transformer blocks
+    d_ff: int = 128  # hidden width of the feed-forward layers and of the classifier
+    dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
+    attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
+    # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    axes: Literal[1, 2] = 1  # 2: row and column of an image apart
+    axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
+    # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
-    embedding_std: float = 0.02  # of the initial token and learned position embeddings
+    embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
-        at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
-        at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
-        at_most(1 << 16, "model", self, "d_ff")
-        at_most(1 << 10, "model", self, "layers")
+        check_at_least(1, "model", self, "d_model", "heads", "layers", "d_ff")
+        check_at_most(1 << 14, "model", self, "d_model")  # GPT-3 has 12,288
+        check_at_most(1 << 16, "model", self, "d_ff")
+        check_at_most(1 << 10, "model", self, "layers")
         if self.d_model % self.heads:
             raise UsageError(f"model.d_model={self.d_model} is not a multiple of model.heads={self.heads}")
         if self.positions == "rotary" and self.head_dim % (2 * self.axes):
@@ -78,7 +78,7 @@ class ModelConfig:
         for name in ("dropout", "attn_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
-            droppable(f"model.{name}", getattr(self, name))
+            check_dropout_rate(f"model.{name}", getattr(self, name))
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
 
@@ -103,16 +103,20 @@ class OptimConfig:
     Its options mean what PyTorch's documentation says. An option that it does not have is null.
     """
 
-    name: OptimizerName = "adamw"
-    lr: float = 1e-4  # the peak; for `rsqrt` the peak is lr / sqrt(warmup), as in Tay et al.
-    betas: tuple[float, float] | None = (0.9, 0.999)  # not of rmsprop and sgd; null is the default, here and below
-    eps: float | None = 1e-8  # not of sgd
-    momentum: float | None = 0.0  # of rmsprop and sgd
-    weight_decay: float = 0.0  # of adamw times the learning rate; to the others a part of the gradient
-    decay: Literal["all", "matrices"] = "all"  # what decays; matrices: no bias, norm, embedding or table of positions
-    clip: float | None = None  # largest norm of the whole gradient
-    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"  # after the warmup, to 0 at the last step
-    warmup: int = 0  # steps of linear increase
+    name: OptimizerName = "adamw"  # PyTorch's optimiser
+    lr: float = 1e-4  # largest learning rate; schedule=rsqrt, of Tay et al., divides it by sqrt(warmup)
+    # decay of the two running averages; null: the default; not of rmsprop and sgd
+    betas: tuple[float, float] | None = (0.9, 0.999)
+    eps: float | None = 1e-8  # added to the divisor of an update; null: the default; not of sgd
+    momentum: float | None = 0.0  # weight of earlier gradients; of rmsprop and sgd; null: the default
+    # of adamw: taken from the weights, times the learning rate; of the others: added to the gradient
+    weight_decay: float = 0.0
+    # which weights decay; matrices: no bias, norm, embedding or table of positions
+    decay: Literal["all", "matrices"] = "all"
+    clip: float | None = None  # largest norm of the whole gradient; null: no clipping
+    # learning rate after the warmup; linear and cosine end at 0
+    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"
+    warmup: int = 0  # steps in which the learning rate rises linearly
 
     def options(self) -> dict[str, Any]:
         """What PyTorch's optimiser of this name is given."""
@@ -142,21 +146,22 @@ class OptimConfig:
         for name in ("lr", "eps"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise UsageError(f"optim.{name}={value} must be positive")
-        at_least(0, "optim", self, "weight_decay", "warmup")
+        check_at_least(0, "optim", self, "weight_decay", "warmup")
         if self.clip is not None and self.clip <= 0:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas or ()):
             raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
-        at_most(10**9, "optim", self, "warmup")
+        check_at_most(10**9, "optim", self, "warmup")
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Examples per optimisation step, and their layout. An example is a sequence, for Retrieval a pair of them."""
 
-    size: int = 32  # over all devices
-    micro: int | None = None  # examples a device holds at once; the rest of its share is accumulated
-    eval: int = 64  # examples per evaluation batch and device
+    size: int = 32  # examples of an optimisation step, over all devices
+    micro: int | None = None  # examples that a device holds at once; the rest of its share is accumulated; null: all
+    eval: int = 64  # examples of an evaluation batch on each device
+    # packed: no gaps between sequences; padded: all as long as the longest
     layout: Literal["packed", "padded"] = "packed"
 
     def divide(self, devices: int) -> tuple[int, int]:
@@ -165,8 +170,8 @@ class BatchConfig:
         return share, min(self.micro or share, share)
 
     def __post_init__(self) -> None:
-        at_least(1, "batch", self, "size", "micro", "eval")
-        at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
+        check_at_least(1, "batch", self, "size", "micro", "eval")
+        check_at_most(1 << 20, "batch", self, "size", "eval")  # more than any of the data sets has
         if self.micro is not None and self.micro > self.size:
             raise UsageError(f"batch.micro={self.micro} is larger than batch.size={self.size}")
 
@@ -176,12 +181,12 @@ class TrainerConfig:
     """How long, how often and on what."""
 
     steps: int = 1000  # optimisation steps
-    eval_every: int = 100  # steps between validations, of which each writes last.ckpt; divides steps
-    log_every: int = 50  # steps averaged into one training loss; divides eval_every
-    precision: Literal["fp32", "bf16"] = "fp32"
-    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    devices: int = 1  # per node; under torchrun its number counts where this one is left out
-    on_nan: Literal["stop", "skip"] = "stop"  # a loss or gradient that is not finite ends the run, or just its update
+    eval_every: int = 100  # steps between validations, each of which writes last.ckpt; divides trainer.steps
+    log_every: int = 50  # steps whose mean training loss is logged; divides trainer.eval_every
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: computed under autocast, with weights in fp32
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"  # where to compute; auto: on a GPU if there is one
+    devices: int = 1  # GPUs or CPU processes of each node; where this is left out, torchrun says how many
+    on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite, stop the run or skip the update
 
     @property
     def stride(self) -> int:
@@ -189,9 +194,9 @@ class TrainerConfig:
         return max(count for count in range(1, 11) if self.log_every % count == 0)
 
     def __post_init__(self) -> None:
-        at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
-        at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
-        at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
+        check_at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
+        check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
         if self.eval_every % self.log_every:
             raise UsageError(
                 f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "
@@ -212,9 +217,9 @@ class TrainerConfig:
 class PositionsConfig:
     """How positions come from `init=` to a task of another size."""
 
-    # learned: resized so; null: bilinear between images, and sequences of another length are refused
+    # learned positions of another size; null: bilinear for images, an error for other sequences
     resize: Literal["gridwise", "bilinear", "bicubic"] | None = None
-    # sinusoidal and rotary: what keeps its coordinates, a pixel's distance (also null) or the image's extent
+    # sinusoidal and rotary positions of another size keep a pixel's distance (also null) or the image's extent
     scale: Literal["pixel", "image"] | None = None
 
 
@@ -222,26 +227,32 @@ class PositionsConfig:
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
 
-    later: ClassVar[Mapping[str, Any]] = LATER
-    multiples: ClassVar[Sequence[tuple[str, str]]] = MULTIPLES
+    later_fields: ClassVar[Mapping[str, Any]] = LATER_FIELDS
+    # (multiple, divisor): the first field must be a multiple of the second
+    multiples: ClassVar[Sequence[tuple[str, str]]] = (
+        ("trainer.steps", "trainer.eval_every"), ("trainer.eval_every", "trainer.log_every")
+    )  # fmt: skip
 
     task: Any
     attn: Any
-    recipe: str = ""
+    recipe: str = ""  # hyperparameters; where this is left out, the task's own recipe
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    seed: int = 0
-    pretrain: Literal["none", "masked"] = "none"  # masked: hidden tokens are to be found, no label is used
-    mask: float | None = None  # share of tokens that are hidden; null: the task's own
-    engine: Literal["auto", "captured", "eager"] = "auto"  # auto: compiled and in CUDA graphs where that can be
-    init: str | None = None  # start from another run's weights: its directory, .ckpt or .safetensors
-    head: Literal["kept", "fresh"] | None = None  # the classifier of init=; null: kept if its shapes agree, else fresh
+    seed: int = 0  # of the weights, the data order and dropout
+    # masked: find hidden tokens, without labels; none: train the classifier
+    pretrain: Literal["none", "masked"] = "none"
+    mask: float | None = None  # share of tokens that pretrain=masked hides; null: the task's own
+    # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
+    engine: Literal["auto", "captured", "eager"] = "auto"
+    init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
+    head: Literal["kept", "fresh"] | None = None  # classifier of init=; null: kept if its shapes agree, else fresh
     positions: PositionsConfig = field(default_factory=PositionsConfig)
-    name: str | None = None  # names the run's directory instead of its recipe and overrides
-    resume: str = "false"  # false, true (an error if there is nothing), auto, or the path of a checkpoint
-    draws: Literal["same", "changed"] = "same"  # changed: resume also where lra has other draws than the checkpoint
+    name: str | None = None  # name of the run's folder, instead of recipe and given fields
+    resume: str = "false"  # false, true (an error if there is nothing), auto, or a checkpoint's path
+    # changed: resume even if this lra draws other random numbers than the checkpoint
+    draws: Literal["same", "changed"] = "same"
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -273,12 +284,12 @@ class RunConfig:
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
-    def saved(self) -> dict[str, Any]:
-        """The plain form that runs and checkpoints keep: all but `resume` and `draws`, which say how a run was called.
+    def to_saved_dict(self) -> dict[str, Any]:
+        """The plain form that runs and checkpoints keep.
 
-        `on_nan` is there if it is not the default, as runs without a fault are the same with and without it; `pretrain`
-        and `mask` of runs that pretrain; what tasks were given later where it is not as it was before (`LATER`), and
-        likewise of `optim` what is not AdamW's. Options that the optimiser does not have are not there.
+        It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
+        `on_nan` at its default, `pretrain` and `mask` of a run without pretraining, fields at the value that runs
+        before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
@@ -291,5 +302,5 @@ class RunConfig:
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())
         }
         task = kept["task"].items()
-        kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER.items()}
+        kept["task"] = {key: value for key, value in task if (f"task.{key}", value) not in LATER_FIELDS.items()}
         return kept

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lra import environment
-from lra.config.compose import OWN
-from lra.config.options import take
+from lra.config.compose import RUN_FIELDS
+from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
 from lra.errors import UsageError
 from lra.experiments import speed
@@ -70,7 +70,7 @@ class GridRequest(NamedTuple):
 def parse_fields(name: str, args: Sequence[str]) -> GridRequest:
     """The request in the arguments of `reproduce`, with every cell composed."""
     table, overrides = grid.read_grid(name), parse_overrides(args)
-    options, others = take(GridOptions, overrides)
+    options, others = split_options(GridOptions, overrides)
     own = [override for override in others if override.field.startswith("slurm.")]
     fields = [override for override in others if override not in own]
     asked = parse_resources(own, options.launcher)
@@ -85,7 +85,7 @@ def _parse_speed(
     for override in overrides:
         if mend := speed.REFUSED_FIELDS.get(override.field):
             raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    measured, fields = take(speed.SpeedOptions, overrides)
+    measured, fields = split_options(speed.SpeedOptions, overrides)
     chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
     return GridRequest(table, options, asked, fields, chosen, measured)
 
@@ -175,7 +175,7 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
 
 def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Override]) -> str:
     """The command that measures a step of these cells; empty for fields that it refuses, or that change no step."""
-    if {override.field for override in fields} & {*speed.REFUSED_FIELDS, *OWN}:
+    if {override.field for override in fields} & {*speed.REFUSED_FIELDS, *RUN_FIELDS}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]

@@ -23,8 +23,8 @@ from lra.bench.attention import AttentionOptions
 from lra.bench.output import lock_output, write_measurement
 from lra.bench.presets import PASSES, SETTINGS
 from lra.bench.records import AttentionMeasurement, MeasurementFile, read_measurements, session_of
-from lra.config.options import parse, refuse_repeats, shown
-from lra.config.registry import unknown
+from lra.config.options import parse_options, recorded_options, refuse_repeats
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError
 from lra.experiments.reproduction import (
     Reproduction,
@@ -54,7 +54,7 @@ class Fig3Options:
     def __post_init__(self) -> None:
         for name in self.settings:
             if name not in SETTINGS:
-                raise UsageError(f"settings=: {unknown('setting', name, SETTINGS)}")
+                raise UsageError(f"settings=: {describe_unknown('setting', name, SETTINGS)}")
         refuse_repeats(settings=self.settings, attns=self.attns, lengths=self.lengths)
 
     def setting(self, name: str) -> AttentionOptions:
@@ -72,7 +72,7 @@ class SettingFile:
 
     def __init__(self, path: Path, options: AttentionOptions):
         self.path, self.options = path, options
-        stated = json.loads(json.dumps(shown(options)))
+        stated = json.loads(json.dumps(recorded_options(options)))
         self.result = MeasurementFile[AttentionMeasurement](environment.describe(), stated, [])
         if not path.exists():
             return
@@ -113,7 +113,7 @@ class SettingFile:
 
 def parse_fields(args: Sequence[str]) -> Fig3Options:
     """The settings and attentions to measure."""
-    return parse(Fig3Options, args)
+    return parse_options(Fig3Options, args)
 
 
 def reproduce(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Reproduction:
@@ -150,7 +150,7 @@ def reproduce(args: Sequence[str], progress: Callable[[str], None] = lambda line
         lines.append(f"not merged, as not complete: {', '.join(lacking)}")
     else:
         made_with = parts["plain"].result.environment
-        stated = {name: value for name, value in shown(options).items() if name != "settings"}
+        stated = {name: value for name, value in recorded_options(options).items() if name != "settings"}
         write_measurement(folder / "fig3.json", MeasurementFile(made_with, stated, records).saved())
         drawn = plots.draw_figures(records, folder)
         lines.append(f"written: {folder / 'fig3.json'} and {len(drawn)} figures")

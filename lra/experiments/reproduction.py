@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.environment import UNCLEAN_MARK, UNCLEAN_NOTE
 from lra.errors import UsageError
 
@@ -33,7 +33,7 @@ def add_footnote(title: str, header: list[str], rows: list[list[str]]) -> TextTa
 
 def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[str, Any], *growing: str) -> None:
     """UsageError if a file was measured with other options, except for those named in `growing`."""
-    if changed := differences(found, asked, growing):
+    if changed := list_differences(found, asked, growing):
         raise UsageError(
             f"{path} was measured with other options ({'; '.join(changed)}): give those, or choose another out="
         )
@@ -41,7 +41,7 @@ def refuse_other_options(path: Path, found: Mapping[str, Any], asked: Mapping[st
 
 def refuse_other_environment(path: Path, found: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """UsageError if a file was measured in another environment."""
-    if changed := differences(found, made, UNCOMPARED_ENVIRONMENT):
+    if changed := list_differences(found, made, UNCOMPARED_ENVIRONMENT):
         raise UsageError(f"{path} was measured in another environment ({'; '.join(changed)}): choose another out=")
 
 

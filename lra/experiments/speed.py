@@ -30,7 +30,7 @@ from lra.bench.records import (
 )
 from lra.bench.step import StepOptions
 from lra.bench.timing import clear_gpu
-from lra.config.compose import Composed
+from lra.config.compose import ComposedConfig
 from lra.config.options import refuse_repeats
 from lra.config.override import Override
 from lra.errors import UsageError
@@ -125,7 +125,7 @@ class PendingMeasurement(NamedTuple):
     cell: Cell
     way: str
     options: StepOptions
-    composed: Composed
+    composed: ComposedConfig
 
     @property
     def key(self) -> SpeedKey:

@@ -344,7 +344,7 @@ class TaskModule(pl.LightningModule):
         return {
             "task": versioned_name(self.run.task),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
-            "config": self.run.saved(),
+            "config": self.run.to_saved_dict(),
             "seen": self.seen,
             "provenance": self.provenance,
         }

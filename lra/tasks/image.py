@@ -42,8 +42,8 @@ class Image(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = cifar10.HUB  # or a folder with a mirror of it
-        data_seed: int = 0  # of the held-out tenth
+        source: str = cifar10.HUB  # Hub data set, or a folder with a mirror of it
+        data_seed: int = 0  # chooses the tenth of train that is held out for validation
         resolution: ClassVar[int] = cifar10.SIDE
         max_length: ClassVar[int] = cifar10.SIDE**2
 

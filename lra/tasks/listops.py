@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import listops
 from lra.data.split import Split
 from lra.data.writer import StoreWriter
@@ -68,19 +68,19 @@ class ListOps(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = "generate"  # or LRA's release: its folder, or the archive as it is
+        source: str = "generate"  # generate, or LRA's release: its folder or its archive
         data_seed: int = 0  # of the generated data
-        train: int = 96000
-        val: int = 2000
-        test: int = 2000
-        fresh: int = 50000  # a second test set, of another seed: 2,000 rows leave 1.1 points of sampling error
-        min_length: int = 501
-        max_length: int = 1999
+        train: int = 96000  # training examples
+        val: int = 2000  # validation examples
+        test: int = 2000  # test examples
+        fresh: int = 50000  # examples of a second test set, of another seed: 2,000 leave 1.1 points of sampling error
+        min_length: int = 501  # fewest tokens of an expression
+        max_length: int = 1999  # most tokens of an expression
 
         def __post_init__(self) -> None:
-            at_least(1, "task", self, "train", "val", "test", "fresh")
-            at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "train", "val", "test", "fresh")
+            check_at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
             check_generated_only(self, "train", "val", "test")
             check_data_seed(self)
             if not 1 <= self.min_length <= self.max_length:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places
@@ -60,23 +60,23 @@ class PathfinderData(TaskData):
 
 @dataclass(frozen=True)
 class PathfinderConfig:
-    source: str = "generate"  # or LRA's release: its folder, or the archive as it is
+    source: str = "generate"  # generate, or LRA's release: its folder or its archive
     level: Literal["easy", "intermediate", "hard"] = "hard"  # paths of 6, 9 or 14 dashes; LRA's is hard
     tokens: Literal["all", "lit"] = "all"  # lit: only pixels with id 8 or more, with their positions
-    background: float = 0.0  # with tokens=lit, the share of the other pixels that are kept, too
+    background: float = 0.0  # share of the other pixels that tokens=lit keeps
     data_seed: int = 0  # of the generated data
-    train: int = 160000
-    val: int = 20000
-    test: int = 20000
-    # 1: the images of pathfinder@1, whose labels are the same at every level and resolution. LRA's images are always 1
+    train: int = 160000  # training examples
+    val: int = 20000  # validation examples
+    test: int = 20000  # test examples
+    # 1: LRA's images, and those of pathfinder@1, whose labels are the same at every level and resolution
     version: Literal[1, 2] = 2
     resolution: ClassVar[int]
 
     def __post_init__(self) -> None:
         if self.source != "generate":  # what is imported has not changed
             object.__setattr__(self, "version", 1)
-        at_least(1, "task", self, "train", "val", "test")
-        at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
+        check_at_least(1, "task", self, "train", "val", "test")
+        check_at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
         check_generated_only(self, "train", "val", "test", "data_seed")
         check_data_seed(self)
         if not 0 <= self.background < 1:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import aan
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -56,16 +56,16 @@ class Retrieval(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str | None = None  # folder or archive of LRA's release, or the folder of the compact set
-        # lra: the 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers, another data set
+        source: str | None = None  # folder or archive of LRA's release, or folder of the compact set
+        # lra: 147,086 pairs of LRA's release; scisumm: 20,458 pairs of CL-SciSumm's papers
         dataset: Literal["lra", "scisumm"] = "lra"
-        max_length: int = 4000  # bytes of each paper; the start of a longer one is kept
-        # of the two encodings, as the classifier sees it; LRA's is signed
+        max_length: int = 4000  # bytes of each paper; of a longer one the start is kept
+        # difference of the two encodings that the classifier sees; LRA's is signed
         difference: Literal["signed", "absolute"] = "signed"
 
         def __post_init__(self) -> None:
-            at_least(1, "task", self, "max_length")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "max_length")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = RetrievalData
 

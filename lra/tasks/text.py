@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lra.config.schema import at_least, at_most
+from lra.config.schema import check_at_least, check_at_most
 from lra.data import imdb
 from lra.data.split import Examples
 from lra.data.store import Store
@@ -47,17 +47,17 @@ class Text(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = imdb.HUB  # or a folder with a mirror of it
-        max_length: int = 4096  # bytes; the start of a longer review is kept
-        # val: a seeded tenth of train, or (as in LRA's code) the test set
+        source: str = imdb.HUB  # Hub data set, or a folder with a mirror of it
+        max_length: int = 4096  # bytes of a review; of a longer one the start is kept
+        # validation on a seeded tenth of train or, as in LRA's code, on the test set
         protocol: Literal["heldout", "lra"] = "heldout"
-        data_seed: int = 0  # of the held-out tenth
+        data_seed: int = 0  # chooses the tenth of train that is held out for validation
 
         def __post_init__(self) -> None:
             check_data_seed(self)
             if self.protocol == "lra" and self.data_seed:
                 raise UsageError("task.data_seed: nothing is held out with task.protocol=lra; leave one of them out")
-            at_least(1, "task", self, "max_length")
-            at_most(MOST_TOKENS, "task", self, "max_length")
+            check_at_least(1, "task", self, "max_length")
+            check_at_most(MOST_TOKENS, "task", self, "max_length")
 
     Data = TextData

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.options import take
+from lra.config.options import split_options
 from lra.config.override import Override, parse_overrides
-from lra.config.registry import unknown
+from lra.config.registry import describe_unknown
 from lra.config.schema import RunConfig
 from lra.data import picture
 from lra.errors import UsageError
@@ -48,20 +48,20 @@ def task_data(args: Iterable[str | Override]) -> TaskData:
         own = {field.name for field in dataclasses.fields(TASKS.get(task.text).Config)}
         for name in given:
             if name not in ("task", "recipe") and name.removeprefix("task.") not in own:
-                raise UsageError(unknown(f"field of {task}", name, own))
+                raise UsageError(describe_unknown(f"field of {task}", name, own))
     run = configure([*given.values(), "attn=standard"]).config
     return TASKS.get(run.task.name).Data(run)
 
 
 def parse_prepare(args: Iterable[str]) -> tuple[PrepareOptions, TaskData]:
     """What `lra data prepare` is to do, and the data of which task."""
-    options, fields = take(PrepareOptions, args)
+    options, fields = split_options(PrepareOptions, args)
     return options, task_data(fields)
 
 
 def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
     """What `lra data show` is to draw, and the data of which task."""
-    options, fields = take(ShowOptions, args)
+    options, fields = split_options(ShowOptions, args)
     return options, task_data(fields)
 
 

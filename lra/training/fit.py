@@ -18,7 +18,7 @@ import torch
 from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches, environment
-from lra.config.compose import GIVEN, Composed, compose, differences, restore
+from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, compose, list_differences, restore
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
@@ -54,7 +54,9 @@ def _locate(args: Iterable[Override]) -> str:
     return str(RunDirectory(configure(args)).path)
 
 
-def configure(args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate) -> Composed:
+def configure(
+    args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate
+) -> ComposedConfig:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
     If the recipe starts a run from another one, `init` is the directory of that run, as `locate` gives it. The default
@@ -91,7 +93,7 @@ def fit(*args: str) -> dict[str, Any]:
     """
     composed = configure(args)
     run: RunConfig = composed.config
-    first = join_launch(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
+    first = join_launch(run, composed.origin["trainer.devices"] == FROM_COMMAND_LINE).rank == 0
     directory = RunDirectory(composed)
     if first:  # rank 0 opens the directory before the other ranks arrive
         directory.check()
@@ -201,7 +203,7 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)
 
 
-def _facts(composed: Composed, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
+def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
     """Returns the facts for result.json, no matter how the run ends."""
     counts = parts.step.counts
     known = {
@@ -222,7 +224,7 @@ def _described(run: RunConfig, parts: Assembly) -> str:
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
     """Raises a UsageError if a checkpoint's run differs in more than `RESUME_FIELDS`."""
-    if changed := differences(there, here, RESUME_FIELDS):
+    if changed := list_differences(there, here, RESUME_FIELDS):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"

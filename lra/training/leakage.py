@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config.override import parse_overrides
-from lra.config.schema import LATER
+from lra.config.schema import LATER_FIELDS
 from lra.errors import UsageError
 from lra.tasks import TASKS, versioned_name
 
@@ -32,7 +32,7 @@ TrainedSets = dict[str, int | str]
 def restore_task(saved: Mapping[str, Any]) -> Any:
     """Returns the task configuration that a run saved."""
     config = TASKS.get(saved["name"]).Config
-    saved = {name.removeprefix("task."): value for name, value in LATER.items()} | dict(saved)
+    saved = {name.removeprefix("task."): value for name, value in LATER_FIELDS.items()} | dict(saved)
     return config(**{field.name: saved[field.name] for field in fields(config) if field.name in saved})
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lra import environment
-from lra.config.compose import Composed
+from lra.config.compose import ComposedConfig
 from lra.kernels import library
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
 
-def result_facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
+def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
     """Returns the facts of every result, no matter how the run ended."""
     identity, run = module.identity(), composed.config
     return {

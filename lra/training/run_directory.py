@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import yaml
 
 from lra import environment
-from lra.config.compose import Composed, differences
-from lra.config.schema import LATER
+from lra.config.compose import ComposedConfig, list_differences
+from lra.config.schema import LATER_FIELDS
 from lra.errors import UsageError, explain_system_error, name_file
 from lra.tasks import TASKS, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
@@ -42,14 +42,14 @@ UNNAMED_FIELDS = ("seed", "name", "resume", "draws", "task.version", *HARDWARE_F
 class RunDirectory:
     """`checkpoints/runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>` below the current folder."""
 
-    def __init__(self, composed: Composed):
+    def __init__(self, composed: ComposedConfig):
         run = composed.config
-        overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
-        middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
+        self.overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
+        middle = run.name or "+".join([run.recipe, *([_short(",".join(self.overrides))] if self.overrides else [])])
         self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
         self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
-        self.config = run.saved()
+        self.config = run.to_saved_dict()
         self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
@@ -91,7 +91,7 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := differences(saved, self.config, HARDWARE_FIELDS):
+            if changed := list_differences(saved, self.config, HARDWARE_FIELDS):
                 more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
@@ -135,7 +135,7 @@ class RunDirectory:
         task = saved.get("task")
         if not self.versions or not isinstance(task, dict) or not self.same_task(str(task.get("name"))):
             return self.task
-        number = task.get("version", LATER["task.version"])
+        number = task.get("version", LATER_FIELDS["task.version"])
         return f"{task['name']}@{number}" if isinstance(number, int) else self.task
 
     def checkpoint(self) -> Path | None:
@@ -184,7 +184,7 @@ class RunDirectory:
 
     def _open(self, step: int) -> None:
         sessions = read_environments(self.path / "env.json")
-        sessions.append({"step": step} | environment.describe())
+        sessions.append({"step": step, "overrides": self.overrides} | environment.describe())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for aside in self.path.glob(".*.[0-9]*"):  # left by killed processes

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 TINY = ["lengths=128", "batch=2", "heads=2", "head_dims=16"]
 CATALOGUE = ATTENTIONS.catalogue()
 HERE = [name for name, entry in CATALOGUE.items() if not entry.missing]
-BUILT = [name for name in HERE if not ATTENTIONS.declared(CATALOGUE[name]).needs_gpu]
+BUILT = [name for name in HERE if not ATTENTIONS.facts_of(CATALOGUE[name]).needs_gpu]
 PATTERNS = ("bigbird", "butterfly", "local", "longformer", "openai_sparse")
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from lra.config import compose as module
 from lra.config import recipes
-from lra.config.compose import compose, differences, restore, to_dict
+from lra.config.compose import compose, list_differences, restore, to_dict
 from lra.config.override import Override
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
@@ -42,7 +42,7 @@ def layers(tmp_path, monkeypatch):
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(recipes, "CONFIGS", tmp_path)
+    monkeypatch.setattr(recipes, "CONFIGS_FOLDER", tmp_path)
     return tmp_path
 
 
@@ -82,7 +82,7 @@ def test_what_divides_the_steps_follows_them_where_it_is_not_given(given, steps)
     assert composed.overrides == tuple(Override(*field.split("=")) for field in sorted(given))
     for whole, part, own in (("steps", "eval_every", 250), ("eval_every", "log_every", 50)):
         origin, note = composed.origin[f"trainer.{part}"], f"recipe/demo.yaml listops, made to divide trainer.{whole}"
-        assert (origin == note) == (getattr(trainer, part) != own and origin != module.GIVEN)
+        assert (origin == note) == (getattr(trainer, part) != own and origin != module.FROM_COMMAND_LINE)
 
 
 def test_what_is_given_does_not_follow():
@@ -173,7 +173,7 @@ def test_bad_input_is_one_line_that_names_the_mend(args, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("recipe", recipes.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipe_names())
 def test_every_recipe_composes_for_every_task_it_covers(recipe):
     content = recipes.read_recipe(recipe)
     here = {entry.name for entry in ATTENTIONS.catalogue().values() if not entry.missing}
@@ -254,18 +254,21 @@ def test_a_recipe_of_another_form_is_refused(layers, text, message):
 def test_what_a_start_asks_for_in_vain_is_told_from_what_was_given(args):
     with pytest.raises(UsageError) as error:
         configure([*args, "attn=flash"])
-    assert str(error.value).count(module.STARTED) == 1
+    assert str(error.value).count(module.START_MEND) == 1
     assert configure([*args, "attn=flash", "init=null"]).start is None
     with pytest.raises(UsageError) as error:
         configure([*args, "attn=flash", "model.heads=3"])
-    assert module.STARTED not in str(error.value)
+    assert module.START_MEND not in str(error.value)
 
 
 def test_every_task_has_a_default_recipe():
     for task in TASKS.catalogue():
         composed = make(f"task={task}", "attn=flash")
         assert composed.origin["recipe"] == f"task/{task}.yaml"
-        assert make(f"task={task}", "attn=flash", f"recipe={composed.config.recipe}").origin["recipe"] == module.GIVEN
+        assert (
+            make(f"task={task}", "attn=flash", f"recipe={composed.config.recipe}").origin["recipe"]
+            == module.FROM_COMMAND_LINE
+        )
 
 
 def test_a_saved_configuration_comes_back():
@@ -281,7 +284,7 @@ def test_a_saved_configuration_takes_another_attention_and_fields():
 
 def test_differences_name_the_fields():
     old, new = (to_dict(make(*BASE, f"model.d_ff={n}").config) for n in (8, 9))
-    assert differences(old, new) == ["model.d_ff: 8 -> 9"]
+    assert list_differences(old, new) == ["model.d_ff: 8 -> 9"]
 
 
 def test_a_number_may_begin_with_zeros():

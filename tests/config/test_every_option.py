@@ -18,7 +18,7 @@ import torch
 import lra
 from lra.bench.sparse import PEERS
 from lra.config.compose import flatten
-from lra.config.recipes import read_recipe, recipes
+from lra.config.recipes import read_recipe, recipe_names
 from lra.config.registry import Registry
 from lra.config.schema import ModelConfig, RunConfig
 from lra.errors import UsageError
@@ -62,7 +62,7 @@ BESIDE = {
     "task.background": ("task.tokens=lit",),
 }
 # values that no type gives
-VALUES = {"recipe": lambda: [[name for name in recipes() if name != "demo"]], "init": lambda: [["{learned}"]]}
+VALUES = {"recipe": lambda: [[name for name in recipe_names() if name != "demo"]], "init": lambda: [["{learned}"]]}
 # values that do here what the baseline's does
 SAME: dict[str, tuple[Any, ...]] = {
     "optim.eps": (None,),  # the default
@@ -299,7 +299,7 @@ def test_a_field_of_a_task(task, field, small_data, seen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_every_key_of_a_recipe_reaches_a_run(recipe):
     """Some run of it has the value from just there."""
     content = read_recipe(recipe)
@@ -324,7 +324,7 @@ def test_every_key_of_a_recipe_reaches_a_run(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_what_a_recipe_says_of_an_attention_suits_it(recipe):
     content = read_recipe(recipe)
     for attn, task in itertools.product(content.get("attns") or {}, content["tasks"]):

@@ -33,8 +33,8 @@ BROKEN = {
 @pytest.fixture(autouse=True)
 def configs(tmp_path, monkeypatch):
     """The shipped files, to be added to."""
-    shutil.copytree(recipes.CONFIGS, tmp_path / "configs")
-    monkeypatch.setattr(recipes, "CONFIGS", tmp_path / "configs")
+    shutil.copytree(recipes.CONFIGS_FOLDER, tmp_path / "configs")
+    monkeypatch.setattr(recipes, "CONFIGS_FOLDER", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "configs"
 
@@ -78,7 +78,7 @@ def test_tasks_and_texts_that_yaml_reads_as_something_else_are_listed(configs):
 def test_a_recipe_that_starts_from_itself_is_refused(configs, start):
     write(configs, start)
     line = refused(lra("fit", *BASE), "recipe/mine.yaml: by the rules of start, the run of .* starts from itself")
-    assert composing.STARTED in line
+    assert composing.START_MEND in line
     assert configure([*BASE, "init=null"]).start is None
     refused(lra("reproduce", "table3", "tasks=listops", "recipe=mine", "--dry-run"), "starts from itself")
 
@@ -86,7 +86,7 @@ def test_a_recipe_that_starts_from_itself_is_refused(configs, start):
 def test_a_chain_that_is_too_long_is_refused(configs):
     steps = [{"when": {"batch.size": n}, "from": [f"batch.size={n + 1}"]} for n in range(1, 400)]
     write(configs, steps)
-    with pytest.raises(UsageError, match=f"recipe/mine.yaml: .* has more than {composing.MOST_STAGES} runs after it"):
+    with pytest.raises(UsageError, match=f"recipe/mine.yaml: .* has more than {composing.MAX_STAGES} runs after it"):
         configure([*BASE, "batch.size=1"])
     assert configure([*BASE, "batch.size=395"]).start
 

@@ -149,7 +149,7 @@ def test_a_bad_entry_point_is_listed_with_the_reason_and_refused(registry, insta
     name = point.partition(" ")[0]
     entry = registry.catalogue()[name]
     (lacks,) = entry.missing
-    assert re.match(LACKS[point], lacks) and registry.declared(entry).solid
+    assert re.match(LACKS[point], lacks) and registry.facts_of(entry).solid
     with pytest.raises(UsageError, match=f"shape '{name}' lacks {LACKS[point].rstrip('$')}.*: rename, mend or remove"):
         registry.get(name)
     assert not registry.catalogue()["cube" if name != "cube" else "cone"].missing
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_named_and_takes_no_other_component_away(r
     (tmp_path / "shapes/mine.py").write_text(text)
     entries = registry.catalogue()
     assert list(entries) == ["cube", "ghost", "mine"] and not entries["cube"].missing
-    assert registry.declared(entries["mine"]).solid and entries["mine"].lacks.startswith(BAD[text])
+    assert registry.facts_of(entries["mine"]).solid and entries["mine"].lacks.startswith(BAD[text])
     assert registry.get("cube").facts == Facts(6)
     with pytest.raises(UsageError, match=f"shape 'mine' lacks {re.escape(BAD[text])}.*: rename, mend or remove"):
         registry.get("mine")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import lra
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.experiments import accuracy
 
@@ -23,11 +23,11 @@ TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.r
 
 
 def schemas() -> list[type]:
-    """Every dataclass that a module of lra hands to `parse` or `take` by its name."""
+    """Every dataclass that a module of lra hands to `parse_options` or `split_options` by its name."""
     found: dict[str, type] = {}
     for file, tree in TREES.items():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            reads = isinstance(call.func, ast.Name) and call.func.id in ("parse", "take")
+            reads = isinstance(call.func, ast.Name) and call.func.id in ("parse_options", "split_options")
             if reads and isinstance(call.args[0], ast.Name):
                 name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
                 cls = getattr(importlib.import_module(name), call.args[0].id, None)
@@ -89,12 +89,12 @@ def test_what_is_no_value_is_refused(cls, field):
     plain = {str, str | None, tuple[str, ...], tuple[str, ...] | None}
     if hint in plain:  # any text may be one, unless it is to be a name: then at once, or by the verb
         try:
-            assert getattr(parse(cls, [f"{field.name}=§.tar.xz"], **needed(cls, field)), field.name)
+            assert getattr(parse_options(cls, [f"{field.name}=§.tar.xz"], **needed(cls, field)), field.name)
         except UsageError as error:
             assert str(error).startswith(field.name)
         return
     with pytest.raises(UsageError, match=rf"^{field.name}=§: "):
-        parse(cls, [f"{field.name}=§"], **needed(cls, field))
+        parse_options(cls, [f"{field.name}=§"], **needed(cls, field))
 
 
 def needed(cls: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -108,5 +108,6 @@ def needed(cls: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def test_a_list_has_commas_and_may_have_brackets():
-    assert parse(accuracy.GridOptions, ["tasks=[listops,text]"]) == parse(accuracy.GridOptions, ["tasks=listops,text"])
-    assert parse(accuracy.GridOptions, ["attns=[flash]"]).attns == ("flash",)
+    bare = parse_options(accuracy.GridOptions, ["tasks=listops,text"])
+    assert parse_options(accuracy.GridOptions, ["tasks=[listops,text]"]) == bare
+    assert parse_options(accuracy.GridOptions, ["attns=[flash]"]).attns == ("flash",)

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lra.cli import app
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.grid import grid, local_launcher, watch
@@ -44,7 +44,7 @@ def stubbed(monkeypatch):
     """Makes the command work with a process that stands for `lra fit`; gives the cells of its arguments."""
 
     def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
-        options = parse(accuracy.GridOptions, args)
+        options = parse_options(accuracy.GridOptions, args)
         todo = accuracy.choose_cells(grid.read_grid("table3"), options, ())
         monkeypatch.setattr(accuracy, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
         return todo, args
@@ -96,7 +96,7 @@ def test_another_configuration_in_a_directory_stops_all_before_the_first(stubbed
 
 def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     args = ("tasks=listops,text", "attns=flash,standard", "seeds=3", "recipe=demo")
-    options = parse(accuracy.GridOptions, args)
+    options = parse_options(accuracy.GridOptions, args)
     todo = {str(cell): cell for cell in accuracy.choose_cells(grid.read_grid("table3"), options, ())}
     made(todo["listops flash seed 0"], "finished", steps_per_second=10.0)
     path = made(todo["listops flash seed 1"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.config.override import Override
 from lra.experiments import accuracy
 from lra.experiments.grid import grid
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 )
 def test_what_changes_a_task_is_named_and_the_papers_figures_are_left_out(here, field, change):
     args = ("tasks=pathfinder", "attns=flash", "seeds=1", "recipe=xiong2021", field)
-    (cell,) = accuracy.choose_cells(grid.read_grid("table3"), parse(accuracy.GridOptions, args[:-1]), [field])
+    (cell,) = accuracy.choose_cells(grid.read_grid("table3"), parse_options(accuracy.GridOptions, args[:-1]), [field])
     made(cell, "finished", 0.7689)
     report = accuracy.reproduce("table3", args)
     assert report.tables[0][0] == "table3: test accuracy, %; of other tasks: pathfinder"

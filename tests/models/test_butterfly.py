@@ -184,7 +184,7 @@ def test_blocks_are_written_as_numbers_or_as_words():
     assert configure().attn.sides == (128, 128) and configure("attn.block=64").attn.sides == (64, 64)
     run = configure("attn.block=16x256", "attn.density=1", "attn.globals=2")
     assert run.attn.sides == (16, 256) and run.attn.density == 1.0
-    assert restore(RunConfig, REGISTRIES, run.saved()) == run
+    assert restore(RunConfig, REGISTRIES, run.to_saved_dict()) == run
 
 
 def test_copies_see_the_same_and_weigh_nothing():

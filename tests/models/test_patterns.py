@@ -284,7 +284,7 @@ def test_bad_values_are_refused_by_name(name, fields, message):
 
 def test_options_survive_a_run_file():
     run = configure("bigbird", "attn.block=16x32", "attn.seed=7")
-    assert run.attn.sides == (16, 32) and restore(RunConfig, REGISTRIES, run.saved()) == run
+    assert run.attn.sides == (16, 32) and restore(RunConfig, REGISTRIES, run.to_saved_dict()) == run
 
 
 def test_bigbird_of_a_checkpoint_is_the_one_that_was_trained(tmp_path, monkeypatch):

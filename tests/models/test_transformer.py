@@ -22,7 +22,7 @@ from lra.models.transformer import Encoder
 HERE = sorted(  # the attentions that run on a CPU
     entry.name
     for entry in ATTENTIONS.catalogue().values()
-    if not entry.missing and not ATTENTIONS.declared(entry).needs_gpu
+    if not entry.missing and not ATTENTIONS.facts_of(entry).needs_gpu
 )
 POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
 

@@ -117,7 +117,7 @@ def test_from_data_to_score(task, tmp_path, monkeypatch):
 @pytest.mark.parametrize("task", CASES)
 def test_every_field_of_a_task_is_shown(task):
     config = configure([f"task={task}", "attn=flash"])
-    asked = {key for key, _ in flatten(config.config.saved()["task"]) if key != "name"}
+    asked = {key for key, _ in flatten(config.config.to_saved_dict()["task"]) if key != "name"}
     assert asked and {f"task.{key}" for key in asked} <= set(config.origin)
 
 

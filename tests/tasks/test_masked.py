@@ -195,7 +195,7 @@ def test_evaluation_keeps_sums(layout):
 
 
 def test_every_task_has_a_share_and_the_commonest_token_is_counted():
-    shares = {name: TASKS.declared(entry).mask for name, entry in TASKS.catalogue().items()}
+    shares = {name: TASKS.facts_of(entry).mask for name, entry in TASKS.catalogue().items()}
     assert shares == {"text": 0.15, "retrieval": 0.15, "listops": 0.1} | dict.fromkeys(
         ("image", "pathfinder", "path64", "pathx", "path256"), 0.5
     )
@@ -215,7 +215,7 @@ def test_refusals():
         with pytest.raises(UsageError, match=message) as error:
             fit.configure(["task=listops", "attn=flash", *args])
         assert "\n" not in str(error.value)
-    saved = fit.configure(["task=listops", "attn=flash"]).config.saved()
+    saved = fit.configure(["task=listops", "attn=flash"]).config.to_saved_dict()
     assert not {"pretrain", "mask"} & saved.keys()  # older runs are not of another configuration
 
 

@@ -176,7 +176,7 @@ def test_data_that_is_uploaded_goes_through_static_buffers(small, without_graphs
 def test_every_attention_can_be_captured(name):
     if CATALOGUE[name].missing:
         pytest.skip(f"{name} needs {', '.join(CATALOGUE[name].missing)}")
-    facts = ATTENTIONS.declared(CATALOGUE[name])
+    facts = ATTENTIONS.facts_of(CATALOGUE[name])
     options = ("model.d_model=64", "model.heads=2", "task.max_length=400", "model.attn_dropout=0", "model.dropout=0")
     run = configure(arguments(f"attn={name}", "trainer.accelerator=gpu", "trainer.precision=bf16", *options)).config
     torch.manual_seed(0)

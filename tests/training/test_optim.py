@@ -126,10 +126,18 @@ def test_a_run_with_another_optimiser_learns_skips_and_resumes(small, monkeypatc
 
 
 def test_what_an_older_lra_trained_is_the_default_and_says_nothing_new():
-    assert "name" not in configure(arguments()).config.saved()["optim"]
+    assert "name" not in configure(arguments()).config.to_saved_dict()["optim"]
     run = configure(arguments(SGD, "optim.momentum=0.9", "optim.betas=null")).config
     assert run.optim.betas is run.optim.eps is None
-    assert run.saved()["optim"].keys() == {"name", "lr", "momentum", "weight_decay", "clip", "schedule", "warmup"}
+    assert run.to_saved_dict()["optim"].keys() == {
+        "name",
+        "lr",
+        "momentum",
+        "weight_decay",
+        "clip",
+        "schedule",
+        "warmup",
+    }
 
 
 @pytest.mark.parametrize(

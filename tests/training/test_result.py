@@ -49,7 +49,7 @@ def test_a_result_states_what_ran_and_how_long():
     assert said["train_seconds"] == 120.0, "of all devices"
     assert said["steps_per_second"] == 2.5, "of the last device alone"
     assert (said["first_step_seconds"], said["validation_seconds"]) == (2.3, 3.3)
-    assert said["config"] == composed.config.saved()
+    assert said["config"] == composed.config.to_saved_dict()
     assert said["kernels"] == {"forward": ["hopper_forward", "hopper_shared"], "backward": [], "layers": []}
     unused = result_facts(composed, module, trainer, Clock())
     assert unused["steps_per_second"] is None and unused["first_step_seconds"] is None

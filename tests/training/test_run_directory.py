@@ -178,10 +178,11 @@ def test_a_result_says_how_a_run_ended_and_where(directory):
 
 
 def test_a_directory_is_opened_by_one_process_and_cleaned(directory):
-    run = directory("resume=auto")
+    run = directory("resume=auto", "optim.lr=1e-3")
     with run.opened(None):
         assert yaml.safe_load((run.path / "config.yaml").read_text()) == run.config
-        assert json.loads((run.path / "env.json").read_text())[0]["versions"]["python"]
+        session = json.loads((run.path / "env.json").read_text())[0]
+        assert session["versions"]["python"] and session["overrides"][-1] == "optim.lr=1e-3"
         assert is_claimed(run.path)
         with pytest.raises(UsageError, match="another process works in"), run.opened(None):
             pass

@@ -91,7 +91,7 @@ def test_the_background_comes_by_thirds():
     )
     assert other == flash and composed(flash[0]).config.task.background == 0.3, "the same start"
     assert composed(reformer[0]).config.task.background == 0, "of its own, as it shares queries and keys"
-    kept = [run.saved()["task"].get("background") for run in chain]
+    kept = [run.to_saved_dict()["task"].get("background") for run in chain]
     assert kept == [0.3, 0.1, 0.03, None], "older runs are not of another configuration"
 
 
@@ -127,7 +127,7 @@ def test_init_given_or_none_ends_the_chain():
     assert run.start is None and run.config.init == "other"
 
 
-@pytest.mark.parametrize("recipe", recipes.recipes())
+@pytest.mark.parametrize("recipe", recipes.recipe_names())
 def test_every_rule_can_apply(recipe):
     found = recipes.read_recipe(recipe)
     for rule in found.get("start") or ():
@@ -186,7 +186,7 @@ def test_a_run_that_another_process_began_meanwhile_is_not_begun_anew(small, mon
     def meanwhile(*args, **options):
         prepare(*args, **options)
         run.mkdir(parents=True)
-        (run / "config.yaml").write_text(yaml.safe_dump(lra.configure(arguments("name=mine")).config.saved()))
+        (run / "config.yaml").write_text(yaml.safe_dump(lra.configure(arguments("name=mine")).config.to_saved_dict()))
         if last:
             (run / "last.ckpt").touch()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lra.config.compose import differences
+from lra.config.compose import list_differences
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell
 from lra.training import curves
@@ -171,10 +171,10 @@ def _computes_the_same(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
     cell.directory.refuse_version("run", cell.directory.task_of(found))
-    if changed := differences(found, cell.directory.config, HARDWARE_FIELDS):
+    if changed := list_differences(found, cell.directory.config, HARDWARE_FIELDS):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )
     if result is not None:
         cell.directory.refuse_version("result", result["task"])
-    return not differences(found, cell.directory.config)
+    return not list_differences(found, cell.directory.config)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lra.config.compose import Composed, differences, to_dict
+from lra.config.compose import ComposedConfig, list_differences, to_dict
 from lra.config.override import Override, parse_overrides
-from lra.config.recipes import names, read_yaml, recipes
-from lra.config.registry import unknown
+from lra.config.recipes import config_names, read_package_yaml, recipe_names
+from lra.config.registry import describe_unknown
 from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
@@ -46,7 +46,7 @@ class Column:
 
 
 @functools.cache
-def _composed(args: tuple[Override, ...]) -> Composed:
+def _composed(args: tuple[Override, ...]) -> ComposedConfig:
     """A composed configuration. It is cached, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
@@ -61,7 +61,7 @@ class Cell:
     args: tuple[Override, ...]  # of `lra fit`
 
     @property
-    def composed(self) -> Composed:
+    def composed(self) -> ComposedConfig:
         return _composed(self.args)
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class Grid:
                 continue  # its task is that of seed 0, and composing takes long
             task, made = cell.composed.config.task, self.columns[cell.column].fields
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
-            changed = differences(paper, here, (*EQUIVALENT_TASK_FIELDS, *(override.field for override in made)))
+            changed = list_differences(paper, here, (*EQUIVALENT_TASK_FIELDS, *(override.field for override in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
         others = {column: "; ".join(changed) for column, changed in found.items() if changed}
         changed = replace(self, others=others)
@@ -182,7 +182,7 @@ class Grid:
         for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
             for name in asked:
                 if name not in known:
-                    raise UsageError(unknown(kind, name, known))
+                    raise UsageError(describe_unknown(kind, name, known))
         for name in columns:
             for made in self.columns[name].fields:
                 override = given.get(made.field) or given.get(made.field.removeprefix("task."))
@@ -203,9 +203,9 @@ class Grid:
 
 def read_grid(name: str) -> Grid:
     """The grid of `configs/table/<name>.yaml`. UsageError if it does not exist or is no table."""
-    if name not in (known := names("table")):
-        raise UsageError(unknown("table", name, known))
-    tree = read_yaml("table", name)
+    if name not in (known := config_names("table")):
+        raise UsageError(describe_unknown("table", name, known))
+    tree = read_package_yaml("table", name)
     if wrong := next(_faults(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
     columns = {
@@ -221,7 +221,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
     required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
     for key in tree:
         if key not in (*required, *optional):
-            yield unknown("field", str(key), (*required, *optional))
+            yield describe_unknown("field", str(key), (*required, *optional))
     if lacking := [key for key in required if not tree.get(key)]:
         yield f"it lacks {', '.join(lacking)}"
     for key, kind, form in (
@@ -233,12 +233,12 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {shorten(repr(tree[key]))}, and must be {form}"
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
-    if tree["recipe"] not in recipes():
-        yield unknown("recipe", tree["recipe"], recipes())
+    if tree["recipe"] not in recipe_names():
+        yield describe_unknown("recipe", tree["recipe"], recipe_names())
     attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
     for attn in tree["attns"]:
         if str(attn) not in attns:
-            yield unknown("attention", str(attn), attns)
+            yield describe_unknown("attention", str(attn), attns)
     for name, column in tree["columns"].items():
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
@@ -250,7 +250,7 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
         elif len(task := [text.removeprefix("task=") for text in made if text.startswith("task=")]) != 1:
             yield f"column {name} needs one task= among its fields"
         elif task[0] not in tasks:
-            yield f"column {name}: {unknown('task', task[0], tasks)}"
+            yield f"column {name}: {describe_unknown('task', task[0], tasks)}"
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
             yield f"paper's {attn} is {shorten(repr(figures))}, and must be a mapping of columns to numbers"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.config.compose import OWN, differences
+from lra.config.compose import RUN_FIELDS, list_differences
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import EQUIVALENT_TASK_FIELDS, Cell
@@ -22,7 +22,7 @@ from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
 FIELDS_WITHOUT_PACE = (
-    "seed", *OWN, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.eval_every", "trainer.log_every",
+    "seed", *RUN_FIELDS, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.eval_every", "trainer.log_every",
 )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _finished(results: list[dict[str, Any]]) -> str:
 
 def _takes_the_same(config: dict[str, Any], cell: Cell) -> bool:
     """Whether a step of the cell takes as long as one of this configuration."""
-    return not differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
+    return not list_differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
 
 
 def _steps(cell: Cell, state: CellState) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lra.config.options import parse
+from lra.config.options import parse_options
 from lra.config.override import Override
 from lra.errors import UsageError, shorten
 from lra.experiments.grid import cells
@@ -70,7 +70,7 @@ def parse_resources(args: Sequence[Override], launcher: str) -> SlurmResources:
     if args and launcher != "slurm":
         raise UsageError(f"{args[0]} is of use with launcher=slurm only: add that, or leave it out")
     own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
-    return parse(SlurmResources, own, "slurm: ")
+    return parse_options(SlurmResources, own, "slurm: ")
 
 
 @dataclass(frozen=True)

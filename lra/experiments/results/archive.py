@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lra.config.compose import differences
-from lra.config.options import parse
+from lra.config.compose import list_differences
+from lra.config.options import parse_options
 from lra.errors import UsageError, is_disk_full
 from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, is_plain_name, unpack_archive
 from lra.training import checkpoints, curves
@@ -137,7 +137,7 @@ class StoredRun:
             _, identity = checkpoints.read_checkpoint(self.path / "model.safetensors")
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
-        if changed := differences(config, identity["config"], HARDWARE_FIELDS):
+        if changed := list_differences(config, identity["config"], HARDWARE_FIELDS):
             raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it again")
 
     def check(self, names: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class StoredRun:
         if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
             raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it again")
         for name, result in (("result.json", self.result()), (FIRST_FAILURE_FILE, self.failure())):
-            if result and (changed := differences(config, result["config"], HARDWARE_FIELDS)):
+            if result and (changed := list_differences(config, result["config"], HARDWARE_FIELDS)):
                 raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it again")
         self.check_curves()
         if "last.ckpt" in names:
@@ -165,7 +165,7 @@ def pack_runs(args: Sequence[str]) -> list[str]:
     With checkpoints it also packs unfinished runs that can be continued, with best.ckpt and last.ckpt. A run that a
     process works on is left out, as its files may not belong together.
     """
-    options = parse(PackOptions, args)
+    options = parse_options(PackOptions, args)
     with ExitStack() as held:
         return _pack(Path(options.runs), Path(options.out), options.checkpoints, held)
 
@@ -208,7 +208,7 @@ def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
         UsageError: and changes nothing, if anything in the file is wrong, if a run's directory has another
             configuration, or if it has another finished result of the same one.
     """
-    file, folder = Path(file), Path(parse(MergeOptions, args).runs)
+    file, folder = Path(file), Path(parse_options(MergeOptions, args).runs)
     released = (file / "config.yaml").is_file()
     if not (file.is_file() or released):
         raise UsageError(f"{file} is not a file: name an archive of lra results pack, or a folder of checkpoints/")
@@ -339,7 +339,7 @@ def _decide(new: StoredRun, old: StoredRun) -> Decision:
         if is_vacant(old.path):
             return "added", ""
         return "refused", f"{old.path} is not a run's directory: move it away"
-    if changed := differences(old.config(), new.config(), HARDWARE_FIELDS):
+    if changed := list_differences(old.config(), new.config(), HARDWARE_FIELDS):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lra.config.compose import flatten, to_dict
 from lra.config.override import Override
-from lra.config.schema import LATER, RunConfig
+from lra.config.schema import LATER_FIELDS, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
@@ -174,9 +174,9 @@ def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
 
 
 def configuration_identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
-    """The fields by which a configuration is compared. Missing ones come from `LATER` and `defaults`."""
+    """The fields by which a configuration is compared. Missing ones come from `LATER_FIELDS` and `defaults`."""
     known = dict(flatten(defaults))
-    fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
+    fields = known | {name: value for name, value in LATER_FIELDS.items() if name in known} | dict(flatten(config))
     if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
         fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
     return {name: value for name, value in fields.items() if name not in UNCOMPARED_FIELDS}
@@ -291,7 +291,7 @@ def _identities(
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
-        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned_name(run.task)
+        saved, tasks[cell] = run.to_saved_dict() | {"seed": cell.seed}, versioned_name(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
         own = configuration_identity(saved, default)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lra.config.options import refuse_repeats, take
+from lra.config.options import refuse_repeats, split_options
 from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.environment import UNCLEAN_MARK
@@ -62,7 +62,7 @@ class Report(NamedTuple):
 
 def parse_report_fields(name: str, args: Sequence[str]) -> tuple[Grid, ReportOptions, list[Override]]:
     """The table, the options, and the fields of `lra fit` with which all cells were run."""
-    return grid.read_grid(name), *take(ReportOptions, args)
+    return grid.read_grid(name), *split_options(ReportOptions, args)
 
 
 def make_report(name: str, args: Sequence[str]) -> Report:

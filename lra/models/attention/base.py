@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
     def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
         """Raises a UsageError that names the installed attentions which can do what was asked."""
-        there = {e.name: ATTENTIONS.declared(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
+        there = {e.name: ATTENTIONS.facts_of(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
         fit = (name for name, facts in there.items() if facts.fits(self.spec.head_dim, self.spec.dropout))
         others = [name for name in fit if able(there[name])]
         raise UsageError(

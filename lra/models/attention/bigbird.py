@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from lra.config.schema import at_least
+from lra.config.schema import check_at_least
 from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
@@ -36,8 +36,8 @@ class BigBirdAttention(BlockSparseAttention):
     @dataclass(frozen=True)
     class Config(BlockConfig):
         block: str = "64"  # tokens of a square block, or "16x256": queries by keys
-        window: int = 3  # blocks, in all: the block itself in the middle
-        globals: int = 2  # the first blocks, which see all and are seen by all
+        window: int = 3  # blocks that a block sees around it, itself included
+        globals: int = 2  # first blocks, which see all and are seen by all
         random: int = 3  # other blocks that each block sees
         seed: int = 0  # of the random blocks
 
@@ -45,7 +45,7 @@ class BigBirdAttention(BlockSparseAttention):
             super().__post_init__()
             check_option_counts(self, 1, "window")
             check_option_counts(self, 0, "globals", "random")
-            at_least(0, "attn", self, "seed")
+            check_at_least(0, "attn", self, "seed")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")
 

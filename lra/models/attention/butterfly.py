@@ -25,10 +25,10 @@ class ButterflyAttention(BlockSparseAttention):
 
     @dataclass(frozen=True)
     class Config(BlockConfig):
-        factors: int | None = None  # of the butterfly; all by default
+        factors: int | None = None  # of the butterfly; null: all
         local: int = 0  # blocks seen to either side
-        globals: int = 0  # the first tokens, which see all and are seen by all
-        density: float | None = None  # share of pairs seen, at most: picks the factors
+        globals: int = 0  # first tokens, which see all and are seen by all
+        density: float | None = None  # largest share of pairs that is seen; picks the factors
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -32,7 +32,8 @@ class LocalAttention(BlockSparseAttention):
 
     @dataclass(frozen=True)
     class Config(BlockSparseAttention.Config):
-        window: int = 64  # tokens, in all
+        window: int = 64  # tokens that a query sees, on both sides together
+        # sliding: around each token; blocks: the block that a token lies in
         pattern: Literal["sliding", "blocks"] = "sliding"
 
         def __post_init__(self) -> None:

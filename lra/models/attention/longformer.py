@@ -30,7 +30,7 @@ class LongformerAttention(BlockSparseAttention):
     @dataclass(frozen=True)
     class Config(BlockSparseAttention.Config):
         window: int = 512  # tokens, in all: half of them to either side
-        globals: int = 1  # the first tokens, which see all and are seen by all
+        globals: int = 1  # first tokens, which see all and are seen by all
 
         def __post_init__(self) -> None:
             check_option_counts(self, 1, "window")

@@ -33,9 +33,10 @@ class OpenAISparseAttention(BlockSparseAttention):
     @dataclass(frozen=True)
     class Config(BlockConfig):
         block: str = "32"  # tokens of a square block, or "16x256": queries by keys
+        # what is seen beside the neighbourhood; fixed: ends of segments; strided: every stride-th position
         pattern: Literal["fixed", "strided"] = "fixed"
         stride: int = 128  # tokens, a multiple of the block's longer side
-        summary: int | None = None  # tokens, likewise; the longer side by default; of `fixed` alone
+        summary: int | None = None  # tokens at the end of a segment, of pattern=fixed; null: the block's longer side
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.config.schema import at_least
+from lra.config.schema import check_at_least
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
@@ -31,12 +31,12 @@ class PerformerAttention(Attention):
 
     @dataclass(frozen=True)
     class Config:
-        features: int | None = None  # random ones; d log d for heads of d dimensions by default
-        redraw: int | None = None  # training steps between new features; by default they stay
+        features: int | None = None  # random features; null: d log d for heads of d dimensions
+        redraw: int | None = None  # training steps between new features; null: they stay
 
         def __post_init__(self) -> None:
             check_option_counts(self, 1, "features")
-            at_least(1, "attn", self, "redraw")  # steps, as many as there may be
+            check_at_least(1, "attn", self, "redraw")  # steps, as many as there may be
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class ReformerAttention(Attention):
 
     @dataclass(frozen=True)
     class Config:
-        bucket: int = 64  # tokens of a chunk; of a bucket on average
-        hashes: int = 2  # rounds
+        bucket: int = 64  # tokens of a chunk, and of a bucket on average
+        hashes: int = 2  # rounds of hashing
 
         def __post_init__(self) -> None:
             check_option_counts(self, 1, "bucket", "hashes")

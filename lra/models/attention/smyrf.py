@@ -28,8 +28,8 @@ class SmyrfAttention(Attention):
 
     @dataclass(frozen=True)
     class Config:
-        cluster: int = 64  # queries, and as many keys
-        hashes: int = 2  # rounds
+        cluster: int = 64  # queries of a cluster, and as many keys
+        hashes: int = 2  # rounds of hashing
 
         def __post_init__(self) -> None:
             check_option_counts(self, 1, "cluster", "hashes")

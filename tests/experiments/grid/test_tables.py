@@ -21,8 +21,8 @@ MINE = {
 @pytest.fixture(autouse=True)
 def configs(tmp_path, monkeypatch):
     """The shipped files, to be added to."""
-    shutil.copytree(recipes.CONFIGS, tmp_path / "configs")
-    monkeypatch.setattr(recipes, "CONFIGS", tmp_path / "configs")
+    shutil.copytree(recipes.CONFIGS_FOLDER, tmp_path / "configs")
+    monkeypatch.setattr(recipes, "CONFIGS_FOLDER", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
     return tmp_path / "configs"

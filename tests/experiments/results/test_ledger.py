@@ -29,7 +29,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     made |= {"task": versioned_name(run.task), "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
     made["runs_per_device"] = 1
     made["environment"]["commit"] = "5577a9a5dedc"
-    made["config"] = json.loads(json.dumps(run.saved()))
+    made["config"] = json.loads(json.dumps(run.to_saved_dict()))
     made["test"] |= {"accuracy": accuracy}
     return made | changes
 
