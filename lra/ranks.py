@@ -3,6 +3,13 @@
 Three launchers are joined: lra itself, torchrun and srun. The variables of any other launcher, and those that an image
 or a batch job left behind, never change a run: they are ignored where they agree with a process that is alone, and
 refused where they say that there are more ranks.
+
+- lra starts `trainer.devices` ranks on this machine, unless another launcher has started them.
+- The ranks of torchrun are joined.
+- A step of srun with several tasks is joined if `trainer.devices` is the number of its tasks on a node. A batch script
+  without srun is no step.
+- `MASTER_ADDR` and `MASTER_PORT` count under torchrun and srun only. The processes of a grid get none of these
+  variables.
 """
 
 from __future__ import annotations
