@@ -28,13 +28,16 @@ LENGTHS = (1024, 65536)  # of sequences in which these are counted
 NOT_SHOWN = ("fmt:", "type:", "noqa", "pyright:")  # comments for tools
 HEADER = (
     "# Attentions\n\n<!-- made by benchmarks/pages/attentions.py: make docs -->\n\n"
-    "`attn=<name>` chooses one, `attn.<option>=<value>` sets its options, and `lra ls attns` shows which can be used "
-    "on a machine. Attentions of other installed packages are listed there, not here.\n\n"
-    "*cost*: how time grows with the sequence length N, in terms of options; memory grows with N, or as said. "
-    "*exact*: equal to softmax attention up to rounding. *dropout*: on attention weights; without it "
-    "`model.attn_dropout` must be 0. *ragged*: reads sequences of different lengths without padding; the others are "
-    "handed the padded form. *dtypes*: values of `trainer.precision`. A head dimension, dropout, precision or device "
-    "that an attention does not take is refused, with the attentions that take it.\n"
+    "For people who choose an attention or set its options. `attn=<name>` chooses one, `attn.<option>=<value>` sets "
+    "an option, and `lra ls attns` shows which attentions work on your machine. It also lists attentions of other "
+    "installed packages.\n\n"
+    "- *cost*: how time grows with the sequence length N. Memory grows with N unless the cost says otherwise.\n"
+    "- *exact*: equal to softmax attention up to rounding.\n"
+    "- *dropout*: drops attention weights. Without it `model.attn_dropout` must be 0.\n"
+    "- *ragged*: reads sequences of different lengths without padding. The others get the padded form.\n"
+    "- *dtypes*: values of `trainer.precision`.\n\n"
+    "An attention refuses a head dimension, dropout, precision or device that it does not take, and the message names "
+    "those that take it.\n"
 )
 
 
