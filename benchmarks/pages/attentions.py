@@ -89,7 +89,7 @@ def _section(entry: Entry) -> str:
         f"{facts.paper}. Source: [{source}](../{source}).",
         " ".join(limits),
         table(("option", "type", "default", "what"), rows) if rows else "No options.",
-        f"Sized for {KEYS} keys to a query: {sized}{_seen(cls)}." if sized else "No option sets what a query costs.",
+        f"For the cost of {KEYS} keys to a query: {sized}.{_seen(cls)}" if sized else "No option changes the cost.",
     ]
     return "\n\n".join(parts)
 
@@ -100,8 +100,8 @@ def _seen(cls: type[Attention]) -> str:
         return ""
     config = parse(cls.Config, [f"{name}={_value(value)}" for name, value in cls.budget(KEYS).items()])
     layouts = {n: cls.make_layout(config, AttentionSpec(heads=1, head_dim=64, max_length=n))[0] for n in LENGTHS}
-    seen = (f"{n * layout.density(n):,.0f} of {n:,}" for n, layout in layouts.items())
-    return f"; it sees {', '.join(seen)} then"
+    seen = (f"{n * layout.density(n):,.0f} of {n:,} keys" for n, layout in layouts.items())
+    return f" A query then sees on average {' or '.join(seen)}."
 
 
 def _load(entry: Entry) -> Any:
