@@ -3,6 +3,13 @@
 Three launchers are supported: lra itself, torchrun and srun. Variables of other launchers, or left behind by an image
 or a batch job, never change a run. They are ignored if they agree with a single process, and refused if they state
 more ranks.
+
+- lra starts `trainer.devices` ranks on this machine, unless another launcher has started them.
+- The ranks of torchrun are joined.
+- A step of srun with several tasks is joined if `trainer.devices` is the number of its tasks on a node. A batch script
+  without srun is no step.
+- `MASTER_ADDR` and `MASTER_PORT` count under torchrun and srun only. The processes of a grid get none of these
+  variables.
 """
 
 from __future__ import annotations

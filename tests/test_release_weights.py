@@ -86,6 +86,12 @@ def test_the_time_of_a_resumed_run_is_said_where_all_of_it_was_counted(wall, kno
     assert ("12,345 s" in cards.card(name, resumed, cards.known())) == known
 
 
+def test_a_card_says_which_run_was_validated_on_the_test_images():
+    texts = {name: cards.card(name, result, cards.known()) for name, result in RELEASED.items()}
+    chosen = {name for name, text in texts.items() if "was validated on" in text}
+    assert chosen == {"path256-all", "path256-all-butterfly"}
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_release_is_of_one_run_and_whole(name):
     weights, identity = checkpoints.read_checkpoint(folder(name))

@@ -21,14 +21,17 @@ KEYS = 256  # what a query costs in the micro-benchmarks of FlashAttention's app
 LENGTHS = (1024, 65536)  # of sequences in which these are counted
 HEADER = (
     "# Attentions\n\n<!-- made by benchmarks/pages/attentions.py: make docs -->\n\n"
-    "`attn=<name>` chooses one, `attn.<option>=<value>` sets its options, and `lra ls attns` shows which can be used "
-    "on a machine. Attentions of other installed packages are listed there, not here. [Fields](fields.md) has "
+    "For people who choose an attention or set its options. `attn=<name>` chooses one, `attn.<option>=<value>` sets "
+    "an option, and `lra ls attns` shows which attentions work on your machine. It also lists attentions of other "
+    "installed packages. [Fields](fields.md) has "
     "every other field of a run.\n\n"
-    "*cost*: how time grows with the sequence length N, in terms of options; memory grows with N, or as said. "
-    "*exact*: equal to softmax attention up to rounding. *dropout*: on attention weights; without it "
-    "`model.attn_dropout` must be 0. *ragged*: reads sequences of different lengths without padding; the others are "
-    "handed the padded form. *dtypes*: values of `trainer.precision`. A head dimension, dropout, precision or device "
-    "that an attention does not take is refused, with the attentions that take it.\n"
+    "- *cost*: how time grows with the sequence length N. Memory grows with N unless the cost says otherwise.\n"
+    "- *exact*: equal to softmax attention up to rounding.\n"
+    "- *dropout*: drops attention weights. Without it `model.attn_dropout` must be 0.\n"
+    "- *ragged*: reads sequences of different lengths without padding. The others get the padded form.\n"
+    "- *dtypes*: values of `trainer.precision`.\n\n"
+    "An attention refuses a head dimension, dropout, precision or device that it does not take, and the message names "
+    "those that take it.\n"
 )
 
 
@@ -81,7 +84,7 @@ def _section(entry: CatalogueEntry) -> str:
         f"{facts.paper}. Source: [{source}](../{source}).",
         " ".join(limits),
         table(("option", "may be", "default", "meaning"), rows) if rows else "No options.",
-        f"Sized for {KEYS} keys to a query: {sized}{_seen(cls)}." if sized else "No option sets what a query costs.",
+        f"For the cost of {KEYS} keys to a query: {sized}.{_seen(cls)}" if sized else "No option changes the cost.",
     ]
     return "\n\n".join(parts)
 
@@ -92,8 +95,8 @@ def _seen(cls: type[Attention]) -> str:
         return ""
     config = parse_options(cls.Config, [f"{name}={format_value(value)}" for name, value in cls.budget(KEYS).items()])
     layouts = {n: cls.make_layout(config, AttentionSpec(heads=1, head_dim=64, max_length=n))[0] for n in LENGTHS}
-    seen = (f"{n * layout.density(n):,.0f} of {n:,}" for n, layout in layouts.items())
-    return f"; it sees {', '.join(seen)} then"
+    seen = (f"{n * layout.density(n):,.0f} of {n:,} keys" for n, layout in layouts.items())
+    return f" A query then sees on average {' or '.join(seen)}."
 
 
 def load_class(entry: CatalogueEntry) -> Any:

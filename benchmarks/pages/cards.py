@@ -86,15 +86,16 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
         table(("", ""), _facts(result)),
         "## Accuracy",
         table(*_scores(result)),
-        "± is the 95% bound from sampling the test set; the run is one of one seed.",
+        "± is the 95% bound from sampling the test set. It is of one run, of one seed.",
+        *_chosen_by(chain),
         "## Use",
-        "In the checkout, or with the folder's path after `init=`:",
+        "Run this in the checkout, or write the folder's path after `init=`:",
         _shell(
             f"lra test init={folder}{other}   # scores it on the test set",
             f"{further(name, result)}   # starts from it",
         ),
-        f'In Python `lra.load("{folder}")` is the module in evaluation mode. `config.yaml` names the run from which '
-        "this one started; the weights need nothing of it.",
+        f'In Python `lra.load("{folder}")` gives the module in evaluation mode. `config.yaml` may name a run from '
+        "which this one started. You do not need that run to use the weights.",
         *([_SEED] if "data_seed" in result["config"]["task"] else []),
         "## Training",
         _shell(*(command(stage) for stage in chain)),
@@ -107,10 +108,29 @@ def card(name: str, result: Result, runs: dict[str, list[tuple[Path, Result]]]) 
 
 
 _SEED = (
-    "Its test set follows its training set in one stream: with other numbers of examples choose another "
-    "`task.data_seed`; fewer for training are refused, as what it was trained on would be scored."
+    "The test set follows the training set in one stream of examples. If you set other numbers of examples, choose "
+    "another `task.data_seed`, too. Fewer training examples are refused, because the test would score examples that "
+    "the weights were trained on."
 )
-_ALONE = "Each run starts from the weights of the one before. The last command alone trains those before it, too."
+_ALONE = "Each run starts from the weights of the one before. The last command alone trains all of them."
+
+
+def _chosen_by(chain: list[Result]) -> Iterator[str]:
+    """Which runs before the last one chose their best checkpoint by images of the last one's test set."""
+    last = chain[-1]["config"]["task"]
+    if "data_seed" not in last:
+        return
+    test = range(last["train"] + last["val"], last["train"] + last["val"] + last["test"])
+    for number, stage in enumerate(chain[:-1], 1):
+        task = stage["config"]["task"]
+        if all(task[field] == last[field] for field in ("name", "level", "data_seed")):
+            end = task["train"] + task["val"]
+            if task["train"] < test.stop and test.start < end:
+                yield (
+                    f"Run {number} below was validated on these test images, and its best checkpoint chosen by them. "
+                    "No run was trained on them. [checkpoints](../README.md) has the accuracy on images of another "
+                    "seed, where it was measured."
+                )
 
 
 def command(result: Result) -> str:

@@ -72,8 +72,8 @@ def _section(name: str, record: dict[str, Any], drawn: set[str]) -> Iterator[str
     yield f"![test images that {name} gets right and wrong]({FOLDER.name}/{name}-samples.png)"
     look = record["attention"]
     yield (
-        f"Attention on image {look['image']}, {look['tokens']:,} tokens, of which an equal share would be "
-        f"{1 / look['tokens']:.2g}:"
+        f"Attention on image {look['image']}, which has {look['tokens']:,} tokens. An equal share would be "
+        f"{1 / look['tokens']:.2g}."
     )
     yield f"![attention of each layer of {name} from one marker]({FOLDER.name}/{name}-attention.png)"
 

@@ -13,57 +13,61 @@ from lra.bench.step import LOOPS
 from lra.experiments.reproduction import format_mean_std
 
 PAGE = ROOT / "docs" / "training.md"
-HEAD = (
-    "# Training: speed, and what does not depend on it\n\n<!-- made by benchmarks/pages/training.py of benchmarks: "
-    "make docs -->\n\nA step is forward, backward and update of one batch, as `lra fit` takes it in steady state. "
-    "*fit* is `lra fit`, *captured* the same steps without Lightning, *eager* neither compiled nor captured, *bare* "
-    "what one would write by hand for sequences that all have the full length: PyTorch's scaled_dot_product_attention, "
-    "compiled and captured. `lra bench step` measures them; the fields of each row are in its file. *first step*: "
-    "until the first step of *fit* is done, with capturing, and compiling what no cache had; *warm* has all of it "
-    "there. Kernels are those of the day and commit that a row names; on 2026-11-27 and 28 those of attention and the "
-    "layers became faster ([kernels.md](kernels.md)). *profile*, *bare* and *captured* behind a name are of a commit "
-    "before, and have a profile or a loop that the later one lacks. An H100's memory is slower than an H200's; *gpu2* "
-    "and *gpu3* are others of the kind. *dropout0* has no dropout in attention. On H100s Text reads every second "
-    "review, Image the first 3,000 pictures."
-)
-BARE = (
-    "## Against the bare loop\n\n*fit* with the recipe's dropout, as above, and the bare loop without attention's, "
-    "with which PyTorch's is slower, on a GPU of the same kind."
-)
-GROUPS = (
-    "Where the time of *captured* goes, ms of a step: kernels by name, and the gaps between them. The profiler slows "
-    "kernels a little."
-)
-EXACT = (
-    "## Equal learning\n\nIn fp32 without dropout, 200 steps of each seed: the largest relative difference of any "
-    "step's loss to that of the eager engine on packed batches and one device. *eager, halves* differs from it in "
-    "nothing but rounding, as it adds the gradients of two halves of a batch."
-)
-KINKS = (
-    "Rounding decides where Image goes: a hidden value of the classifier that is 0 within rounding may have either "
-    "sign, and the derivative of its ReLU is 0 or 1. From one such value on the losses of two runs part. "
-    "benchmarks/studies/kinks finds the first of each seed that parts halves from whole batches; with that one "
-    "derivative taken alike, they stay together. In which seeds a variant above is with its reference to the end is "
-    "chance:"
-)
-NOISE = (
-    "In bf16 with the recipe's dropout: test accuracy in %, mean ± standard deviation over seeds, and each seed's, "
-    "with a slash between runs of the same arguments, the earliest first; those of 2026-11-21 drop other elements than "
-    "later ones, and those before 2026-11-27 others between layers than runs do now, 0.1 and not 26/256 of them. "
-    "*failed*: no memory was left beside other programs on that GPU. Whether one of ListOps' seed 2 has left the "
-    "plateau of this recipe when it ends is chance."
-)
-LONG = (
-    "## Long runs\n\nOne `lra fit`, sampled from outside every five seconds by benchmarks/studies/soak: least, most "
-    "and growth per hour by a line, over the second half, after the most of the first. Memory on a CPU goes up and "
-    "down by tens of MB with what the C allocator keeps of freed blocks, of a new size for each batch; compare "
-    "both halves' most. Disk grows by the curves, a row for each logged loss. `shared`: tests ran beside it."
-)
-SCALING = (
-    "## Several GPUs\n\nThe same global batch on more GPUs, steps per second of `lra fit`, beside one GPU of the same "
-    "kind and commit, the mean of all such runs. Those on H200s count what a later commit does not: that GPUs wait "
-    "until the process of every one has compiled what scores a batch. Of four GPUs the slowest sets the pace."
-)
+HEAD = """# Training: speed, and what does not depend on it
+
+<!-- made by benchmarks/pages/training.py of benchmarks: make docs -->
+
+For people who want to know how fast `lra fit` trains, whether its engines learn the same, and what a long run \
+leaves behind.
+
+A step is forward, backward and update of one batch, in steady state. `lra bench step` measures it in four loops:
+
+- *fit* is `lra fit`.
+- *captured* takes the same steps without Lightning, compiled and in CUDA graphs.
+- *eager* takes them neither compiled nor captured.
+- *bare* is what one would write by hand for sequences of the full length: PyTorch's `scaled_dot_product_attention`, \
+compiled and captured.
+
+*first step* is the time until the first step of *fit* is done. It includes capturing, and compiling what no cache \
+had. In rows named *warm* the caches were full. Other names say what differs: *gpu2* and *gpu3* are other GPUs of \
+the kind; *dropout0* has no dropout in attention; *profile*, *bare* and *captured* are of an earlier commit, and \
+have a profile or a loop that the later one lacks.
+
+Kernels are those of the day and commit in the row. Those of attention and of the layers became faster on 2026-11-27 \
+and 28 ([lab-log.md](lab-log.md)). An H100's memory is slower than an H200's. On H100s Text reads every second \
+review, and Image the first 3,000 pictures."""
+BARE = """## Against the bare loop
+
+*fit* has the recipe's dropout. The bare loop has no dropout in attention, because PyTorch's is slower with it. Both \
+ran on a GPU of the same kind."""
+GROUPS = """Where the time of *captured* goes, in milliseconds of a step: kernels by name, and the gaps between \
+them. The profiler slows kernels a little."""
+EXACT = """## Equal learning
+
+Do engines, layouts and numbers of devices learn the same? The table has 200 steps in fp32 without dropout. A \
+difference is the largest of any step's loss, relative to the eager engine on packed batches and one device. *eager, \
+halves* adds the gradients of two halves of a batch, so it differs by rounding alone."""
+KINKS = """Rounding decides where Image goes. A hidden value of the classifier may be 0 within rounding. Its sign is \
+then chance, and the derivative of its ReLU is 0 or 1. From one such value on, the losses of two runs part. `kinks` \
+in benchmarks/studies finds, for each seed, the first value that parts halves from whole batches. When both runs \
+take that derivative alike, they stay together. So it is chance in which seeds a variant above stays with its \
+reference:"""
+NOISE = """The next table has test accuracy in % after training in bf16 with the recipe's dropout: the mean ± \
+standard deviation over seeds, then each seed. A slash stands between runs of the same arguments, the earliest \
+first. Runs of 2026-11-21 drop other elements than later ones. Between layers, runs before 2026-11-27 dropped 0.1 of \
+the elements, and later ones 26/256. *failed*: other programs on that GPU left no memory. ListOps' seed 2 may or may \
+not leave the plateau of this recipe before it ends; that is chance."""
+LONG = """## Long runs
+
+Does a run leave memory, files or threads behind? benchmarks/studies/soak samples one `lra fit` from outside every \
+five seconds. The columns after the first half's most are of the second half; growth per hour is the slope of a \
+line. Memory on a CPU goes up and down by tens of MB, because the C allocator keeps freed blocks: compare the most \
+of both halves. Disk grows by the curves, a row for each logged loss. Tests ran beside the run *listops-shared*."""
+SCALING = """## Several GPUs
+
+The same global batch on more GPUs, in steps per second of `lra fit`, beside the mean of all runs on one GPU of the \
+same kind and commit. On H200s these times include the wait until every process has compiled what scores a batch; a \
+later commit leaves that out. Of four GPUs the slowest sets the pace."""
 
 
 def page() -> str:

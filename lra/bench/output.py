@@ -1,4 +1,9 @@
-"""The file of a measurement."""
+"""The file of a measurement.
+
+Each setting has one JSON file, which is rewritten after every case, so that the same command goes on where it stopped.
+A file of other options or of another environment is refused. A file is locked while a process measures for it:
+processes share a folder if each measures settings of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The resolution of dropout in all kernels: a random byte for each element, so rates are multiples of 1/256."""
+"""The resolution of dropout in all kernels: a random byte for each element, so rates are multiples of 1/256.
+
+A mask is a function of the seed and the element's place, never of tiles, layout, micro-batches or devices. Attention's
+is defined by `flash/reference.py`: a sequence's place in the global batch, the head, the row and the column. Between
+layers it is `lra/models/dropout.py`. The seed is read on the device, and layer `l` adds `l` to it. SDPA, `gather`,
+`standard` and the approximate attentions in plain PyTorch drop at the same rate, but draw from PyTorch's generator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Handles steps whose loss or gradient is NaN or infinite: it tells the user and finds the cause."""
+"""Handles steps whose loss or gradient is NaN or infinite: it tells the user and finds the cause.
+
+The device judges each step's whole gradient and loss before the update (`tally.py`). From the first step that is not
+finite no update is done, so weights and moments stay those before it. The run then ends. `fault.pt` has the weights and
+the batch, and doing that step again eagerly names the loss or the first parameter. With `trainer.on_nan=skip` only the
+updates of such steps are left out, and counted.
+"""
 
 from __future__ import annotations
 

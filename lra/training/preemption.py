@@ -1,4 +1,12 @@
-"""Ends a run on a signal: SIGTERM and SIGUSR1 from a scheduler, or SIGINT, the user's Ctrl-C."""
+"""Ends a run on a signal: SIGTERM and SIGUSR1 from a scheduler, or SIGINT, the user's Ctrl-C.
+
+A handler only notes the signal. The run ends at the end of its stride of steps, after it has written `last.ckpt`, or
+after a validation, which has written it. Lightning's count of batches is whole there, so a resumed run validates at the
+steps of the unbroken one. Ranks agree on the signal by a reduction whose answer is read one stride later, so no host
+waits for its GPU. A launcher and a scheduler may both pass on one signal: a second one within two seconds counts as the
+same. A later one kills, and so does a second Ctrl-C. Lightning's handlers are not installed, because they talk to other
+ranks at any time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Makes the process group of a run's ranks. A rank that waits says for which ranks, and reacts to signals."""
+"""Makes the process group of a run's ranks. A rank that waits says for which ranks, and reacts to signals.
+
+The ranks meet at a store of rank 0. A thread waits there, so the main thread hears the first signal. After 30 s a rank
+says for whom it waits, and after 30 minutes it ends. The wait also ends when a rank that lra started is gone. srun does
+not end the other tasks when one fails: start it with `--kill-on-bad-exit=1`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Starts a model from the weights of another run, which may have another resolution, attention, head or pretraining."""
+"""Starts a model from the weights of another run, which may have another resolution, attention, head or pretraining.
+
+`init=` of `fit` and `test` is this one function. Configurations are compared first, and all differences are named at
+once. Learned tables of positions are resized, two axes each by itself, the place of a CLS token apart. Computed
+positions have a buffer `scale`: `positions.scale=image` multiplies it over all transfers. Another attention's tensors
+are left behind, even if they have the same name. From or to a pretraining, the head or decoder is left behind, and MASK
+is dropped or made fresh. A resumed run does not transfer again, so what was done is kept in checkpoints and goes into
+result.json. All ranks read the same file, and what is fresh comes from the seed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Attentions by name, one file each. This module stays light: `lra ls` imports nothing else."""
+"""Attentions by name, one file each. This module stays light: `lra ls` imports nothing else.
+
+An attention is a module `forward(q, k, v, batch)`, see `base.py`, with the facts of `Capabilities`. The model applies
+rotary positions to q and k before, unless the attention `rotates`: then it receives the angles and turns its own
+features. Of an attention with `shared_qk` the model makes no keys. One that is not `ragged` is handed the padded form.
+
+Patterns of blocks (`local`, `longformer`, `bigbird`, `openai_sparse`, `butterfly`) are layouts on the block-sparse
+kernels (`block_sparse.py`). A layout is built once for the longest sequence and is no buffer, so checkpoints fit any
+attention. `reformer` and `smyrf` share `lsh.py`. `megatron` has kernels of its own, in `lra/kernels/softmax`. The other
+approximate attentions are plain PyTorch: exponentials, norms and hashes in fp32, products in the dtype of v. What an
+attention draws at random, features or rotations, is a buffer, so that a checkpoint has it.
+"""
 
 from dataclasses import dataclass
 

@@ -23,9 +23,10 @@ class LocalAttention(BlockSparseAttention):
     """Local attention: each token sees the window around it, or the block of tokens that it lies in.
 
     `sliding` is the Local Attention of FlashAttention's baselines (github.com/HazyResearch/fly): `window // 2` tokens
-    to either side. There an even window has one token less after it, so `window` keys; here it has `window + 1`. Their
-    windows are 64 on Text, Image and Pathfinder, 128 on ListOps and 256 on Retrieval. `blocks` is that of Tay et al.:
-    blocks of `window` tokens, which do not overlap. Pooling by a CLS token would see its window alone: use the mean.
+    to either side. There a query with an even window sees one token less after itself, so `window` keys; here it sees
+    `window + 1`. Their windows are 64 on Text, Image and Pathfinder, 128 on ListOps and 256 on Retrieval. `blocks` is
+    the one of Tay et al.: blocks of `window` tokens, which do not overlap. A CLS token would see its window only, so
+    pool by the mean.
     """
 
     sized_by = "window"

@@ -20,13 +20,13 @@ from lra.models.attention.base import Attention, AttentionSpec, check_option_cou
 class LongShortAttention(Attention):
     """Transformer-LS, bidirectional: one softmax over the keys near a query and over landmarks of all keys.
 
-    A sequence is cut into segments of `window` tokens. A query sees its own, `window // 2` tokens before and as many
-    after it, one more if the window is odd: 2 `window` in all. Landmarks are P^T K and P^T V, where each column of
-    P = softmax(K W) is a distribution over the sequence (the dynamic projection). The paper has the layer's input in
-    the place of this K; an attention is handed the head's keys. Tokens have one LayerNorm, landmarks another (DualLN),
-    each over all heads together and the same for keys and values. Landmarks are of keys and values before their norm,
-    as in the paper; the authors' code compresses normalised ones. With rotary positions the norms come after turning,
-    so scores depend on places, not on distances alone.
+    A sequence is cut into segments of `window` tokens. A query sees its own segment, `window // 2` tokens before it and
+    as many after it, or one more after it if the window is odd: 2 `window` tokens in all. Landmarks are P^T K and
+    P^T V, where each column of P = softmax(K W) is a distribution over the sequence (the dynamic projection). Here K
+    are the head's keys; in the paper the layer's input takes their place in P. Tokens have one LayerNorm and landmarks
+    another (DualLN), each over all heads together and the same for keys and values. Landmarks are made of keys and
+    values before their norm, as in the paper; the authors' code compresses normalised ones. The norms come after
+    rotary positions are applied, so scores depend on places, not on distances alone.
     """
 
     @dataclass(frozen=True)

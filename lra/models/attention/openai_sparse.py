@@ -25,9 +25,9 @@ class OpenAISparseAttention(BlockSparseAttention):
 
     `fixed`: the segment of `stride` tokens and the last `summary` of every segment. `strided`: `stride` tokens to
     either side and every `stride`-th position. Both are over blocks, as in the paper's kernels, and every head sees
-    the union of the two parts, which the paper calls merged heads. Not causal, as FlashAttention benchmarks it.
-    Pattern, stride and summary are by default the paper's for text (enwik8); the Long Range Arena took segments of 50
-    tokens with 10 at their ends, which no block that is a multiple of 16 divides.
+    the union of the two parts, which the paper calls merged heads. It is not causal, as in FlashAttention's
+    benchmarks. The defaults of pattern, stride and summary are the paper's for text (enwik8). The Long Range Arena
+    took segments of 50 tokens with 10 at their ends, but no block that is a multiple of 16 divides those.
     """
 
     @dataclass(frozen=True)

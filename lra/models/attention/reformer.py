@@ -27,13 +27,13 @@ HASHED_ROWS = 4096  # at a time: a row is compared with all buckets, so all rows
 class ReformerAttention(Attention):
     """Reformer: each token sees those that a random rotation hashes near it.
 
-    Keys are the queries of length 1. In each round a sequence is sorted by bucket and cut into chunks of `bucket`
-    tokens, and a chunk sees itself and the one before it: all their tokens, as in reformer-pytorch, not only those of
-    one bucket. The first sees itself alone, as in the paper's equation 5; in reformer-pytorch it sees the last chunk
-    of the round before, which may be padding. Buckets are about as many as the sequence has chunks, whatever
-    the batch. Rotations are drawn once and saved with the model; heads share them.
-    A key that several rounds show counts in each, as in reformer-pytorch; the paper divides by their number (appendix
-    A), so here more rounds do not tend to softmax attention.
+    Keys are the queries, scaled to length 1. In each round a sequence is sorted by bucket and cut into chunks of
+    `bucket` tokens. A chunk sees itself and the chunk before it: all their tokens, as in reformer-pytorch, not only
+    those of one bucket. The first chunk sees itself alone, as in the paper's equation 5; in reformer-pytorch it sees
+    the last chunk of the round before, which may be padding. A sequence has about as many buckets as chunks, whatever
+    the batch. Rotations are drawn once and saved with the model; heads share them. A key that several rounds show
+    counts in each of them, as in reformer-pytorch. The paper divides by their number (appendix A), so here more rounds
+    do not approach softmax attention.
     """
 
     rotations: Tensor  # [head_dim, hashes, half the buckets of the longest sequence]

@@ -24,7 +24,7 @@ VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 class SdpaAttention(Attention):
     """PyTorch's scaled_dot_product_attention: FlashAttention-2 on a GPU.
 
-    There it takes bf16 alone, and head dimensions that are multiples of 8.
+    On a GPU it takes bf16 alone, and head dimensions that are multiples of 8.
     """
 
     def resolve(self, device: torch.device, precision: str) -> str:

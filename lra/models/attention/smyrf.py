@@ -20,8 +20,8 @@ class SmyrfAttention(Attention):
     """SMYRF: softmax attention within balanced clusters of queries and keys.
 
     In each round the queries of a sequence are sorted by their hash, and so are its keys; the i-th `cluster` queries
-    see the i-th `cluster` keys. As only the order of hashes counts, they are projections, neither shifted nor
-    rounded. These are drawn once and saved with the model; heads share them.
+    see the i-th `cluster` keys. Only the order of hashes counts, so they are plain projections, neither shifted nor
+    rounded. Projections are drawn once and saved with the model; heads share them.
     """
 
     projections: Tensor  # [head_dim + 2, hashes]

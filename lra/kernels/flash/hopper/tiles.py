@@ -173,7 +173,7 @@ def packed(dtype, assembly):
 
 # dS = P * (dP - delta), two 16-bit elements in an instruction. Where a key has nearly all of the weight, dP and delta
 # are nearly equal. Each rounded to 16 bits, they would leave more error than difference. So without dropout they are
-# fp32 until one is taken from the other. With dropout that costs 3 to 8% of the pass (docs/kernels.md): there both are
+# fp32 until one is taken from the other. With dropout that costs 3 to 8% of the pass (docs/lab-log.md): there both are
 # rounded first, as plain PyTorch rounds dP.
 
 
