@@ -25,8 +25,8 @@ MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
 HEAD = (
     "# {title}\n\n<!-- made by benchmarks/pages/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
     "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
-    "Differences are to the paper's figure, in parentheses. An average is of the columns shown, the paper's, too, "
-    "without those of another protocol or data set."
+    "Differences are to the paper's figure, in parentheses. An average is over the columns shown that have the paper's "
+    "protocol and data set, and over the seeds that all of them have; the paper's is over the same columns."
 )
 OTHERS = "of no cell of this table"  # the note on files that other pages show
 

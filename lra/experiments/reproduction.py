@@ -50,6 +50,15 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
+def mean_over_common_seeds(columns: Sequence[Mapping[int, float]]) -> tuple[float | None, int]:
+    """The mean of columns of scores by seed, over the seeds that all columns have, and how many those are.
+
+    None of no such seed: a mean over other seeds in each column would compare nothing.
+    """
+    seeds = set.intersection(*map(set, columns)) if columns else set()
+    return (statistics.fmean(scores[seed] for scores in columns for seed in seeds) if seeds else None), len(seeds)
+
+
 def spread(values: Sequence[float], digits: int) -> str:
     """Their mean, and the standard deviation where there are several; empty without any."""
     parts = [statistics.mean(values)] if values else []

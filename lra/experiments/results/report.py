@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.reproduction import Table, footnoted, number, spread
+from lra.experiments.reproduction import Table, footnoted, mean_over_common_seeds, number, spread
 from lra.experiments.results import html, ledger
 from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
@@ -121,9 +120,12 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
     header = ["attention", *columns, *(["average"] if averaged else [])]
     lines, against = [], []
     for attn in attns:
-        average = _average(rows, attn, averaged)
+        own = [row for row in rows if row.attention == attn and row.accuracy is not None]
+        scores = [{row.seed: row.accuracy or 0.0 for row in own if row.column == column} for column in averaged]
+        average, seeds = mean_over_common_seeds(scores)
+        shown = f"{number(average)} ({seeds})" if seeds else ""
         accuracies = [_accuracy(rows, attn, column, "accuracy") for column in columns]
-        lines.append([attn, *accuracies, _marked(number(average), rows, attn, *averaged)])
+        lines.append([attn, *accuracies, _marked(shown, rows, attn, *averaged)])
         pairs = [(mean(rows, "accuracy", attention=attn, column=c), table.figure(attn, c)) for c in columns]
         shown = [_marked(_against(*pair), rows, attn, c) for pair, c in zip(pairs, columns, strict=True)]
         last = _against(average, table.average(attn, averaged))
@@ -184,12 +186,6 @@ def _baselines(rows: list[Row], column: str, field: str) -> str:
     """The strongest baseline; more than one if runs met different test sets."""
     found = {(getattr(row, field), getattr(row, f"{field}_accuracy")) for row in rows if row.column == column}
     return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
-
-
-def _average(rows: list[Row], attn: str, columns: Sequence[str]) -> float | None:
-    means = [mean(rows, "accuracy", attention=attn, column=column) for column in columns]
-    there = [value for value in means if value is not None]
-    return statistics.fmean(there) if there and len(there) == len(columns) else None
 
 
 def _against(ours: float | None, paper: float | None) -> str:
