@@ -159,9 +159,10 @@ class Grid:
     ) -> list[Cell]:
         """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
 
-        By default all attentions, and the columns that are not apart. `fields` are further arguments of `lra fit`
-        for every cell, also in place of what a column sets beside its task and the task's fields. Raises UsageError
-        for an unknown name, a field that the grid sets or a column is made by, and too many seeds.
+        By default the table's attentions, and the columns that are not apart. `attns` may name any other attention,
+        for which the paper has no figure. `fields` are further arguments of `lra fit` for every cell, also in place of
+        what a column sets beside its task and the task's fields. Raises UsageError for an unknown name, a field that
+        the grid sets or a column is made by, and too many seeds.
         """
         given = {override.field: override for override in parse_overrides(fields)}
         for override in given.values():
@@ -171,7 +172,7 @@ class Grid:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or self.together()
-        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
+        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), ATTENTIONS.catalogue())):
             for name in asked:
                 if name not in known:
                     raise UsageError(unknown(kind, name, known))

@@ -161,6 +161,14 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
     assert averages == {"standard": "32.0 (1)", "flash": "", "strongest baseline": ""}
 
 
+def test_an_attention_that_is_not_the_papers_has_a_row_without_its_figures(tmp_path):
+    for cell in cells(["listops"], ["flash", "megatron"]):
+        put(tmp_path / f"{cell.attn}.json", result(cell, 0.4))
+    made = report.run("table3", [f"results={tmp_path}", "attns=flash,megatron", "tasks=listops", "seeds=1"])
+    assert table(made, "test accuracy")["megatron"] == {"listops": "40.0 (1)"}
+    assert table(made, "difference") == {"flash": {"listops": "+2.4 (37.6)"}, "megatron": {"listops": ""}}
+
+
 def test_an_average_is_over_the_seeds_that_all_columns_have(tmp_path):
     for cell in cells(["listops", "text"], ["flash"], 3):
         if (cell.column, cell.seed) != ("text", 2):
