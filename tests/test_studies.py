@@ -45,6 +45,7 @@ def test_test_examples_that_are_in_train_are_counted(tmp_path, monkeypatch, caps
     mirror, out = write_imdb(tmp_path / "imdb", **columns), tmp_path / "studies" / "overlap" / "cpu" / "some.json"
     assert overlap.main(["--task", "task=text", f"source={mirror}", "--out", str(out)]) == 0
     assert json.loads(out.read_text())["stores"] == [{"task": "text@1", "fields": [], "test": 4, "in_train": 2}]
+    assert readme.overlap(tmp_path).splitlines()[2].endswith("|  | 2 | 4 |")
 
 
 def test_a_pair_of_documents_is_the_same_in_either_order():

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import command
-from benchmarks.pages import attentions, cards, fig3, measured, pictures, readme, runs, tables, training
+from benchmarks.pages import attentions, cards, fig3, headline, measured, pictures, readme, runs, tables, training
 
-MAKERS = (attentions, cards, fig3, pictures, readme, runs, tables, training)
+MAKERS = (attentions, cards, fig3, headline, pictures, readme, runs, tables, training)
 
 
 def pages() -> dict[Path, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Section:
 
     recipe: str
     report: report.Report
+    runs: Mapping[Cell, ledger.Entry]  # of the cells and of their stages
     hours: tuple[str, ...]  # of all runs; and, where speed was measured, of one seed's runs alone
 
     def markdown(self) -> str:
@@ -96,22 +97,30 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
         "their part by the most that were seen there to all of their time"
     )
     alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), matched, file) for file in speeds[:1]]
-    return Section(recipe, made, (time, *alone))
+    return Section(recipe, made, matched, (time, *alone))
 
 
 def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
     """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
     paces, runs = plan.Alone(speed.paces(table, speed.read(file))), with_stages(cells, begun=lambda cell: False)
-    hours, most = [], []
+    alone, most = training_hours(runs, matched, paces)
+    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
+    part = f"{len(alone) if len(alone) < len(runs) else 'all'} of one seed's {len(runs)} runs"
+    return f"{sum(alone):.1f} GPU-hours of training for {part}, if each is alone{more}"
+
+
+def training_hours(
+    runs: Iterable[Cell], matched: Mapping[Cell, ledger.Entry], paces: plan.Alone
+) -> tuple[list[float], list[float]]:
+    """GPU-hours of training of runs: those whose speed was measured alone, and those that may have shared their GPU."""
+    alone, most = [], []
     for run in runs:
         steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
         if pace := paces.pace(run):
-            hours.append(steps / pace / 3600)
+            alone.append(steps / pace / 3600)
         elif pace := own.get("steps_per_second"):
             most.append(steps / pace / 3600 * (own.get("world_size") or 1))
-    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
-    part = f"{len(hours) if len(hours) < len(runs) else 'all'} of one seed's {len(runs)} runs"
-    return f"{sum(hours):.1f} GPU-hours of training for {part}, if each is alone{more}"
+    return alone, most
 
 
 def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
