@@ -225,10 +225,9 @@ def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pac
     monkeypatch.setattr(tables.speed, "paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
     entry = ledger.Entry(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
     said = tables._alone(table, cells, {other: entry}, Path("y"))
-    assert said.startswith("2.0 GPU-hours of training for 1 of one seed's 2 runs, if each is alone; at most 4.0 for 1 ")
-    assert tables._alone(table, cells[:1], {}, Path("y")).startswith(
-        "2.0 GPU-hours of training for all of one seed's 1"
-    )
+    alone = "runs of one seed, each alone on its GPU"
+    assert said.startswith(f"2.0 GPU-hours of training for 1 of the 2 {alone}; at most 4.0 for 1 ")
+    assert tables._alone(table, cells[:1], {}, Path("y")) == f"2.0 GPU-hours of training for all 1 {alone}"
 
 
 def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):

@@ -1,4 +1,4 @@
-"""Makes README.md's tables, the pages of docs, the cards of released weights and the list of runs: make docs.
+"""Makes README.md's table and figure, the pages of docs, the cards of released weights and the list of runs: make docs.
 
     python -m benchmarks.pages [--check]
 

@@ -74,7 +74,7 @@ def table6(_: Path) -> str:
 
 
 def _accuracies(name: str) -> str:
-    """The first table of its page, how long its runs took, and how long they take alone."""
+    """The first table of a table's page, how long its runs took, and how long they take alone."""
     section = sections(name)[OURS]
     _title, header, rows = section.report.tables[0]
     made = ", ".join(hardware(section.report.rows))
@@ -126,7 +126,7 @@ MADE: dict[str, Callable[[Path], str]] = {
 
 
 def make(root: Path = measured.BENCHMARKS) -> dict[Path, str]:
-    """The documents with every block made anew; ValueError if a block is missing, unknown or there twice."""
+    """The documents with every block made again; ValueError if a block is missing, unknown or there twice."""
     texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
     names = [match[2] for text in texts.values() for match in BLOCK.finditer(text)]
     if sorted(names) != sorted(MADE):
