@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.pages import measured, speeds
-from benchmarks.pages.measured import read, table
-from benchmarks.pages.tables import Section, sections, training_hours
+from benchmarks.pages.measured import table
+from benchmarks.pages.tables import Section, new_images, overlaps, sections, training_hours
 from lra.bench import plots
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
@@ -32,9 +32,9 @@ GREY = "#777777"
 
 def headline(root: Path) -> str:
     """Exact and block-sparse FlashAttention beside the paper's, what the models are, and what test sets share."""
-    of, new = _shared_reviews(root), _new_images(root)
+    of = next(store for store in overlaps() if store["task"].startswith("text@"))
     text = f"{of['in_train']} of its {of['test']:,} test reviews are also in train"
-    images = f"Path-256; its test images validated an earlier stage, on new images `flash` has {new:.1f}"
+    images = f"Path-256; its test images validated an earlier stage, on new images `flash` has {new_images():.1f}"
     names = COLUMNS | {"text": f"Text; {text}", "path256": images}
     mean = f"mean of ListOps, Text ({text}), Image and Pathfinder"
     rows = [_row("table3", OURS, "average", mean)]
@@ -76,17 +76,6 @@ def _models() -> str:
         f"start from weights of `flash`. `{PAPERS}` has {kinds[PAPERS]} and one stage, after Xiong et al. 2021, from "
         "whom the paper took settings. Where the paper has no figure, its model was at chance."
     )
-
-
-def _shared_reviews(root: Path) -> dict[str, Any]:
-    stores = (store for _, result in read(root, "studies/overlap/*/*.json") for store in result["stores"])
-    return next(store for store in stores if store["task"].startswith("text@"))
-
-
-def _new_images(root: Path) -> float:
-    """The accuracy of the released weights of `flash` for Path-256 on images of another seed, %."""
-    ((_, result),) = read(root, "studies/rescoring/*/path256-all.json")
-    return 100 * result["test"]["accuracy"]
 
 
 class Point(NamedTuple):

@@ -28,7 +28,7 @@ from benchmarks.pages.kernels import (
 )
 from benchmarks.pages.measured import from_docs, link, read, table
 from benchmarks.pages.speeds import materialised, speedup
-from benchmarks.pages.tables import sections
+from benchmarks.pages.tables import OVERLAP, caveats, sections
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
 from lra.experiments.results.ledger import hardware
@@ -59,7 +59,7 @@ def overlap(root: Path) -> str:
             link(store["task"], file), " ".join(f"`{field}`" for field in store["fields"]),
             f"{store['in_train']:,}", f"{store['test']:,}",
         )
-        for file, result in read(root, "studies/overlap/*/*.json")
+        for file, result in read(root, OVERLAP)
         for store in result["stores"]
     ]  # fmt: skip
     return table(("task", "fields", "test examples that are in train", "test examples"), rows)
@@ -79,7 +79,7 @@ def _accuracies(name: str) -> str:
     _title, header, rows = section.report.tables[0]
     made = ", ".join(hardware(section.report.rows))
     hours = "\n".join(f"- {each[0].upper()}{each[1:]}." for each in section.hours)
-    return f"{table(header, rows)}\n\nRecipe `{OURS}`, {made}.\n\n{hours}"
+    return f"{caveats(name)}\n\n{table(header, rows)}\n\nRecipe `{OURS}`, {made}.\n\n{hours}"
 
 
 def learnability(root: Path) -> str:

@@ -29,6 +29,7 @@ HEAD = (
     "Differences are to the paper's figure, in parentheses. An average is over the columns shown that have the paper's "
     "protocol and data set, and over the seeds that all of them have; the paper's is over the same columns."
 )
+OVERLAP = "studies/overlap/*/*.json"
 OTHERS = "of no cell of this table"  # how a note begins on files that other pages show
 
 
@@ -68,7 +69,36 @@ def page(name: str) -> str | None:
     title, about = name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     head = HEAD.format(title=title, about=about, source=table.source, name=name)
     resized = _resized({column.task for column in table.columns.values()})
-    return "\n\n".join([head, *(section.markdown() for section in found.values()), *resized]) + "\n"
+    return "\n\n".join([head, caveats(name), *(section.markdown() for section in found.values()), *resized]) + "\n"
+
+
+def caveats(name: str) -> str:
+    """What speaks against scores on the test sets of a table's tasks, as sentences."""
+    tasks = {column.task for column in grid.read(name).columns.values()}
+    said = [
+        f"{store['in_train']:,} of the {store['test']:,} test examples of "
+        f"{' with '.join(f'`{part}`' for part in (task, *store['fields']))} are also in train."
+        for store in overlaps()
+        if (task := store["task"].partition("@")[0]) in tasks and store["in_train"]
+    ]
+    if "path256" in tasks:
+        said.append(
+            "Under `curriculum` the test images of `path256` are among those that validated the stage `path256-lit`, "
+            "which chose its best checkpoint on them. Nothing was trained on them. On images of another seed `flash` "
+            f"has {new_images():.1f}."
+        )
+    return " ".join(said)
+
+
+def overlaps() -> list[dict[str, Any]]:
+    """For each task, how many of its test examples are in train."""
+    return [store for _, result in measured.read(measured.BENCHMARKS, OVERLAP) for store in result["stores"]]
+
+
+def new_images() -> float:
+    """The accuracy of the released weights of `flash` for Path-256 on images of another seed, %."""
+    ((_, result),) = measured.read(measured.BENCHMARKS, "studies/rescoring/*/path256-all.json")
+    return 100 * result["test"]["accuracy"]
 
 
 def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Section | None:
