@@ -131,9 +131,10 @@ def _tables(table: Grid, rows: list[Row], columns: Sequence[str], attns: Sequenc
         last = _against(average, table.average(attn, averaged))
         against.append([attn, *shown, _marked(last, rows, attn, *averaged)])
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
+    figures = any(any(line[1:]) for line in against)
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
-        (f"difference to {table.source} (its accuracy, %)", against if table.paper else []),
+        (f"difference to {table.source} (its accuracy, %)", against if figures else []),
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if values(rows, "fresh", column=c)]
