@@ -1,4 +1,4 @@
-"""Makes docs/pictures.md from what benchmarks/pictures.py has drawn, and a curve of how each model learned."""
+"""docs/pictures.md, of what benchmarks/pictures.py has drawn, and how each of these models learned, as curves."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def page(records: dict[str, dict[str, Any]], drawn: set[str]) -> str:
 _HEAD = (
     "# Pictures of released Pathfinder models",
     "<!-- made by benchmarks/pages/pictures.py of docs/pictures and benchmarks/results: make docs -->",
-    "For each model: how it learned, images of its test set that it gets right and wrong, and where it looks. "
-    "*Attention* is softmax(q kᵀ / √d) of a layer, the mean over its heads. It goes from the token at the middle of "
-    "one marker, which is framed, to every token of the image. Black places are no tokens. The colour goes from grey "
-    "over purple, red and orange to yellow with the square root of the probability. Yellow is the layer's largest, "
-    "which stands below. Images are counted within the test set, from 0. "
+    "How a model learned, some images of its test set that it gets right and wrong, and where it looks. *Attention* is "
+    "softmax(q kᵀ / √d) of the q and k of each layer, the mean of its heads, from the token at the middle of one "
+    "marker, which is framed, to every token of the image; what is black is no token. The colour goes from grey over "
+    "purple, red and orange to yellow with the square root of the probability, up to the layer's largest, which stands "
+    "below. Images are counted within the test set, from 0. "
     "`python -m benchmarks.pictures init=checkpoints/<name>` draws them.",
 )
 
