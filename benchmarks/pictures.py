@@ -33,7 +33,7 @@ from lra.data.pathfinder.law import law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
-from lra.tasks import versioned
+from lra.tasks import versioned_name
 from lra.tasks.base import TaskModule
 from lra.tasks.pathfinder import Pathfinder, PathfinderData
 
@@ -93,7 +93,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     called = f"python -m benchmarks.pictures init={checkpoint} count={options.count}"
     record: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "task": versioned(task),
+        "task": versioned_name(task),
         "count": count,
         "accuracy": round(float(right.mean()), 4),
         "sheet": {

@@ -21,7 +21,7 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.results.archive import Run
 from lra.training import checkpoints
-from lra.training.run import RUNS
+from lra.training.run_directory import RUNS_FOLDER
 
 FILES = ("config.yaml", "model.safetensors", "result.json")
 
@@ -33,7 +33,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     that it starts from is not known, or if there is such a folder.
     """
     target = releases / name
-    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS.name:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS_FOLDER.name:
         raise UsageError(f"'{name}' can't be the name of a release: use small letters, digits, '.', '_' and '-'")
     if target.exists():
         raise UsageError(f"{target} is there already: remove it first, or choose another name")
@@ -41,7 +41,7 @@ def release(run: Path, name: str, releases: Path = RELEASES, results: Path = mea
     result = finished.finished()
     if result is None:
         raise UsageError(f"{run} holds no finished run: name a directory whose result.json says finished")
-    weights = checkpoints.read(run)[1]["config"]
+    weights = checkpoints.read_checkpoint(run)[1]["config"]
     for file, config in (("config.yaml", finished.config()), ("model.safetensors", weights)):
         if changed := differences(config, result["config"]):
             raise UsageError(f"{file} and result.json of {run} are of different runs: {'; '.join(changed)}")

@@ -7,7 +7,7 @@ import functools
 from lra.config.compose import Composed
 from lra.config.override import Override
 from lra.training.fit import configure
-from lra.training.run import RunDirectory
+from lra.training.run_directory import RunDirectory
 
 
 @functools.cache

@@ -240,7 +240,7 @@ REFUSED = {
     "test task=listops": "lra test needs one init=",
     "test init=a init=b": "init= is given twice",
     "test init=nowhere": "no checkpoint at nowhere",
-    "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: of training alone, it changes no score",
+    "test init=nowhere optim.lr=1 seed=1 name=a": "optim.lr=1 name=a: used only in training, it changes no score",
     f"test init={'x' * 300}": "no checkpoint at xxx",
     # data
     "data prepare": "task= missing: task= is one of",
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(trained, here, tmp_path):
 @pytest.mark.parametrize("verb", ["fit", "test"])
 def test_an_interrupt_outside_of_training_says_nothing(verb, trained, monkeypatch):
     command, where = {
-        "fit": (FIT, "lra.training.assembly.build"),
+        "fit": (FIT, "lra.training.assembly.build_modules"),
         "test": (("test", f"init={trained[1]}"), "lra.tasks.base.TaskModule.test_step"),
     }[verb]
     monkeypatch.setenv("LRA_DATA", str(trained[1].parents[4] / "data"))

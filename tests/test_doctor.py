@@ -21,7 +21,7 @@ from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
 from lra.kernels.flash.tuning import Key, Table, Tile
 from lra.tasks.base import TaskData
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 
 
 def test_every_subject_has_a_row(tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_the_time_of_a_resumed_run_is_said_where_all_of_it_was_counted(wall, kno
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_release_is_of_one_run_and_whole(name):
-    weights, identity = checkpoints.read(folder(name))
+    weights, identity = checkpoints.read_checkpoint(folder(name))
     module, result = lra.load(folder(name)), RELEASED[name]
     assert identity["config"] == result["config"] and not module.training
     assert sum(p.numel() for p in module.parameters()) == result["parameters"]
@@ -138,8 +138,9 @@ def test_the_commands_for_its_use_are_valid(name):
     assert scored == [f"init=checkpoints/{name}", *linear(name)]
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
-    _, module = fit.build(run)
-    assert not transfer.start(module, folder(name)).fresh
+    _, module = fit.build_modules(run)
+    path = folder(name)
+    assert not transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path).fresh
 
 
 def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
@@ -150,7 +151,7 @@ def test_another_run_starts_from_a_release(tmp_path, monkeypatch):
     result = lra.fit(*start, *few, *steps, *CPU)
     assert result["status"] == "finished" and result["steps"] == 1
     assert result["transfer"]["task"] == "pathfinder@1" and not result["transfer"]["fresh"]
-    assert result["transfer"]["same"] == len(checkpoints.read(folder("pathfinder"))[0])
+    assert result["transfer"]["same"] == len(checkpoints.read_checkpoint(folder("pathfinder"))[0])
 
 
 def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
@@ -283,7 +284,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     """With one head its probabilities times v are the layer's output."""
     fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
-    module = fit.build(run)[1].eval()
+    module = fit.build_modules(run)[1].eval()
     drawing = draw(law(32, "hard"), seed=0, index=3)  # its row and column differ
     query: tuple[int, int] = tuple(drawing.markers[0].tolist())
     seen, prefix = [], int(pooling == "cls")
@@ -308,7 +309,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
 
 def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
     def build(*fields):
-        return fit.build(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
+        return fit.build_modules(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
 
     pixels = draw(law(32, "hard"), seed=0, index=0).pixels.ravel()
     with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):

@@ -23,7 +23,7 @@ from lra.config.compose import differences
 from lra.experiments.grid import grid
 from lra.experiments.results import ledger
 from lra.models.attention import ATTENTIONS
-from lra.training.run import COMPUTING
+from lra.training.run_directory import HARDWARE_FIELDS
 from tests.command_line import lra
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def test_a_result_says_where_it_comes_from(file):
 def test_what_ran_another_time_is_the_same_configuration(file):
     task, attn, run, began, _ = file.relative_to(REPEATS).parts
     one, other = (json.loads(each.read_text()) for each in (file, measured.RUNS / task / attn / run / file.name))
-    assert differences(one["config"], other["config"], {*COMPUTING, "name", "resume"}) == []
+    assert differences(one["config"], other["config"], {*HARDWARE_FIELDS, "name", "resume"}) == []
     assert one["environment"]["date"][:16].replace(":", "") == began
 
 

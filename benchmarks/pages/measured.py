@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import environment
-from lra.training.saved import clean
+from lra.training.run_files import has_clean_commits
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"  # results/ and studies/
@@ -40,7 +40,7 @@ def mark_of(file: Path) -> str:
 def mark(measured: Any) -> str:
     """The mark of a measurement or a run's result; empty if every commit that it states, in any part, is clean."""
     known = all(map(environment.clean, _commits(measured)))
-    return "" if known and ("provenance" not in measured or clean(measured)) else environment.MARK
+    return "" if known and ("provenance" not in measured or has_clean_commits(measured)) else environment.MARK
 
 
 def _commits(content: Any) -> Iterator[str | None]:

@@ -97,5 +97,5 @@ def make() -> dict[Path, str]:
 def _points(stage: cards.Result, runs: dict[str, list[tuple[Path, cards.Result]]]) -> list[tuple[int, float]]:
     """A run's validation accuracy by step, of the metrics.csv beside its result; none if there is no such file."""
     files = [file.with_name("metrics.csv") for file, _ in runs[stage["directory"]]]
-    rows = next((curves.read(file) for file in files if file.exists()), [])
+    rows = next((curves.read_curves(file) for file in files if file.exists()), [])
     return [(int(row["step"]), float(row["val/accuracy"])) for row in rows if row["val/accuracy"]]

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.pages import measured
 from lra.experiments.results import ledger
 from lra.experiments.results.ledger import Entry
-from lra.training.run import spent
+from lra.training.run_directory import time_and_memory
 
 PAGE = measured.BENCHMARKS / "results" / "runs.csv"
 # overrides that change only where a run reads, writes or goes on, or what another column shows
@@ -33,7 +33,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def _row(entry: Entry, folder: Path) -> dict[str, Any]:
     result, made_with = entry.result, entry.result["environment"]
-    seconds, peak = spent(result)
+    seconds, peak = time_and_memory(result)
     return {
         "task": result["task"],
         "dataset": result["config"]["task"].get("dataset"),

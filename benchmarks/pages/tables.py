@@ -19,7 +19,7 @@ from lra.experiments.grid import grid, plan
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.results import ledger, report
-from lra.training.run import spent
+from lra.training.run_directory import time_and_memory
 
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
 HEAD = (
@@ -159,7 +159,7 @@ def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
     """How long runs took: from each having always shared its GPU with the most runs seen there, to never."""
     least = most = 0.0
     for result in results:
-        hours = (spent(result)[0] or result["train_seconds"]) / 3600 * (result.get("world_size") or 1)
+        hours = (time_and_memory(result)[0] or result["train_seconds"]) / 3600 * (result.get("world_size") or 1)
         least, most = least + hours / result.get("runs_per_device", 1), most + hours
     return f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
 

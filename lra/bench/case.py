@@ -85,7 +85,7 @@ def configurable(attention: str) -> tuple[str, Any]:
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
     """Whether its dropout mask is the one that the reference defines."""
     # every kernel of Triton draws that mask
-    return bool(attention.elsewhere) and attention.path(device) == "triton"
+    return bool(attention.fallback) and attention.choose_impl(device) == "triton"
 
 
 def make_batch(

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from lra import environment
 from lra.errors import UsageError
-from lra.training.run import write as replace_file
+from lra.training.run_directory import write_text as replace_file
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -28,9 +28,9 @@ from lra.kernels import effective_dropout
 from lra.models.attention.sdpa import SdpaAttention
 from lra.tasks.base import TaskModule
 from lra.tasks.batches import Rank, TrainBatches
-from lra.training.assembly import build, make_trainer, rank_of
+from lra.training.assembly import build_modules, make_rank, make_trainer
+from lra.training.clock import Clock
 from lra.training.engine import CapturedStep
-from lra.training.narrator import Narrator
 from lra.training.step import Step
 
 BLOCKS = 5  # of the steps that are timed; their median counts
@@ -151,10 +151,9 @@ def fit(run: RunConfig, watch: Stopwatch) -> Loop:
     """Lightning's loop with the callbacks and loggers of `lra fit`, but for what it tells the user; no validation."""
     step = _Watched(run, watch)
     with tempfile.TemporaryDirectory(prefix="lra-bench-") as folder:
-        trainer, _ = make_trainer(run, Path(folder))
-        data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
+        trainer = make_trainer(run, Path(folder), Clock())  # without a narrator
+        data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
         trainer.limit_val_batches = 0
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Narrator)]  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=data)
     work = _work(cast(TrainBatches, trainer.train_dataloader), watch.measured)
     return Loop(module, step, *work, step.logged, iter(()))
@@ -167,7 +166,7 @@ def by_hand(name: str, run: RunConfig, watch: Stopwatch) -> Loop:
     if name == "bare":
         run = replace(run, attn=SdpaAttention.Config(), batch=replace(run.batch, layout="padded"))
     step = Step(run)
-    data, module = build(run, Rank(0, 1, device), step=step)
+    data, module = build_modules(run, Rank(0, 1, device), step=step)
     if name == "bare":
         encoder = module.model.encoder
         encoder.embedding.fused = False

@@ -23,7 +23,7 @@ from lra.kernels.flash.layout import FULL, PARTIAL, Layout
 from lra.models.attention import Capabilities
 from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.butterfly import ButterflyAttention
-from lra.models.attention.flex import BLOCK, FlexAttention
+from lra.models.attention.flex import MASK_BLOCK, FlexAttention
 from lra.models.attention.sdpa import last_dim_contiguous
 
 PEERS = Registry("attention", "lra.bench", Capabilities)  # of an attention `name`, each called `name@library`
@@ -80,13 +80,13 @@ class FlexButterfly(Peer):
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
-        coarse = not any(side % BLOCK for side in config.sides)
+        coarse = not any(side % MASK_BLOCK for side in config.sides)
         mode = ("default" if coarse else "max-autotune-no-cudagraphs") if config.mode == "auto" else config.mode
         self.flex = FlexAttention(FlexAttention.Config(mode), spec)
 
     def resolve(self, device: torch.device, precision: str) -> str:
         name = super().resolve(device, precision)
-        least = BLOCK if self.config.mode == "default" else FLEX_TILE
+        least = MASK_BLOCK if self.config.mode == "default" else FLEX_TILE
         if any(side % least for side in self.config.sides):
             raise UsageError(f"attn={self.name} supports blocks of multiples of {least}, not {self.config.block}")
         return name

@@ -23,10 +23,10 @@ from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
 from lra.errors import UsageError, named, out_of_memory
-from lra.training.assembly import build, resolve_attention
+from lra.training.assembly import build_modules, resolve_attention
 from lra.training.fit import configure
-from lra.training.hardware import hardware
-from lra.training.lightning import quiet
+from lra.training.hardware import trainer_hardware
+from lra.training.lightning import silence_lightning
 
 LOOPS = ("fit", "captured", "eager", "bare")
 PROFILED = ("captured", "bare")
@@ -108,12 +108,12 @@ def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: No
     """
     options, composed = split(args)
     run: RunConfig = composed.config
-    machine = hardware(run)
+    machine = trainer_hardware(run)
     if machine["devices"] * machine["num_nodes"] > 1:
         raise UsageError("lra bench step measures one device: set trainer.devices=1, without torchrun")
     device = torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
-    quiet()
-    data, module = build(run)
+    silence_lightning()
+    data, module = build_modules(run)
     resolve_attention(module, device)
     data.prepare_data()
     result = StepResult(environment.describe(), shown(options), run.saved(), [])

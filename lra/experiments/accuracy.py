@@ -25,7 +25,7 @@ from lra.experiments.grid.launch import Local, States, slots
 from lra.experiments.grid.slurm import Resources, Slurm, resources
 from lra.experiments.grid.watch import Watch, others, scores
 from lra.experiments.reproduction import Reproduction, Table, mean_over_common_seeds, number
-from lra.training.run import FIRST_FAILURE, LOG
+from lra.training.run_directory import FIRST_FAILURE_FILE, LOG_FILE
 
 MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
 
@@ -180,9 +180,9 @@ def report(table: Grid, states: States) -> Reproduction:
     """The table of accuracies, and what is missing of it with the reason."""
     lines = [table.cited, cells.counted(states.values())]
     for cell, state in states.items():
-        path, log = cell.directory.path, cell.directory.path / LOG
+        path, log = cell.directory.path, cell.directory.path / LOG_FILE
         if state.status == "failed":
-            lines.append(f"{cell}: {state}; tracebacks in {path}: remove {FIRST_FAILURE} there to try again")
+            lines.append(f"{cell}: {state}; tracebacks in {path}: remove {FIRST_FAILURE_FILE} there to try again")
         elif state.status != "done":
             ended = state.status in ("interrupted", "refused", "open") and log.exists()
             lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))

@@ -36,10 +36,10 @@ from lra.experiments.reproduction import (
     refuse_other_environment,
     refuse_other_options,
 )
-from lra.training.assembly import build, resolve_attention
-from lra.training.hardware import hardware
-from lra.training.lightning import quiet
-from lra.training.run import RUNS
+from lra.training.assembly import build_modules, resolve_attention
+from lra.training.hardware import trainer_hardware
+from lra.training.lightning import silence_lightning
+from lra.training.run_directory import RUNS_FOLDER
 
 Key = tuple[str, str, str]  # column, attention and way
 STANDARD = "standard"  # what the paper's speed is compared with
@@ -205,7 +205,7 @@ def run(
 
 def file_of(table: Grid) -> Path:
     """Where its measurements are by default."""
-    return RUNS.parent / f"{table.name}-speed.json"
+    return RUNS_FOLDER.parent / f"{table.name}-speed.json"
 
 
 def named(table: Grid, file: Path, recipe: str) -> Result:
@@ -318,9 +318,9 @@ def _measure(
     made: Made, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Appends what is lacking to the result; the file is rewritten after each measurement."""
-    quiet()
+    silence_lightning()
     for composed in {one.cell: one.composed for one in lacking}.values():
-        data, module = build(composed.config)
+        data, module = build_modules(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
     write(path, result.saved())  # what can't be written is refused before it is measured
@@ -361,7 +361,7 @@ def _pending(cell: Cell, way: str, options: Options) -> Pending:
 
 
 def _device(composed: Composed) -> torch.device:
-    machine = hardware(composed.config)
+    machine = trainer_hardware(composed.config)
     if machine["devices"] * machine["num_nodes"] > 1:
         raise UsageError("speed=true measures one device: start it without torchrun")
     return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")

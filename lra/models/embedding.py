@@ -1,4 +1,4 @@
-"""Vectors of token ids, with a gradient that is a matrix product."""
+"""Embedding of token ids. Its gradient is a matrix product."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
 from lra.models.dropout import drop, keep_scale
 
-SITE = 0  # of dropout, the model's first
+EMBEDDING_SITE = 0  # of dropout, the model's first
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding`, what is added to it and dropout, whose gradient on a GPU is a product of the one-hot ids.
+    """`nn.Embedding` with an added term and dropout. On a GPU its gradient is a product with the one-hot ids.
 
-    PyTorch adds the rows one by one, in any order. With the few ids of these tasks thousands of rows meet in one: most
-    pixels of Pathfinder are black, and that addition alone took a tenth of its training step.
+    PyTorch adds the rows of the gradient one by one, in any order. These tasks have few ids, so thousands of rows add
+    to one: most pixels of Pathfinder are black, and this addition alone took a tenth of its training step.
     """
 
-    fused = True  # one kernel looks up, another makes the one-hot ids itself, where they take it
+    fused = True  # use the fused kernels of lookup and gradient where they support the case
 
     def forward(
         self,
@@ -31,12 +31,12 @@ class Embedding(nn.Embedding):
         keys_T: Tensor | None = None,
         places: Places | None = None,
     ) -> Tensor:
-        """Ids `[T]` to vectors `[T, D]`; `added` or those of `places` are added before dropout."""
+        """Maps ids `[T]` to vectors `[T, D]`. It adds `added` or the vectors of `places` before dropout."""
         return lookup(self.weight, input, added, rate, keys_T, places, self.fused)
 
 
 class Places(NamedTuple):
-    """Vectors of the places 0, 1, … of each sequence."""
+    """A table of vectors for the places 0, 1, … of each sequence."""
 
     table_ND: Tensor
     place_T: Tensor
@@ -45,20 +45,20 @@ class Places(NamedTuple):
     owned: int  # rows of each sequence of a padded batch, else 0
 
     def sums(self, grad_TD: Tensor) -> Tensor:
-        """The gradient of the table from that of each row: sums over the sequences, in their order."""
+        """Returns the gradient of the table: the gradients of all rows, summed over the sequences in order."""
         places = len(self.table_ND)
         if not len(grad_TD):
             return grad_TD.new_zeros(places, grad_TD.shape[1])
         place_N = torch.arange(self.owned or places, device=grad_TD.device)
         real_BN1 = (place_N < self.length_B[:, None])[:, :, None]
-        if self.owned:  # by views, through which a compiler computes this gradient while it is summed
+        if self.owned:  # views let a compiler fuse this gradient with the sum
             sum_ND = grad_TD.unflatten(0, (-1, self.owned)).where(real_BN1, 0).sum(0)
             return nn.functional.pad(sum_ND, (0, 0, 0, places - self.owned))
         row_BN = (self.start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
         return grad_TD[row_BN].where(real_BN1, 0).sum(0)
 
 
-NOWHERE = (None, None, None, None, 0)  # the fields of no places
+NO_PLACES = (None, None, None, None, 0)  # the fields of no places
 
 
 def lookup(
@@ -70,9 +70,9 @@ def lookup(
     places: Places | None = None,
     fused: bool = True,
 ) -> Tensor:
-    """`drop(table[ids] + added)`, `[T, D]`, of a short table, whose gradient on a GPU is a matrix product."""
+    """Returns `drop(table[ids] + added)`, `[T, D]`, for a short table. On a GPU its gradient is a matrix product."""
     if table_VD.is_cuda:
-        of_places = places or NOWHERE
+        of_places = places or NO_PLACES
         return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused, *of_places)  # type: ignore[return-value]
     if places is not None:
         added_TD = nn.functional.embedding(places.place_T, places.table_ND)
@@ -83,11 +83,11 @@ def _dropped_sum(
     table_VD: Tensor, added_TD: Tensor | None, ids_T: Tensor, rate: float, keys_T: Tensor | None
 ) -> Tensor:
     found_TD = nn.functional.embedding(ids_T, table_VD)
-    return drop(found_TD if added_TD is None else found_TD + added_TD, rate, keys_T, SITE)
+    return drop(found_TD if added_TD is None else found_TD + added_TD, rate, keys_T, EMBEDDING_SITE)
 
 
 class _Lookup(torch.autograd.Function):
-    """Products are in the dtype of autocast. The last arguments are the fields of `Places`, of which there are none."""
+    """Computes products in the dtype of autocast. The last arguments are the fields of `Places`, or `NO_PLACES`."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class _Lookup(torch.autograd.Function):
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
         dropped = dropout_threshold(rate)
         if fused and added_TD is None and takes_embedding(table_VD, dropped):
-            dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=SITE)
+            dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=EMBEDDING_SITE)
             return embed(table_VD, ids_T, places_ND, place_T, **dropout)
         if places_ND is not None:
             added_TD = nn.functional.embedding(place_T, places_ND)
@@ -123,12 +123,12 @@ class _Lookup(torch.autograd.Function):
             count = 0 if places is None else len(places.table_ND)
             sums = table_gradient(
                 grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, count,
-                threshold=dropped, keys=keys_T, site=SITE,
+                threshold=dropped, keys=keys_T, site=EMBEDDING_SITE,
             )  # fmt: skip
             product_VD, sums_ND = (each * keep_scale(dropped) if keys_T is not None else each for each in sums)
-            added_TD = drop(grad_TD, ctx.rate, keys_T, SITE) if wants_added else None
+            added_TD = drop(grad_TD, ctx.rate, keys_T, EMBEDDING_SITE) if wants_added else None
         else:
-            kept_TD = drop(grad_TD, ctx.rate, keys_T, SITE)
+            kept_TD = drop(grad_TD, ctx.rate, keys_T, EMBEDDING_SITE)
             one_hot_TV = (ids_T[:, None] == torch.arange(ctx.vocabulary, device=ids_T.device)).to(ctx.dtype)
             product_VD = (one_hot_TV.t() @ kept_TD.to(ctx.dtype)).to(grad_TD.dtype)
             added_TD = kept_TD if wants_added else None

@@ -1,4 +1,4 @@
-"""Where a token stands: learned, sinusoidal and rotary positions, on one axis or on the two of an image."""
+"""Learned, sinusoidal and rotary positions, on one axis or on the two axes of an image."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from lra.errors import UsageError
 from lra.models.embedding import Places, lookup
 
 
-def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
-    """Coordinates of every token, int64 `[T, axes]`: its position, or its row and column in an image `width` wide.
+def token_coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> Tensor:
+    """Returns the coordinates of each token, int64 `[T, axes]`.
 
-    A prefixed CLS token has position 0 on one axis and shares the first pixel's place on two.
+    Args:
+        axes: 1 for the position in the sequence, 2 for row and column of a pixel.
+        width: width of the image, for two axes.
+        prefixed: whether sequences begin with CLS. On one axis it has position 0; on two it shares that of pixel 0.
     """
     position_T = batch.token_positions()
     if axes == 1:
@@ -26,8 +29,8 @@ def coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool) -> T
     return torch.stack((pixel_T // width, pixel_T % width), 1)
 
 
-def angles(coordinates_TA: Tensor, dim: int) -> Tensor:
-    """Angles of `dim // 2` sine-cosine pairs, fp32 `[T, dim // 2]`, shared equally between the axes.
+def position_angles(coordinates_TA: Tensor, dim: int) -> Tensor:
+    """Returns the angles of `dim // 2` sine-cosine pairs, fp32 `[T, dim // 2]`. Each axis has an equal share.
 
     Frequencies 10000^(-i/pairs) of Vaswani et al. 2017 (section 3.5) and of RoPE (Su et al. 2021, eq. 15).
     """
@@ -38,14 +41,14 @@ def angles(coordinates_TA: Tensor, dim: int) -> Tensor:
 
 
 def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-    """Rotary embedding: turns each pair `(x[p], x[p + D/2])` by its angle, in fp32, back in the input's dtype."""
+    """Rotates each pair `(x[p], x[p + D/2])` by its angle, in fp32. Returns the dtype of the input."""
     a, b = x_THD.float().chunk(2, -1)
     cos, sin = cos_TP[:, None], sin_TP[:, None]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x_THD.dtype)
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector per place, `sizes` places on each axis; the axes' vectors are added."""
+    """A learned vector for each place, with `sizes` places on each axis. The vectors of the axes are added."""
 
     def __init__(self, sizes: tuple[int, ...], d_model: int, std: float):
         super().__init__()
@@ -53,22 +56,22 @@ class LearnedPositions(nn.Module):
 
     def forward(self, coordinates_TA: Tensor) -> Tensor:
         axes = [*zip(coordinates_TA.unbind(1), self.tables, strict=True)]
-        if len(axes) > 1:  # an image's sides are as short as a vocabulary
+        if len(axes) > 1:  # the sides of an image are as short as a vocabulary
             return torch.stack([lookup(table, place_T) for place_T, table in axes]).sum(0)
-        # any places, in a table of any length: compiled on a GPU, their gradients are added in any order
+        # the table may be long; compiled on a GPU, its gradients are added in any order
         return F.embedding(coordinates_TA[:, 0], self.tables[0])
 
     def places(self, coordinates_TA: Tensor, batch: Batch) -> Places | None:
-        """What is to be looked up, where rows have the places 0, 1, … of their sequence."""
+        """Returns what to look up, if the rows have the places 0, 1, … of their sequence; else None."""
         if len(self.tables) > 1 or batch.positions is not None:
             return None
         return Places(self.tables[0], coordinates_TA[:, 0], batch.start, batch.length, batch.padded_length)
 
 
 class _ComputedPositions(nn.Module):
-    """Positions that are functions of the coordinates, multiplied by `scale`: one factor per axis, 1 until a transfer.
+    """Positions computed from the coordinates times `scale`, a factor for each axis. It is 1 until a transfer.
 
-    The factors are a buffer, so that whoever reads a checkpoint has them.
+    The factors are a buffer, so checkpoints contain them.
     """
 
     scale: Tensor
@@ -79,10 +82,10 @@ class _ComputedPositions(nn.Module):
         self.register_buffer("scale", torch.ones(axes))
 
     def angles(self, coordinates_TA: Tensor) -> Tensor:
-        return angles(coordinates_TA * self.scale, self.dim)
+        return position_angles(coordinates_TA * self.scale, self.dim)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.setdefault(f"{prefix}scale", torch.ones_like(self.scale))  # older checkpoints have none
+        state_dict.setdefault(f"{prefix}scale", torch.ones_like(self.scale))  # older checkpoints have no factors
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -102,7 +105,7 @@ class RotaryPositions(_ComputedPositions):
         return angle_TP.cos(), angle_TP.sin()
 
 
-def resize(
+def resize_table(
     table_ND: Tensor,
     old: tuple[int, int],
     new: tuple[int, int],

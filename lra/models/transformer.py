@@ -31,12 +31,12 @@ from lra.models.positions import (
     RotaryPositions,
     SinusoidalPositions,
     axis_sizes,
-    coordinates,
     rotate,
+    token_coordinates,
 )
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int):
@@ -49,21 +49,21 @@ class Block(nn.Module):
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
-        self.fused = True  # what precedes attention, and what follows it, is one kernel a pass where that takes it
+        self.fused = True  # one kernel before attention and one after it, where they support the case
 
     def forward(
         self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
     ) -> Tensor:
-        return self.follow(*self.attend(x_TD, batch, rotary), keys_T)
+        return self.after_attention(*self.attend(x_TD, batch, rotary), keys_T)
 
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """(What attention returns, x): both `[T, d_model]`."""
-        turned = None if self.attention.facts.rotates else rotary  # by the model, not by the attention
+        """Returns the output of attention, and x: both `[T, d_model]`."""
+        turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
         if self.fused and takes_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
-            # views: the attention reads them by their strides; of two projections the first is for queries and keys
+            # views, which the attention reads by stride; with two projections, the first is for queries and keys
             q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
             if turned is not None:
                 q_THD = rotate(q_THD, *turned)
@@ -74,19 +74,19 @@ class Block(nn.Module):
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         return o_THD.flatten(1), x_TD
 
-    def follow(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
-        """What comes after attention, `[T, d_model]`."""
-        if self.takes(o_TD, x_TD):
+    def after_attention(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
+        """Computes the part of the block after attention, `[T, d_model]`."""
+        if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
         x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
         return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
 
-    def follow_pooled(
+    def after_attention_pooled(
         self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, norm: nn.LayerNorm, batch: Batch
     ) -> Tensor:
-        """The mean of `norm(follow(...))` over each sequence, `[B, d_model]`, where it `takes` them."""
+        """Returns the mean of `norm(after_attention(...))` over each sequence, `[B, d_model]`. Needs `fuses`."""
         layers, dropout = self._fusing(keys_T)
         where = batch.start, batch.length, batch.padded_length
         return pooled_feed_forward(o_TD, x_TD, *layers, norm, *where, **dropout)
@@ -94,13 +94,13 @@ class Block(nn.Module):
     def _fusing(
         self, keys_T: Tensor | None
     ) -> tuple[tuple[nn.Linear, nn.LayerNorm, nn.Linear, nn.Linear], dict[str, Any]]:
-        """The layers after attention, and their dropout, as one kernel is given them."""
+        """Returns the layers after attention and their dropout, as arguments of one kernel."""
         dropped = dropout_threshold(self.dropout)
         dropout: dict[str, Any] = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=self.site)
         return (self.out, self.ff_norm, self.up, self.down), dropout
 
-    def takes(self, o_TD: Tensor, x_TD: Tensor) -> bool:
-        """Whether what comes after attention is one kernel a pass."""
+    def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
+        """Whether one kernel computes the part after attention."""
         return self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
 
@@ -109,10 +109,10 @@ class Encoder(nn.Module):
 
     Args:
         config, attn: the model's and the attention's configuration.
-        vocabulary: number of token ids; with `cls` pooling the id after the last one is the CLS token.
-        max_length: longest sequence, a CLS token not counted.
-        grid: height and width where the tokens are pixels in row-major order.
-        masked: whether the last id of all is MASK, which stands for a hidden token.
+        vocabulary: number of token ids. With `cls` pooling the next id is the CLS token.
+        max_length: longest sequence, without a CLS token.
+        grid: height and width if the tokens are pixels in row-major order. Default: None.
+        masked: whether the last id is MASK, which stands for a hidden token. Default: False.
     """
 
     def __init__(
@@ -140,23 +140,23 @@ class Encoder(nn.Module):
             self.positions = SinusoidalPositions(config.d_model, config.axes)
         else:
             self.positions = RotaryPositions(config.head_dim, config.axes)
-        self.blocks = nn.ModuleList(Block(config, attn, longest, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, batch: Batch) -> Tensor:
-        o_TD, x_TD, keys_T = self.attended(batch)
-        last: Block = self.blocks[-1]  # type: ignore[assignment]
-        if self.config.pooling == "mean" and last.takes(o_TD, x_TD):
-            return last.follow_pooled(o_TD, x_TD, keys_T, self.norm, batch)
-        return self.pool(self.norm(last.follow(o_TD, x_TD, keys_T)), batch)
+        o_TD, x_TD, keys_T = self.run_blocks(batch)
+        last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
+        if self.config.pooling == "mean" and last.fuses(o_TD, x_TD):
+            return last.after_attention_pooled(o_TD, x_TD, keys_T, self.norm, batch)
+        return self.pool(self.norm(last.after_attention(o_TD, x_TD, keys_T)), batch)
 
     def rows(self, batch: Batch) -> Tensor:
-        """A vector for each token, `[T, d_model]`; arbitrary past a length."""
-        return self.norm(self.blocks[-1].follow(*self.attended(batch)))  # type: ignore[operator]
+        """Returns a vector for each token, `[T, d_model]`, with arbitrary values past a length."""
+        return self.norm(self.blocks[-1].after_attention(*self.run_blocks(batch)))  # type: ignore[operator]
 
-    def attended(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the last block's attention returns, what that block was given, and each row's key of dropout."""
-        place_TA = coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
+    def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the output of the last attention, the input of its block, and the dropout key of each row."""
+        place_TA = token_coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = added_TD = places = None
         if isinstance(self.positions, RotaryPositions):
             rotary = self.positions(place_TA)
@@ -172,7 +172,7 @@ class Encoder(nn.Module):
         return *last.attend(x_TD, batch, rotary), keys_T  # type: ignore[operator]
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """Mean, maximum or first vector over the real tokens, fp32; zeros for a sequence of length 0."""
+        """Returns the mean, maximum or first vector of the real tokens, fp32 `[B, d_model]`; zeros for length 0."""
         x_TD = x_TD.float()
         if self.config.pooling == "cls":
             first_BD = x_TD.index_select(0, batch.start.clamp(max=len(x_TD) - 1))

@@ -10,7 +10,9 @@ from lra.config.registry import Registry
 class TaskFacts:
     """The facts a task registers with; `lra ls tasks` prints them."""
 
-    version: int  # raised by any change of data or protocol; results carry it. A task may keep older ones: `versioned`
+    version: (
+        int  # raised by any change of data or protocol; results carry it. A task may keep older ones: `task_version`
+    )
     classes: int
     length: int  # longest sequence of the full-size task
     paper: str
@@ -20,11 +22,11 @@ class TaskFacts:
 TASKS = Registry("task", "lra.tasks", TaskFacts)
 
 
-def version_of(config: Any) -> int:
+def task_version(config: Any) -> int:
     """The version that a task's configuration is of: its own field `version`, where it has one, else the task's."""
     return getattr(config, "version", TASKS.get(config.name).facts.version)
 
 
-def versioned(config: Any) -> str:
+def versioned_name(config: Any) -> str:
     """`listops@1`: the task of a configuration and its version, as checkpoints, results and stores name it."""
-    return f"{config.name}@{version_of(config)}"
+    return f"{config.name}@{task_version(config)}"

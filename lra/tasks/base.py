@@ -1,4 +1,4 @@
-"""What every task shares: the data module over a prepared store, and the LightningModule over a ragged batch."""
+"""The base classes of a task: its data module, and its LightningModule on ragged batches."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ from lra.data.writer import Writer
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
-from lra.tasks import TaskFacts, version_of, versioned
+from lra.tasks import TaskFacts, task_version, versioned_name
 from lra.tasks.batches import Collation, EvalBatches, TrainBatches
 
-MOST_EXAMPLES = 10**7  # of a split that is generated: a hundred times LRA's
-MOST_TOKENS = 1 << 20  # of a sequence: 16 times Path-256's
+MOST_EXAMPLES = 10**7  # in a generated split: a hundred times those of LRA
+MOST_TOKENS = 1 << 20  # in a sequence: 16 times those of Path-256
 
 
-# that the Config of every task has, as a task that is generated may declare them
-FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
+# every task's Config has these fields; the values are examples for a generated task
+REQUIRED_FIELDS = {"source": 'str = "generate"', "max_length": "int = 1024"}
 
 
 class TaskData(pl.LightningDataModule):
     """Prepares a task's store once per machine and serves its splits. A task defines the methods up to `depict`.
 
     Args:
-        collation: how batches are made; without it the data can be prepared and looked at.
+        collation: says how batches are made. Without it the data can only be prepared and shown.
     """
 
     vocabulary: ClassVar[Sequence[str]]
-    generator: ClassVar[str]  # name and version of what writes the tokens
+    generator: ClassVar[str]  # name and version of the code that writes the tokens
     test_sets: ClassVar[tuple[str, ...]] = ("test",)
-    label_names: ClassVar[Sequence[str]] = ()  # where a class has a name
+    label_names: ClassVar[Sequence[str]] = ()  # names of the classes, if they have any
 
     def __init__(self, run: RunConfig, collation: Collation | None = None):
         super().__init__()
         self.run, self.config, self.collation = run, run.task, collation
-        if lacking := [f"`{name}: {form}`" for name, form in FIELDS.items() if not hasattr(run.task, name)]:
+        if lacking := [f"`{name}: {form}`" for name, form in REQUIRED_FIELDS.items() if not hasattr(run.task, name)]:
             file = f"{type(run.task).__module__.replace('.', '/')}.py"
             what = f"add {' and '.join(lacking)} to its Config in {file}"
             raise UsageError(f"task '{run.task.name}' lacks what every task has: {what}")
-        self.resident: dict[str, Examples] | None = None  # parts on the GPU; None before that is decided
+        self.resident: dict[str, Examples] | None = None  # splits on the GPU; None until that is decided
 
     def params(self) -> dict[str, Any]:
-        """What the tokens depend on, apart from the task's version; it names the store."""
+        """Returns what the tokens depend on beside the task's version. It names the store."""
         raise NotImplementedError
 
     def source(self) -> str:
-        """Where the tokens come from, for people: `generated`, a Hub id, or the path of what is imported."""
+        """Says where the tokens come from: `generated`, a Hub id, or the path of an import."""
         given, default = self.config.source, type(self.config)().source
         if given in (None, "generate"):
             return "generated" if given else "nowhere"
@@ -73,7 +73,7 @@ class TaskData(pl.LightningDataModule):
         return given if on_the_hub and not os.path.isdir(path) else str(path.resolve())
 
     def seed(self) -> int | None:
-        """Seed of what is drawn into the store."""
+        """Returns the seed of the random content of the store, if it has any."""
         return None
 
     def build(self, writer: Writer) -> None:
@@ -81,26 +81,31 @@ class TaskData(pl.LightningDataModule):
         raise NotImplementedError
 
     def splits(self, store: Store) -> dict[str, Examples]:
-        """`train`, `val` and the test sets, by the protocol."""
+        """Returns `train`, `val` and the test sets by the protocol."""
         return {name: store.split(name) for name in store.splits}
 
     def hold_out(self, train: Split) -> dict[str, Examples]:
-        """`val`, a seeded tenth of `train`, and the rest as `train`: for a data set without a validation split."""
+        """Splits `train` into `val`, a seeded tenth, and `train`, the rest. For data without a validation split."""
         kept, held_out = order.split_off(getattr(self.config, "data_seed", 0), len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out)}
 
     def baselines(self, name: str) -> dict[str, float]:
-        """Accuracy on a test set of predictors that compute nothing: train's majority class, and the store's own."""
+        """Returns the accuracy of trivial predictors on a test set: train's majority class, and those in the store."""
         majority = self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)
         stored = self.store.manifest["baselines"].items()
         return {"majority": majority} | {rule: accuracy[name] for rule, accuracy in stored if name in accuracy}
 
     def depict(self, example: Any) -> np.ndarray | str:
-        """An example for human eyes: an image uint8 `[H, W]`, or text."""
+        """Shows an example to people, as a uint8 image `[H, W]` or as text."""
         raise NotImplementedError
 
     def accuracy_of(self, feature: Callable[[Any], np.ndarray], name: str) -> float:
-        """Accuracy on a test set of the best rule that sees one integer: its value's commonest label in train."""
+        """Returns the test accuracy of the rule that predicts a feature's commonest label in train.
+
+        Args:
+            feature: maps a split to one integer for each example.
+            name: the test set.
+        """
         train, test = self.parts["train"], self.parts[name]
         seen, asked = feature(train), feature(test)
         counts = np.zeros((int(max(seen.max(), asked.max())) + 1, int(train.labels.max()) + 1))
@@ -108,27 +113,27 @@ class TaskData(pl.LightningDataModule):
         return float((counts.argmax(1)[asked] == np.asarray(test.labels)).mean())
 
     def content(self) -> Content:
-        """What the store holds and where it comes from."""
+        """Describes the content of the store and its origin."""
         origin = (self.source(), self.vocabulary, self.generator, self.seed())
-        return Content(self.config.name, version_of(self.config), self.params(), *origin)
+        return Content(self.config.name, task_version(self.config), self.params(), *origin)
 
     def prepare_data(self, force: bool = False) -> None:
-        """Builds the store unless it exists; UsageError as from `open`."""
+        """Builds the store unless it exists. UsageError as in `open`."""
         self._sourced(prepare(self.content(), self.build, force=force, command=self.command()))
 
     def check_ranks(self, count: int) -> None:
-        """UsageError if one of `count` ranks would have nothing of a part that is scored."""
+        """Raises a UsageError if a scored split has fewer examples than there are ranks (`count`)."""
         parts = self.splits(self.open())
         for name in ("val", *self.test_sets):
             if (size := len(parts[name])) < count:
                 raise UsageError(f"{name} has {size} examples for {count} devices: set trainer.devices={size} or less")
 
     def open(self) -> Store:
-        """The prepared store; UsageError if it is not there, damaged, or from another source than the one asked for."""
+        """Returns the prepared store. UsageError if it is missing, damaged, or from another source than asked for."""
         return self._sourced(Store.open(self.content().path, self.command()))
 
     def differences(self) -> list[str]:
-        """In what the prepared data is not what the task's data should be; a store of an older lra does not say."""
+        """Lists how the prepared data differs from the task's data. A store of an older lra lists nothing."""
         store = self.open()
         return [f"{store.path.name}: {text}" for text in store.manifest.get("differences", ())]
 
@@ -139,29 +144,29 @@ class TaskData(pl.LightningDataModule):
         return store
 
     def command(self) -> str:
-        """What prepares this store: the task, and the fields in which it differs from the task's defaults."""
+        """Returns the command that prepares this store, with the fields that differ from the task's defaults."""
         ours, default = (dict(flatten(to_dict(config))) for config in (self.config, type(self.config)()))
         changed = [f"task.{field}={value}" for field, value in ours.items() if value != default[field]]
         return shlex.join(["lra", "data", "prepare", f"task={self.config.name}", *changed])
 
     def setup(self, stage: str | None = None) -> None:
-        if not hasattr(self, "parts"):  # once: while this runs, the store may be prepared anew
+        if not hasattr(self, "parts"):  # only once, as the store may be prepared anew during a run
             self.store = self.open()
             self.parts = self.splits(self.store)
-        if self.collation is not None and self.resident is None:  # once: testing after training uses the same
+        if self.collation is not None and self.resident is None:  # only once, as a test after training uses the same
             self.resident = self._upload(self.test_sets if stage == "test" else ("train", "val", *self.test_sets))
 
     def _upload(self, names: Sequence[str]) -> dict[str, Examples]:
-        """These parts on the GPU, if there is one and all of them fit the share of its memory that is theirs."""
+        """Puts splits on the GPU if there is one and all of them fit into the share of its memory for data."""
         assert self.collation is not None
         device, options = self.collation.rank.device, self.collate_options()
-        options.pop("layout")  # makes no difference
+        options.pop("layout")  # the layout makes no difference here
         limit = resident.SHARE * resident.memory(device)
         return resident.upload({name: self.parts[name] for name in names}, device, limit, **options) if limit else {}
 
     @property
     def place(self) -> str:
-        """Where the tokens of training and evaluation are, for people; known after `setup`."""
+        """Says where the tokens are, for people. Known after `setup`."""
         return "data on the GPU" if self.resident else "data on the host"
 
     def _part(self, name: str) -> Examples:
@@ -184,16 +189,16 @@ class TaskData(pl.LightningDataModule):
         return EvalBatches(self._part(name), self.run.batch.eval, how.rank, self.collate_options(), how.few_shapes)
 
     def collate_options(self) -> dict[str, Any]:
-        """How `Split.collate` makes a batch."""
+        """Returns the options of `Split.collate`."""
         prefix = self.collation and self.collation.prefix
         return {"layout": self.run.batch.layout, "max_length": self.config.max_length, "prefix": prefix}
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch  # of training the step sends them, of evaluation they are there
+        return batch  # the step sends training batches, and evaluation batches are there
 
 
-def only_generated(config: Any, *fields: str) -> None:
-    """UsageError if one of `fields`, which say what is drawn, is set although the data is imported."""
+def check_generated_only(config: Any, *fields: str) -> None:
+    """Raises a UsageError if one of `fields`, which are of generated data, is set for imported data."""
     default = type(config)
     changed = [field for field in fields if getattr(config, field) != getattr(default, field)]
     if changed and config.source != "generate":
@@ -205,15 +210,15 @@ def only_generated(config: Any, *fields: str) -> None:
 
 
 def check_data_seed(config: Any) -> None:
-    """UsageError if `data_seed` cannot be a seed of the generators."""
+    """Raises a UsageError if `data_seed` can't be a seed of the generators."""
     if not 0 <= config.data_seed < 1 << 32:
         raise UsageError(f"task.data_seed={config.data_seed} is out of range: choose 0 to {(1 << 32) - 1}")
 
 
 class OptimisationStep(Protocol):
-    """What `lra.training` hands in: the loop that trains a module, and how it is scored."""
+    """The part of `lra.training` that trains and scores a module."""
 
-    logged: float | None  # the loss, as it was logged last
+    logged: float | None  # the loss that was logged last
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer: ...
 
@@ -225,9 +230,11 @@ class OptimisationStep(Protocol):
 
 
 class TaskModule(pl.LightningModule):
-    """A classifier of sequences. `step` is the optimisation step of `lra.training`, handed in from above.
+    """A classifier of sequences. A task is a subclass with its registered facts, its `Config` and its `Data`.
 
-    A task is a subclass with its registered facts, its `Config` and its `Data`.
+    Args:
+        run: the configuration of the run.
+        step: trains and scores this module; `lra.training` passes it in.
     """
 
     name: ClassVar[str]
@@ -241,7 +248,7 @@ class TaskModule(pl.LightningModule):
         self.run, self.step = run, step
         self.model: Any = self.network()
         self.scored: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # scores and labels of each batch
-        self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.seen`
+        self.seen: dict[str, int | str] = {}  # on what earlier runs trained these weights: `lra.training.leakage`
         self.provenance: dict[str, Any] = {}  # which runs these weights come from: `lra.training.provenance`
         splits, classes = ("val", *self.Data.test_sets), self.facts.classes
         self.accuracy = nn.ModuleDict({name: MulticlassAccuracy(classes, average="micro") for name in splits})
@@ -249,11 +256,11 @@ class TaskModule(pl.LightningModule):
 
     @classmethod
     def grid(cls, config: Any) -> tuple[int, int] | None:
-        """Height and width where the tokens are pixels, of the task's configuration."""
+        """Returns height and width of the image if the tokens are pixels. `config`: the task's configuration."""
         return None
 
     def network(self) -> nn.Module:
-        """With an `encoder`; checkpoints are of this."""
+        """Returns the model. It has an `encoder`, and checkpoints hold its weights."""
         return Transformer(self.encoder(), self.head())
 
     def encoder(self, masked: bool = False) -> Encoder:
@@ -269,7 +276,7 @@ class TaskModule(pl.LightningModule):
         return self.model(batch).float()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy summed over the batch, without what fills it up."""
+        """Cross-entropy, summed over the batch without its filling."""
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
     def training_step(self, steps: Iterator[list[Collated]], _: int) -> None:
@@ -279,7 +286,7 @@ class TaskModule(pl.LightningModule):
         return self.step.optimizer(self)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """What `forward` makes of a batch, faster where `step` has it compiled."""
+        """Applies `forward` to a batch, compiled if `step` has compiled it."""
         return self.step.evaluate(self, batch)
 
     def validation_step(self, batch: Batch, _: int) -> None:
@@ -289,7 +296,7 @@ class TaskModule(pl.LightningModule):
         self._keep(self.Data.test_sets[dataloader_idx], batch)
 
     def _keep(self, split: str, batch: Batch) -> None:
-        """Scores and labels for `_score`; the label is copied, as it is a part of all that was sent of the batch."""
+        """Keeps scores and labels for `_score`. It copies the labels, because they are a view of the whole batch."""
         self.scored[split].append((self.evaluate(batch), batch.label.clone()))
 
     def on_validation_epoch_end(self) -> None:
@@ -300,7 +307,7 @@ class TaskModule(pl.LightningModule):
             self._score(split)
 
     def _score(self, split: str) -> None:
-        """The metrics of all batches at once: of each alone they would take as long as a small model."""
+        """Computes the metrics of all batches at once. One batch at a time would take as long as a small model."""
         accuracy, loss = cast(Metric, self.accuracy[split]), cast(Metric, self.mean_loss[split])
         scores, labels = (torch.cat(parts) for parts in zip(*self.scored.pop(split), strict=True))
         scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
@@ -311,16 +318,27 @@ class TaskModule(pl.LightningModule):
             self.log(f"{split}/{name}", metric, logger=False, on_step=False, on_epoch=True)
 
     def reference(self, data: TaskData, split: str) -> tuple[int, dict[str, float]]:
-        """How many predictions a test set's accuracy is of, and what the baselines reach there."""
+        """Returns the number of predictions in a test set and the accuracy of the baselines."""
         return len(data.parts[split]), data.baselines(split)
+
+    def take_weights(self, weights: dict[str, Tensor], seen: dict[str, int | str], provenance: dict[str, Any]) -> None:
+        """Replaces the model's weights.
+
+        Args:
+            weights: the state dict of `model`.
+            seen: the sets on which these weights were trained, as `lra.training.leakage` names them.
+            provenance: the runs from which they come, as `lra.training.provenance` records them.
+        """
+        self.model.load_state_dict(weights)
+        self.seen, self.provenance = seen, provenance
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lra"] = self.identity()
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint says of itself, in plain values, so that `torch.load(weights_only=True)` reads it."""
+        """Returns what a checkpoint states of itself, in plain values that `torch.load(weights_only=True)` reads."""
         return {
-            "task": versioned(self.run.task),
+            "task": versioned_name(self.run.task),
             "vocabulary": vocabulary_hash(self.Data.vocabulary),
             "config": self.run.saved(),
             "seen": self.seen,

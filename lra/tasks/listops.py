@@ -13,7 +13,7 @@ from lra.data.split import Split
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_EXAMPLES, MOST_TOKENS, TaskData, TaskModule, check_data_seed, only_generated
+from lra.tasks.base import MOST_EXAMPLES, MOST_TOKENS, TaskData, TaskModule, check_data_seed, check_generated_only
 
 
 class ListOpsData(TaskData):
@@ -81,7 +81,7 @@ class ListOps(TaskModule):
             at_least(1, "task", self, "train", "val", "test", "fresh")
             at_most(MOST_EXAMPLES, "task", self, "train", "val", "test", "fresh")
             at_most(MOST_TOKENS, "task", self, "max_length")
-            only_generated(self, "train", "val", "test")
+            check_generated_only(self, "train", "val", "test")
             check_data_seed(self)
             if not 1 <= self.min_length <= self.max_length:
                 limits = f"at least 1 and at most task.max_length={self.max_length}"

@@ -23,18 +23,18 @@ from lra.models.dropout import mix, row_keys
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
 
-BITS = 16  # of a hash that decide: the share is exact to 2^-16
-SITE = -1  # of the hash of places: dropout's begin at 0
+HASH_BITS = 16  # of a hash that decide: the share is exact to 2^-16
+HIDING_SITE = -1  # of the hash of places: dropout's begin at 0
 
 
-def hidden(batch: Batch, share: float, prefix: int | None) -> Tensor:
+def hidden_rows(batch: Batch, share: float, prefix: int | None) -> Tensor:
     """Which rows are hidden, bool `[T]`: each token with probability `share`; no CLS, nothing past a length, no filler.
 
     A function of (seed, index of the sequence, position) as dropout is. Without a seed, in evaluation, it is always 0.
     """
     if batch.seed is None:
         batch = batch.with_seed(torch.zeros((), dtype=torch.int64, device=batch.tokens.device))
-    drawn_T = (mix(row_keys(batch) + SITE) & (1 << BITS) - 1) < round(share * (1 << BITS))
+    drawn_T = (mix(row_keys(batch) + HIDING_SITE) & (1 << HASH_BITS) - 1) < round(share * (1 << HASH_BITS))
     wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED
     hidden_T = drawn_T & batch.per_row(wanted_B)
     if batch.padded:
@@ -53,8 +53,8 @@ class Denoiser(nn.Module):
         return self.decoder(self.encoder.rows(batch))
 
 
-class Masked(TaskModule):
-    """What pretraining makes of a task's module: see `masked`."""
+class MaskedTask(TaskModule):
+    """What pretraining makes of a task's module: see `masked_task`."""
 
     def __init__(self, run: RunConfig, step: OptimisationStep):
         super().__init__(run, step)
@@ -68,7 +68,7 @@ class Masked(TaskModule):
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Of every row: scores `[T, V]`, the token, IGNORED where none is hidden, and the cross-entropy; fp32 `[T]`."""
         encoder: Any = self.model.encoder
-        hidden_T = hidden(batch, self.share, encoder.prefix)
+        hidden_T = hidden_rows(batch, self.share, encoder.prefix)
         tokens_T = torch.where(hidden_T, encoder.mask, batch.tokens)
         scores_TV = self.model(dataclasses.replace(batch, tokens=tokens_T)).float()
         # all rows, as what is captured has one shape
@@ -112,17 +112,17 @@ class Masked(TaskModule):
         if self.commonest is None:
             options = data.collate_options().items()
             plain = {name: value for name, value in options if name not in ("layout", "prefix")}
-            self.commonest = commonest(data.parts["train"], plain)
+            self.commonest = commonest_token(data.parts["train"], plain)
         counts = self.found[split]
         return int(sum(counts)), {"majority": counts[self.commonest] / sum(counts)}
 
 
-def masked(task: type[TaskModule]) -> type[TaskModule]:
+def masked_task(task: type[TaskModule]) -> type[TaskModule]:
     """The pretraining of a task: its module with another head, another loss and other scores."""
-    return type(f"Masked{task.__name__}", (Masked, task), {})
+    return type(f"Masked{task.__name__}", (MaskedTask, task), {})
 
 
-def commonest(train: Examples, options: Mapping[str, Any], at_once: int = 1024) -> int:
+def commonest_token(train: Examples, options: Mapping[str, Any], at_once: int = 1024) -> int:
     """The token that a split has most of, as training sees it."""
     counts = np.zeros(1, np.int64)
     for first in range(0, len(train), at_once):

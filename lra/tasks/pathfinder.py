@@ -14,9 +14,9 @@ from lra.data.split import shared_places
 from lra.data.writer import Writer
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, only_generated
+from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, check_generated_only
 
-LIT = 8  # the least id of a pixel that tokens=lit keeps
+LEAST_LIT = 8  # the least id of a pixel that tokens=lit keeps
 
 
 class PathfinderData(TaskData):
@@ -51,7 +51,7 @@ class PathfinderData(TaskData):
     def depict(self, example: np.ndarray) -> np.ndarray:
         c = self.config
         if c.tokens == "lit":
-            example = np.where((example >= LIT) | shared_places(len(example), c.background), example, 0)
+            example = np.where((example >= LEAST_LIT) | shared_places(len(example), c.background), example, 0)
         return example.reshape(c.resolution, c.resolution)
 
     def collate_options(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PathfinderConfig:
             object.__setattr__(self, "version", 1)
         at_least(1, "task", self, "train", "val", "test")
         at_most(MOST_EXAMPLES, "task", self, "train", "val", "test")
-        only_generated(self, "train", "val", "test", "data_seed")
+        check_generated_only(self, "train", "val", "test", "data_seed")
         check_data_seed(self)
         if not 0 <= self.background < 1:
             raise UsageError(f"task.background is a share of the pixels, from 0 and below 1, not {self.background}")
@@ -96,7 +96,7 @@ class PathfinderConfig:
     @property
     def kept(self) -> dict[str, Any]:
         """Which pixels are tokens: arguments of `Split.collate`."""
-        return {"threshold": LIT, "share": self.background} if self.tokens == "lit" else {}
+        return {"threshold": LEAST_LIT, "share": self.background} if self.tokens == "lit" else {}
 
     @property
     def protocol(self) -> str:

@@ -1,4 +1,4 @@
-"""What a run is put together from: data, model and trainer, and what computes its attention and steps."""
+"""Assembles a run: data, model and trainer, and what computes its attention and its steps."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
-from lra.tasks.masked import masked
+from lra.tasks.masked import masked_task
 from lra.training.clock import Clock
 from lra.training.curves import Curves
-from lra.training.faults import Faults
-from lra.training.hardware import hardware
-from lra.training.lightning import Onward, WholeFiles, silence_signals
+from lra.training.early_validation import EarlyValidation
+from lra.training.faults import NonFiniteGuard
+from lra.training.hardware import trainer_hardware
+from lra.training.lightning import ResetLastBatch, WholeCheckpointIO, silence_signals
 from lra.training.narrator import Narrator
-from lra.training.optim import groups
+from lra.training.optim import parameter_groups
 from lra.training.output import console
 from lra.training.preemption import start_compilers
 from lra.training.progress import Progress
-from lra.training.rehearsal import Rehearsal
-from lra.training.run import CURVES, RunDirectory
-from lra.training.seeding import derive
+from lra.training.run_directory import CURVES_FILE, RunDirectory
+from lra.training.seeding import derive_seed
 from lra.training.step import Step
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """All that trains a run."""
+    """Everything that trains a run."""
 
     data: TaskData
     module: TaskModule
@@ -49,11 +49,12 @@ class Assembly:
 
 
 def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
-    """All that trains a run; UsageError if it can't be trained here."""
-    trainer, clock = make_trainer(run, directory.path)
+    """Assembles everything that trains a run. UsageError if it can't be trained here."""
+    clock = Clock()
+    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock))
     step = Step(run)
-    data, module = build(run, rank_of(trainer), lambda: trainer.global_step, step)
-    groups(run.optim, module)  # what is refused is refused now
+    data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
+    parameter_groups(run.optim, module)  # refuse bad marks now
     if run.batch.size % trainer.world_size:
         raise UsageError(f"batch.size={run.batch.size} is not a multiple of the {trainer.world_size} devices")
     device = trainer.strategy.root_device
@@ -61,19 +62,19 @@ def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     return Assembly(data, module, step, trainer, clock, attention, engine)
 
 
-def build(
+def build_modules(
     run: RunConfig, rank: Rank | None = None, number: Callable[[], int] = lambda: 0, step: Step | None = None
 ) -> tuple[TaskData, TaskModule]:
-    """The data module and the freshly initialised LightningModule of a run.
+    """Returns the data module and the newly initialised LightningModule of a run.
 
     Args:
-        rank: what the data makes batches for; without it there are none.
-        number: of the next training step, from 0.
-        step: what trains the module; by default a new one.
+        rank: the rank for which the data makes batches. Without it there are none.
+        number: returns the number of the next training step, from 0.
+        step: trains the module. Default: a new step.
     """
     cls = TASKS.get(run.task.name)
-    cls = masked(cls) if run.pretrain == "masked" else cls
-    torch.manual_seed(derive(run.seed, "weights"))
+    cls = masked_task(cls) if run.pretrain == "masked" else cls
+    torch.manual_seed(derive_seed(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)
     if rank is None:
@@ -82,47 +83,48 @@ def build(
     return cls.Data(run, collation), module
 
 
-def rank_of(trainer: pl.Trainer) -> Rank:
+def make_rank(trainer: pl.Trainer) -> Rank:
     return Rank(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
-def make_trainer(run: RunConfig, folder: Path) -> tuple[pl.Trainer, Clock]:
-    """The trainer of a run that writes into a folder, and the clock that it has."""
-    shared: dict[str, Any] = {
-        "dirpath": folder,
-        "save_on_train_epoch_end": False,
-        "enable_version_counter": False,
-    }
-    clock = Clock()
+def make_trainer(run: RunConfig, folder: Path, clock: Clock, *callbacks: pl.Callback) -> pl.Trainer:
+    """The trainer of a run.
+
+    Args:
+        folder: the trainer writes its files here.
+        clock: measures the run.
+        callbacks: are called after those that every run has, and before checkpoints are written.
+    """
+    shared: dict[str, Any] = dict(dirpath=folder, save_on_train_epoch_end=False, enable_version_counter=False)
     trainer = pl.Trainer(
-        **hardware(run, WholeFiles(folder)),
+        **trainer_hardware(run, WholeCheckpointIO(folder)),
         max_steps=run.trainer.steps,
         max_epochs=1,  # data is one endless pass, cut into epochs by lra.data.order
         val_check_interval=run.trainer.eval_every // run.trainer.stride,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        log_every_n_steps=1,  # nothing is logged so; more than there are batches would be a warning
+        log_every_n_steps=1,  # Lightning logs nothing here, and warns of more than the number of batches
         use_distributed_sampler=False,
         enable_model_summary=False,
         enable_progress_bar=console.is_terminal,
-        logger=Curves(folder / CURVES),
+        logger=Curves(folder / CURVES_FILE),
         callbacks=[
             clock,
-            Onward(),
-            Faults(folder),
-            Rehearsal(clock),
-            Narrator(run, clock),
+            ResetLastBatch(),
+            NonFiniteGuard(folder),
+            EarlyValidation(clock),
+            *callbacks,
             *([Progress(console)] if console.is_terminal else []),
             ModelCheckpoint(filename="best", monitor="val/accuracy", mode="max", **shared),
             ModelCheckpoint(filename="last", **shared),
         ],
     )
     silence_signals(trainer)
-    return trainer, clock
+    return trainer
 
 
 def resolve_attention(module: TaskModule, device: torch.device) -> str:
-    """What computes attention on the device; UsageError if it can't."""
+    """Describes what computes attention on the device. UsageError if nothing can."""
     used = {
         part.resolve(device, module.run.trainer.precision) for part in module.modules() if isinstance(part, Attention)
     }
@@ -130,12 +132,12 @@ def resolve_attention(module: TaskModule, device: torch.device) -> str:
 
 
 def resolve_engine(module: TaskModule, step: Step, device: torch.device) -> str:
-    """What runs training's steps on the device, and the evaluation that goes with it; UsageError if it can't be."""
+    """Returns the engine of the training steps and prepares it and evaluation. UsageError if it can't run here."""
     if device.type == "cuda":
         watch_kernels(device.index or 0)
     if not step.captures(module, device):
         return "eager"
     start_compilers()
-    torch.compiler.reset()  # what this process compiled for another run's model counts against Dynamo's limits
+    torch.compiler.reset()  # models that this process compiled before count against Dynamo's limits
     step.compile_evaluation(module)
     return "captured"

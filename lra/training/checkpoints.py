@@ -1,4 +1,4 @@
-"""Weights in and out: checkpoints that load with `weights_only=True`, safetensors, and what fits a model."""
+"""Reads and writes checkpoints and safetensors, and checks that weights fit a model."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from safetensors.torch import save
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, failing, system_error
-from lra.tasks import TASKS, versioned
+from lra.tasks import TASKS, versioned_name
 from lra.tasks.base import TaskModule
-from lra.training import provenance, seen
-from lra.training.provenance import digest
-from lra.training.run import replacing
-from lra.training.saved import whole_record
+from lra.training import leakage, provenance
+from lra.training.provenance import weights_digest
+from lra.training.run_directory import replace_file
+from lra.training.run_files import is_provenance
 
-# fields without which weights mean something else, or have another shape
-SHAPE = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
-# of a run's checkpoints, those that stand in for a damaged one
-OTHERS = {
+# fields that change the meaning or the shape of weights
+SHAPE_FIELDS = ("d_model", "layers", "heads", "d_ff", "positions", "axes")
+# the checkpoints of a run that can replace a damaged one
+STAND_INS = {
     "last.ckpt": ("best.ckpt",),
     "best.ckpt": ("model.safetensors", "last.ckpt"),
     "model.safetensors": ("best.ckpt", "last.ckpt"),
 }
-TABLES, SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # of learned, and of computed positions
+POSITION_TABLES, POSITION_SCALE = "encoder.positions.tables.", "encoder.positions.scale"  # learned; computed
 
 
-def write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes a `.ckpt` beside its place and moves it there when it is whole."""
-    with replacing(path) as file:
+def write_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a `.ckpt` in one step: a reader sees the old file or the new one."""
+    with replace_file(path) as file:
         torch.save(checkpoint, file)
 
 
-def verify(path: Path) -> None:
-    """UsageError if a `.ckpt` is not as it was written, naming another file of its run that is whole."""
-    if what := fault(path):
+def verify_checkpoint(path: Path) -> None:
+    """Raises a UsageError if a `.ckpt` is damaged. The message names another file of the run that is whole."""
+    if what := find_damage(path):
         raise _unreadable(path, what)
 
 
-def fault(path: Path) -> str | None:
-    """What is wrong with a file, by its checksums: torch.load takes flipped bits for weights without a word."""
+def find_damage(path: Path) -> str | None:
+    """Checks the checksums of a file, as torch.load does not. Returns what is wrong, or None."""
     try:
         if path.suffix == ".safetensors":
             _weights_file(path)
             return None
         with zipfile.ZipFile(path) as archive:
-            # PyTorch writes neither compressed files nor folders, reads both, and zipfile's test passes over them
+            # PyTorch reads compressed files and folders but never writes them, and zipfile does not test them
             plain = all(each.file_size == each.compress_size and not each.external_attr for each in archive.infolist())
             return None if plain and archive.testzip() is None else "checksum"
-    except Exception as error:  # of many kinds, depending on where the damage is
+    except Exception as error:  # the kind depends on where the damage is
         _raise_of_machine(error, path)
         return type(error).__name__
 
 
 def _raise_of_machine(error: BaseException, path: Path) -> None:
-    """Raises what the operating system says of a file that is there: nothing is damaged."""
+    """Raises an error of the operating system again: then the file is not damaged."""
     system = system_error(error, path)
     if system and (isinstance(system, PermissionError) or failing(system)):
         raise system from None
@@ -72,9 +72,9 @@ def _raise_of_machine(error: BaseException, path: Path) -> None:
 def _unreadable(path: Path, what: str) -> UsageError:
     last = path.name == "last.ckpt"
     mend = "without it, resume=auto begins anew" if last else "choose another checkpoint"
-    for other in map(path.with_name, OTHERS.get(path.name, ())):
-        if not fault(other):
-            on = f"resume={other} goes on there, " if last else ""  # no run goes on whose best checkpoint is lost
+    for other in map(path.with_name, STAND_INS.get(path.name, ())):
+        if not find_damage(other):
+            on = f"resume={other} goes on there, " if last else ""  # a run whose best checkpoint is lost can't resume
             mend = f"{other} is whole: {on}init={other} takes its weights"
             break
     return UsageError(
@@ -82,16 +82,18 @@ def _unreadable(path: Path, what: str) -> UsageError:
     )
 
 
-def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Model weights and identity of a run's directory, a `.ckpt` or a `.safetensors` file.
+def read_checkpoint(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the model weights and the identity in a run's directory, a `.ckpt` or a `.safetensors` file.
 
-    UsageError if it is damaged or of another program, or has weights that are not finite, which only `fault.pt` may.
+    Raises:
+        UsageError: the file is damaged, or of another program, or has weights that are not finite. Only `fault.pt` may
+            have such weights.
     """
     given = path = Path(path)
     if os.path.isdir(path):  # unlike pathlib's, False also where nobody may look and of a name too long
         path = path / "model.safetensors"
     if not os.path.isfile(path):
-        for other in (given / name for name in OTHERS["model.safetensors"]):
+        for other in (given / name for name in STAND_INS["model.safetensors"]):
             if os.path.isfile(other):
                 raise UsageError(f"{given} has no model.safetensors, which a run writes at its end: give {other}")
         if os.path.isfile(given / "result.json"):  # merged from an archive
@@ -110,7 +112,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise _unreadable(path, type(error).__name__) from error
     except Exception as error:  # torch.load raises pickle's errors for anything that is not plain weights
         raise UsageError(f"{path} holds more than plain weights and was not loaded ({type(error).__name__})") from error
-    broken = {layers_together(key) for key, value in weights.items() if not value.isfinite().all()}
+    broken = {layerless_name(key) for key, value in weights.items() if not value.isfinite().all()}
     if broken and path.suffix != ".pt":  # fault.pt is there to find that
         names = ", ".join(sorted(broken))
         raise UsageError(f"{path} has weights that are NaN or infinite ({names}): choose another checkpoint")
@@ -124,10 +126,10 @@ def _expect(weights: dict[str, torch.Tensor], identity: dict[str, Any]) -> None:
     names += [config["task"]["name"], config["attn"]["name"]]
     stated = dict(identity.get("seen", {}))
     names += [*stated]
-    fields = [config["model"][name] for name in (*SHAPE, "pooling")] + [*stated.values()]
+    fields = [config["model"][name] for name in (*SHAPE_FIELDS, "pooling")] + [*stated.values()]
     if not all(isinstance(each, str) for each in names) or not all(isinstance(each, str | int) for each in fields):
         raise TypeError(names, fields)
-    if not whole_record(identity.get("provenance")):
+    if not is_provenance(identity.get("provenance")):
         raise TypeError(identity["provenance"])
     # to OmegaConf these are an interpolation, of environment variables too, and a missing value
     if live := [name for name, value in flatten(config) if "${" in str(value) or value == "???"]:
@@ -142,13 +144,14 @@ def _weights_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     weights = load_weights(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identity = dict(json.loads(header["__metadata__"]["lra"]))
-    if identity.pop("sha256", None) not in (None, digest(weights, json.dumps(identity))):  # None: of an earlier lra
+    stated = identity.pop("sha256", None)  # an older lra states none
+    if stated not in (None, weights_digest(weights, json.dumps(identity))):
         raise _unreadable(path, "checksum")
     return weights, identity
 
 
 def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    verify(path)
+    verify_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(checkpoint, dict):
         raise TypeError(type(checkpoint))
@@ -158,36 +161,36 @@ def _checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> None:
-    """UsageError if a checkpoint reads its ids otherwise than a task, whose configuration is given."""
+    """Raises a UsageError if a checkpoint has another vocabulary than the task of a configuration."""
     if identity["vocabulary"] != vocabulary_hash(TASKS.get(task.name).Data.vocabulary):
-        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned(task)}"
+        other = f"{path} was trained on the vocabulary of {identity['task']}, not of {versioned_name(task)}"
         raise UsageError(f"{other}: choose a checkpoint of this task")
 
 
-def check(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
-    """UsageError if a checkpoint is of another vocabulary, or naming all fields in which it is of another model."""
+def check_model(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
+    """Raises a UsageError if a checkpoint has another vocabulary or model. The message names all fields that differ."""
     check_vocabulary(module.run.task, identity, path)
     there, model = identity["config"]["model"], vars(module.run.model)
-    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE if there[name] != model[name]]
+    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE_FIELDS if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
-    # where a pretraining begins or ends the head is fresh, and CLS can be
-    if a_token_more and pretraining(identity) == module.run.pretrain:
+    # between pretraining and training the head is fresh, and CLS may be fresh too
+    if a_token_more and pretraining_of(identity) == module.run.pretrain:
         wrong.append(f"model.pooling {there['pooling']} here {model['pooling']}")
     if wrong:
         raise UsageError(f"{path} does not fit this model: {', '.join(wrong)}; use the model fields of its config.yaml")
 
 
-def pretraining(identity: dict[str, Any]) -> str:
-    """`pretrain` of the run that a checkpoint is of."""
-    return identity["config"].get("pretrain", "none")  # said only where it is not
+def pretraining_of(identity: dict[str, Any]) -> str:
+    """Returns the `pretrain` of a checkpoint's run."""
+    return identity["config"].get("pretrain", "none")  # a configuration states it only if it is not none
 
 
 def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], path: str | Path) -> None:
-    """UsageError naming every tensor that is missing, superfluous or of another shape."""
-    wrong = {layers_together(key): "missing" for key in own.keys() - weights.keys() - {SCALE}}
-    wrong |= {layers_together(key): "unknown here" for key in weights.keys() - own.keys()}
+    """Raises a UsageError that names every tensor that is missing, unknown or of another shape."""
+    wrong = {layerless_name(key): "missing" for key in own.keys() - weights.keys() - {POSITION_SCALE}}
+    wrong |= {layerless_name(key): "unknown here" for key in weights.keys() - own.keys()}
     wrong |= {
-        layers_together(key): f"{list(weights[key].shape)} here {list(own[key].shape)}"
+        layerless_name(key): f"{list(weights[key].shape)} here {list(own[key].shape)}"
         for key in own.keys() & weights.keys()
         if own[key].shape != weights[key].shape
     }
@@ -199,23 +202,22 @@ def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor],
         raise UsageError(f"{path} does not fit this model: {what}; {mend}")
 
 
-def layers_together(key: str) -> str:
-    """A tensor's name for people, the same in every layer."""
+def layerless_name(key: str) -> str:
+    """Returns a tensor's name for people, which is the same in every layer."""
     return re.sub(r"blocks\.\d+\.", "blocks.*.", key.removeprefix("encoder."))
 
 
-def load(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[str, Any], path: str | Path) -> None:
-    """Puts weights into the model that they are of; UsageError naming what does not fit."""
-    check(module, identity, path)
+def load_into(module: TaskModule, weights: dict[str, torch.Tensor], identity: dict[str, Any], path: str | Path) -> None:
+    """Puts weights into their model. UsageError names what does not fit."""
+    check_model(module, identity, path)
     check_shapes(module.model.state_dict(), weights, path)
-    module.model.load_state_dict(weights)
-    module.seen, module.provenance = seen.seen_before(identity), provenance.of(identity)
+    module.take_weights(weights, leakage.sets_before_run(identity), provenance.read_provenance(identity))
 
 
-def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
-    """What a `.ckpt` has behind it: optimisation steps, the best checkpoint so far, which lies beside it, and draws.
+def read_progress(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
+    """Returns the progress of a `.ckpt`: its steps, the best checkpoint so far, and the draws of its sessions.
 
-    The draws are as `lra.training.draws` writes them; a checkpoint of an older lra states none.
+    The best checkpoint lies beside it. `lra.training.draws` describes the draws; an older checkpoint has none.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     try:
@@ -223,7 +225,7 @@ def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
         scored = (state for state in states if state.get("best_model_score") is not None)
         best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
         return int(checkpoint["global_step"]), next(best, None), checkpoint.get("draws", [])
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # weights alone, as in fault.pt
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # it has only weights, as fault.pt does
         raise UsageError(
             f"{path} has weights, and not what training goes on with ({type(error).__name__}): give another resume=, "
             f"or init={path}"
@@ -231,9 +233,9 @@ def behind(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
 
 
 def save_weights(module: TaskModule, path: Path) -> None:
-    """The model alone, as safetensors that carry their identity."""
+    """Writes the model as safetensors with its identity."""
     weights = {key: value.detach().cpu().contiguous() for key, value in module.model.state_dict().items()}
     identity = module.identity()
-    identity["sha256"] = digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
-    with replacing(path) as file:  # save_file would make one that only its owner can read
+    identity["sha256"] = weights_digest(weights, json.dumps(identity))  # safetensors has no checksum of its own
+    with replace_file(path) as file:  # save_file would make one that only its owner can read
         file.write(save(weights, metadata={"lra": json.dumps(identity)}))

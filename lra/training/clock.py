@@ -1,4 +1,4 @@
-"""What a run took: seconds, steps, memory, and who shared its GPU."""
+"""Measures a run: its seconds, steps and memory, and how many processes shared its GPU."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ import torch
 from lra import environment
 from lra.errors import out_of_memory
 
-# set for the runs of a grid: how many have a GPU at once
+# a grid sets this for its runs: how many of them use one GPU at once
 RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
 
 
 class Clock(pl.Callback):
-    """What a run takes, over all its sessions, each up to the checkpoint that the next one goes on from.
+    """Measures a run over all its sessions. A session counts up to the checkpoint from which the next one resumes.
 
-    `seconds` are of `steps` training steps on what computed the last ones; `elsewhere` are those of sessions before, on
-    another device, say, which tell nothing of its speed. Validation, checkpoints and the first steps are apart.
-    `sharing` is how many processes have the GPU that `seconds` are of, at most, at a beginning, at an end, or when one
-    looked between: before a validation, LOOK seconds apart.
+    Attributes:
+        seconds: time of `steps` training steps. Validation, checkpoints and the first steps are not included.
+        steps: training steps on the hardware of the last session.
+        elsewhere: seconds of training on other hardware, in earlier sessions. They say nothing about the speed here.
+        sharing: the largest number of processes seen on the GPU while `seconds` accumulated. The clock counts them at
+            the start, at the end, and before a validation when the last count is at least LOOK seconds old.
     """
 
-    LOOK = 60.0  # a look takes tenths of a second
+    LOOK = 60.0  # seconds; counting takes tenths of a second
 
     def __init__(self) -> None:
         self.seconds, self.steps, self.elsewhere = 0.0, 0, 0.0
-        self._here = self._computed = ""  # what computes in this session, and what `seconds` are of
-        self._wall: float | None = 0.0  # seconds of the sessions before; unknown where an older lra began
-        self._began, self._peak = time.perf_counter(), 0  # of this session; bytes of a GPU, of those before
+        self._here = self._computed = ""  # the hardware of this session, and that of `seconds`
+        self._wall: float | None = 0.0  # seconds of earlier sessions; unknown if an older lra began the run
+        self._began, self._peak = time.perf_counter(), 0  # of this session; most bytes on a GPU in earlier ones
         self._on_gpu = False
         self.sharing, self._looked = _planned(), 0.0
-        self.first: float | None = None  # seconds of this session's first stride: it compiles, allocates and captures
+        self.first: float | None = None  # seconds of this session's first stride, which compiles and captures
         self.validation = 0.0  # seconds
-        self.example: float | None = None  # seconds that scoring one took when a batch was scored early
-        self._entered = 0.0  # training, or validation
-        self._started: tuple[float, int] | None = None  # when, and after which step
+        self.example: float | None = None  # seconds to score one example, measured by the early validation
+        self._entered = 0.0  # when training or validation began
+        self._started: tuple[float, int] | None = None  # when the steps began, and after which step
 
     def begin(self, trainer: pl.Trainer, computes: str) -> None:
-        """Now, as all is there that a run needs; what this process had on the GPU before is not the run's.
+        """Starts the clock once the run has all that it needs. Memory that the process used before does not count.
 
         Args:
-            computes: what the speed of steps depends on: device, engine, portions.
+            computes: describes what the speed of steps depends on: device, engine, micro-batches.
         """
         self._began, self._here = time.perf_counter(), computes
         self._on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -68,11 +70,11 @@ class Clock(pl.Callback):
             self._started = None
 
     def trained(self) -> float:
-        """The seconds until now."""
+        """Seconds of training until now."""
         return self.seconds + (0.0 if self._started is None else time.perf_counter() - self._started[0])
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Not where nothing but scoring is left."""
+        """Lightning does not call this if only scoring is left."""
         if self._computed != self._here:
             self.elsewhere += self.seconds
             self.seconds, self.steps, self.sharing, self._computed = 0.0, 0, 1, self._here
@@ -81,7 +83,7 @@ class Clock(pl.Callback):
         self._entered = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        # not after validation: then checkpoints are written
+        # this starts after validation has written its checkpoints
         if self.first is not None and self._started is None:
             self._started = time.perf_counter(), trainer.global_step
 
@@ -104,7 +106,7 @@ class Clock(pl.Callback):
         self.validation += time.perf_counter() - self._entered
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
-        if out_of_memory(exception):  # who else has the memory that ran out, now
+        if out_of_memory(exception):  # count who holds the memory that ran out
             self.sharing = _planned()
             self._look_around(trainer)
 
@@ -114,7 +116,7 @@ class Clock(pl.Callback):
         return {"sharing": self.sharing} | steps | spent
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Older checkpoints lack some of these."""
+        """Checkpoints of older versions lack some of these."""
         self.seconds, self.steps, self.elsewhere = state["seconds"], state["steps"], state.get("elsewhere", 0.0)
         self.sharing, self._computed = state.get("sharing", 1), state.get("computes", "")
         self.validation = state.get("validation", 0.0)

@@ -1,4 +1,4 @@
-"""Compiled functions of a batch."""
+"""Compiles functions of a batch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch import Tensor
 from lra import environment
 from lra.batch import Batch
 
-# a hash of dropout is computed in the kernel that asks for it, never written
-INDUCTOR: dict[str, Any] = {"realize_opcount_threshold": 100}
+# the kernel that needs a dropout hash computes it, and no kernel writes it to memory
+INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 100}
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
-    """A compiled function, whose kernels later processes find; /tmp, where PyTorch keeps them, is emptied.
+    """Compiles a function. Its kernels are kept in lra's cache, because PyTorch's default, /tmp, is emptied.
 
-    What is compiled for a packed batch is compiled once, for all numbers of rows. Then kernels depend on the batch
-    that came first, and on what is the fastest of several: not so where attention has to be `deterministic`.
+    A function of packed batches is compiled once for all numbers of rows. Its kernels then depend on the first batch
+    and on which of several is fastest.
+
+    Args:
+        deterministic: compile for each shape instead, so that kernels depend on nothing else.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache("inductor")))
     if deterministic:
-        torch._dynamo.config.recompile_limit = 64  # shapes; what comes after them would not be compiled
-        return torch.compile(function, dynamic=False, options=INDUCTOR | {"deterministic": True})
-    compiled = torch.compile(function, options=INDUCTOR)
+        torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
+        return torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS | {"deterministic": True})
+    compiled = torch.compile(function, options=INDUCTOR_OPTIONS)
 
     def run(batch: Batch) -> Tensor:
         for rows in () if batch.padded else (batch.tokens, batch.positions):

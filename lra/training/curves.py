@@ -1,4 +1,4 @@
-"""metrics.csv and TensorBoard's file: one row per logged step, appended, so that a resumed run continues its own."""
+"""Writes metrics.csv and TensorBoard's file: a row for each logged step. A resumed run continues its own file."""
 
 from __future__ import annotations
 
@@ -14,53 +14,50 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lra.errors import UsageError, naming
 from lra.reading import read_csv
-from lra.training import events
-from lra.training.run import replacing, write
+from lra.training import tensorboard
+from lra.training.run_directory import replace_file, write_text
 
-COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
+CURVE_COLUMNS: tuple[str, ...] = ("step", "train/loss", "lr", "val/loss", "val/accuracy")
 
 
 class Curves(Logger):
-    """Lightning's own CSV logger deletes the file of the run it resumes; this one drops only what is done again."""
+    """A CSV logger. Lightning's deletes the file of a resumed run; this one drops only rows that are logged again."""
 
     def __init__(self, path: Path):
         super().__init__()
         self.path, self.folder = path, path.with_name("tensorboard")
-        self.events: Path | None = None  # this session's file, once a row is logged
+        self.events: Path | None = None  # the file of this session, after its first row
         if path.exists():
-            read(path)  # refused now, not after the first steps
+            read_curves(path)  # refused now, not after the first steps
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        row = {key: value for key, value in metrics.items() if key in COLUMNS}
+        row = {key: value for key, value in metrics.items() if key in CURVE_COLUMNS}
         if not row:
             return
         assert step is not None
         if self.events is None:
             self.events = self._start(step)
         with naming(self.path), self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS).writerow(row | {"step": step})
+            csv.DictWriter(file, CURVE_COLUMNS).writerow(row | {"step": step})
         with naming(self.events), self.events.open("ab") as file:
-            file.write(events.row(row, step))
+            file.write(tensorboard.encode_row(row, step))
 
     def _start(self, step: int) -> Path:
-        rows = read(self.path) if self.path.exists() else []
-        kept = [{name: row[name] for name in COLUMNS if name in row} for row in rows if int(row["step"]) < step]
+        rows = read_curves(self.path) if self.path.exists() else []
+        kept = [{name: row[name] for name in CURVE_COLUMNS if name in row} for row in rows if int(row["step"]) < step]
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, CURVE_COLUMNS)
         writer.writeheader()
         writer.writerows(kept)
-        write(self.path, text.getvalue())
-        return self._start_events(kept)
-
-    def _start_events(self, kept: list[dict[str, str]]) -> Path:
-        """Replaces TensorBoard's files of earlier sessions by one that has what metrics.csv has."""
+        write_text(self.path, text.getvalue())
+        # one TensorBoard file with the rows of metrics.csv replaces those of earlier sessions
         with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
-            before, when = [*self.folder.glob(events.PATTERN)], events.times(self.folder)
-        path = self.folder / events.file_name()
-        with replacing(path) as file:
-            file.write(events.opening(kept, when))
+            before, when = [*self.folder.glob(tensorboard.EVENT_FILES)], tensorboard.read_times(self.folder)
+        path = self.folder / tensorboard.event_file_name()
+        with replace_file(path) as file:
+            file.write(tensorboard.start_events(kept, when))
         for old in before:
             if old != path:
                 old.unlink()
@@ -78,17 +75,18 @@ class Curves(Logger):
         return ""
 
 
-def record(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
-    """Writes one row to every logger, under the number of updates done."""
+def log_row(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    """Writes a row to all loggers. `step`: number of updates done."""
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The whole rows, which have a step and numbers; columns of others are there, too, as they are.
+def read_curves(path: Path) -> list[dict[str, str]]:
+    """Reads the rows of metrics.csv, with unknown columns unchanged. Drops a last row that a kill or power cut cut off.
 
-    What a kill or a power cut leaves of the last row is left out. UsageError for any other file.
+    Raises:
+        UsageError: a row has no step, or a value that is no number.
     """
     try:
         rows = read_csv(path, "step")
@@ -105,7 +103,7 @@ def _is_row(row: dict[str, str]) -> bool:
     if not (step.isascii() and step.isdecimal() and len(step) <= 12):
         return False
     try:
-        numbers = {name: float(row[name].encode("ascii")) for name in COLUMNS if row.get(name)}
+        numbers = {name: float(row[name].encode("ascii")) for name in CURVE_COLUMNS if row.get(name)}
     except ValueError:
         return False
     return math.isfinite(numbers.get("val/accuracy", 0.0))

@@ -1,7 +1,7 @@
-"""Which draws made a run: what is random in training has a version, which checkpoints and results state.
+"""Versions of all random draws in training. Checkpoints and results state them.
 
-A run whose first half drops by one function and whose second half drops by another one is neither run. So whoever
-changes what is drawn for the same seed raises its version here; a test pins the numbers that each version draws.
+A run must not change its random functions halfway. So whoever changes the numbers that a seed gives raises the version
+here. A test pins the numbers of each version.
 """
 
 from __future__ import annotations
@@ -13,36 +13,40 @@ import pytorch_lightning as pl
 
 from lra.errors import UsageError
 
-DRAWS: dict[str, int] = {
-    "seeds": 1,  # of a purpose and step: training/seeding.py
+DRAW_VERSIONS: dict[str, int] = {
+    "seeds": 1,  # for each purpose and step: training/seeding.py
     "weights": 1,  # before the first step
-    "order": 1,  # of the training rows: data/order.py
+    "order": 1,  # order of the training rows: data/order.py
     "dropout": 1,  # between layers: models/dropout.py
-    "attention": 1,  # dropout of attention's probabilities: kernels/flash/reference.py
-    "features": 1,  # of attentions that draw them in training: models/attention/performer.py
-    "hiding": 1,  # of pretrain=masked: tasks/masked.py
+    "attention": 1,  # dropout on attention probabilities: kernels/flash/reference.py
+    "features": 1,  # redrawn during training: models/attention/performer.py
+    "hiding": 1,  # hidden tokens of pretrain=masked: tasks/masked.py
 }
 
-Session = dict[str, Any]  # `step`: how many steps were done when its draws began; `draws`: None where they are unknown
+# `step`: steps done when these draws began; `draws`: their versions, None if unknown
+DrawSession = dict[str, Any]
+
+UNKNOWN_DRAWS: list[DrawSession] = [{"step": 0, "draws": None}]  # for a checkpoint of an older lra
 
 
-UNKNOWN: list[Session] = [{"step": 0, "draws": None}]  # of a checkpoint that an older lra wrote
+class DrawHistory(pl.Callback):
+    """Writes into checkpoints which draws made the run from which step. By default: the present ones from step 0."""
 
+    def __init__(self, sessions: list[DrawSession] | None = None) -> None:
+        self.sessions = sessions or [{"step": 0, "draws": dict(DRAW_VERSIONS)}]
 
-class Draws(pl.Callback):
-    """Keeps in a run's checkpoints which draws made it, and from which step; by default these, from the first one."""
-
-    def __init__(self, sessions: list[Session] | None = None) -> None:
-        self.sessions = sessions or [{"step": 0, "draws": dict(DRAWS)}]
-
-    def go_on(self, checkpoint: Path, step: int, changed: bool) -> None:
-        """Goes on from a checkpoint; UsageError if other draws made it, unless they may be `changed`.
+    def resume(self, checkpoint: Path, step: int, changed: bool) -> None:
+        """Resumes from a checkpoint.
 
         Args:
-            step: how many steps it has behind it.
+            step: number of steps that the checkpoint has completed.
+            changed: whether other draws may have made the checkpoint.
+
+        Raises:
+            UsageError: other draws made it, and `changed` is false.
         """
         before = self.sessions[-1]["draws"]
-        if before == DRAWS:
+        if before == DRAW_VERSIONS:
             return
         if not changed:
             raise UsageError(
@@ -51,7 +55,7 @@ class Draws(pl.Callback):
                 "these, which result.json then states, or begin another run, name="
             )
         kept = (each for each in self.sessions if each["step"] < step)
-        self.sessions = [*kept, {"step": step, "draws": dict(DRAWS)}]
+        self.sessions = [*kept, {"step": step, "draws": dict(DRAW_VERSIONS)}]
 
     def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["draws"] = self.sessions
@@ -60,5 +64,7 @@ class Draws(pl.Callback):
 def _compared(before: dict[str, int] | None) -> str:
     if before is None:
         return "it states none"
-    names = [name for name in {**DRAWS, **before} if before.get(name) != DRAWS.get(name)]
-    return ", ".join(f"{name} {before.get(name, 'not stated')}, here {DRAWS.get(name, 'unknown')}" for name in names)
+    names = [name for name in {**DRAW_VERSIONS, **before} if before.get(name) != DRAW_VERSIONS.get(name)]
+    return ", ".join(
+        f"{name} {before.get(name, 'not stated')}, here {DRAW_VERSIONS.get(name, 'unknown')}" for name in names
+    )

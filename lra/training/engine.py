@@ -1,17 +1,18 @@
 """The two ways to compute an optimisation step: eagerly, or as CUDA graphs.
 
-Both begin with a seed and a learning rate, add the gradients of one micro-batch after the other, and update. What the
-GPU does in a captured step is launched by a few calls, not by hundreds.
+Both start with a seed and a learning rate, add the gradients of each micro-batch, and update the parameters. A captured
+step launches the work of a GPU with a few calls instead of hundreds.
 
-A captured step works on tensors that stay where they are. So a batch is copied into a buffer of its shape, where the
-graph unpacks it, and packed batches have few shapes: `Split.collate` rounds their rows up. What comes for the first
-time runs as it is, which compiles and allocates; what comes for the second time is captured.
+The tensors of a captured step keep their addresses. So each batch is copied into a buffer of its shape, and the graph
+unpacks it there. Packed batches have few shapes because `Split.collate` rounds their rows up. The first call for a
+shape runs eagerly, which compiles and allocates. The second call captures the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from lra.data.collated import Collated
 from lra.training.optim import Optimizer
 
 
-class Graph:
-    """A function without arguments or result. Its second call captures it; from then on it is replayed."""
+class CapturedFunction:
+    """A function without arguments or result. Its second call captures it, and later calls replay the graph."""
 
     def __init__(self, function: Callable[[], None], pool: Any):
         self.function, self.pool = function, pool
@@ -42,33 +43,29 @@ class Graph:
         self.graph.replay()
 
 
+@dataclass
 class EagerStep:
-    """Forward, backward and update as PyTorch does them.
+    """Computes forward, backward and update eagerly.
 
     Args:
-        loss: a micro-batch's share of the step's loss.
-        parameters: those that are trained.
-        optimizer: of these.
-        update: judges a step by its whole gradient, flat, whose last element is the loss; clips, and updates.
-        backward: adds a loss's gradients to those of the parameters; where there are several ranks, it reduces them.
+        loss: returns the share of the step's loss that a micro-batch has.
+        parameters: the trained parameters.
+        optimizer: updates these parameters.
+        judge_and_update: is given the whole gradient as a vector, with the loss last. It checks, clips and updates.
+        device: the parameters are here.
+        backward: adds the gradients of a loss to those of the parameters, and reduces them over several ranks.
     """
 
-    made = 0  # nothing is compiled or captured
-
-    def __init__(
-        self,
-        loss: Callable[[Batch], Tensor],
-        parameters: list[nn.Parameter],
-        optimizer: Optimizer,
-        update: Callable[[Tensor], None],
-        device: torch.device,
-        backward: Callable[[Tensor], None],
-    ):
-        self.loss, self.parameters, self.optimizer = loss, parameters, optimizer
-        self.judge_and_update, self.device, self.backward = update, device, backward
+    loss: Callable[[Batch], Tensor]
+    parameters: list[nn.Parameter]
+    optimizer: Optimizer
+    judge_and_update: Callable[[Tensor], None]
+    device: torch.device
+    backward: Callable[[Tensor], None]
+    made: ClassVar[int] = 0  # nothing is compiled or captured
 
     def begin(self, seed: int, rate: float) -> None:
-        """Of this step: the seed of attention's dropout, and the learning rate."""
+        """Sets the step's seed of attention dropout and its learning rate."""
         self.seed = torch.full((), seed, device=self.device)  # a copy would wait
         self.total = torch.zeros((), device=self.device)
         self.optimizer.set_rate(rate)
@@ -80,7 +77,7 @@ class EagerStep:
         self.total += loss.detach()
 
     def update(self) -> None:
-        """Updates the parameters; the next step's gradients begin at nothing."""
+        """Updates the parameters and clears the gradients."""
         if dist.is_initialized():
             dist.all_reduce(self.total)
         gradients = [parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None]
@@ -101,14 +98,9 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        loss: Callable[[Batch], Tensor],
-        parameters: list[nn.Parameter],
-        optimizer: Optimizer,
-        update: Callable[[Tensor], None],
-        device: torch.device,
-        bf16: bool = False,
-    ):
+        self, loss: Callable[[Batch], Tensor], parameters: list[nn.Parameter], optimizer: Optimizer,
+        update: Callable[[Tensor], None], device: torch.device, bf16: bool = False,
+    ):  # fmt: skip
         self.loss, self.parameters, self.optimizer, self.judge_and_update = loss, parameters, optimizer, update
         self.bf16 = bf16
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -118,26 +110,28 @@ class CapturedStep:
         parts = self.flat[:-1].split(sizes)
         self.sums = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         optimizer.make_capturable(device)
-        self.micro_batches: dict[tuple[int, ...], tuple[Tensor, Graph]] = {}  # of each shape, where a batch lies packed
-        self.updating = Graph(self._update, self.pool)
+        self.micro_batches: dict[
+            tuple[int, ...], tuple[Tensor, CapturedFunction]
+        ] = {}  # by shape: the buffer of a packed batch, and its graph
+        self.updating = CapturedFunction(self._update, self.pool)
 
     @property
     def made(self) -> int:
-        """How often a shape, or the update, was compiled or captured: what takes longer than a step."""
+        """How often a shape or the update was compiled or captured. Such a call takes longer than a step."""
         return sum(
             min(graph.calls, 2) for graph in (self.updating, *(graph for _, graph in self.micro_batches.values()))
         )
 
     def begin(self, seed: int, rate: float) -> None:
-        """Of this step: the seed of attention's dropout, and the learning rate."""
+        """Sets the step's seed of attention dropout and its learning rate."""
         self.seed.fill_(seed)
         self.optimizer.set_rate(rate)
 
     def add(self, batch: Collated) -> None:
-        """Adds the gradients of a micro-batch: of one split, and collated with the same options as all others."""
+        """Adds the gradients of a micro-batch. All must be of one split and collated with the same options."""
         if batch.shape not in self.micro_batches:
             there = torch.empty(batch.nbytes, dtype=torch.uint8, device=self.flat.device)
-            self.micro_batches[batch.shape] = there, Graph(lambda: self._add(batch.unpack(there)), self.pool)
+            self.micro_batches[batch.shape] = there, CapturedFunction(lambda: self._add(batch.unpack(there)), self.pool)
         there, graph = self.micro_batches[batch.shape]
         there.copy_(batch.pack(pinned=there.is_cuda), non_blocking=True)
         graph()
@@ -149,7 +143,7 @@ class CapturedStep:
         self.updating()
 
     def _add(self, batch: Batch) -> None:
-        # what autocast keeps of the weights would be this step's in every later one
+        # with a cache, autocast would keep this step's weights for all later ones
         with torch.autocast(self.flat.device.type, torch.bfloat16, self.bf16, cache_enabled=False):
             loss = self.loss(batch.with_seed(self.seed))
         found = torch.autograd.grad(loss, self.parameters)

@@ -1,4 +1,4 @@
-"""How long a run takes to its end, by what its steps and its scoring have taken."""
+"""Estimates the time to the end of a run from the time that its steps and its scoring took."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Estimate:
-    """Seconds of training and of scoring that are left.
+    """Estimates the seconds of training and scoring that remain.
 
     Args:
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         eval_every: steps between validations.
-        validation: examples of each validation.
-        test: examples of all test sets.
+        validation: number of examples of each validation.
+        test: number of examples of all test sets.
     """
 
     steps: int
@@ -24,32 +24,32 @@ class Estimate:
     test: int
 
     def __post_init__(self) -> None:
-        self.paces: deque[float] = deque(maxlen=5)  # seconds of a step, as they were measured last
-        self.example: float | None = None  # seconds that scoring one takes
-        self._told: tuple[float, float] | None = None  # when, and how much was left then
+        self.paces: deque[float] = deque(maxlen=5)  # the last measurements, seconds a step
+        self.example: float | None = None  # seconds to score one example
+        self._told: tuple[float, float] | None = None  # when the user was told, and what remained then
 
     @property
     def pace(self) -> float:
-        """Seconds of a step. A median, as a step that compiles or waits for another program is not the others' like."""
+        """Seconds a step, as a median: a step that compiles or waits for another program is an outlier."""
         return statistics.median(self.paces)
 
     def left(self, step: int) -> tuple[float, float]:
-        """Seconds of training, and of all validations and tests, after this step."""
+        """Seconds of training, and seconds of all validations and tests, after this step."""
         validations = self.steps // self.eval_every - step // self.eval_every
         examples = validations * self.validation + self.test
         return (self.steps - step) * self.pace, examples * (self.example or 0.0)
 
     def due(self, now: float, step: int) -> bool:
-        """Whether it has to be told: for the first time, or since the run takes twice as long as was told."""
+        """Whether to tell the user: for the first time, or because the run takes twice as long as was told."""
         if not self.paces or self.example is None:
             return False
         left = sum(self.left(step))
         if self._told is None:
             return True
         when, told = self._told
-        return now - when + left >= 2 * max(told, 30.0)  # of shorter ones nobody waits for the end
+        return now - when + left >= 2 * max(told, 30.0)  # nobody waits for the end of shorter runs
 
     def tell(self, now: float, step: int) -> tuple[float, float]:
-        """What is left, which counts as told."""
+        """Returns what remains, and notes that the user was told."""
         self._told = now, sum(self.left(step))
         return self.left(step)

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite: told to the user and reproduced on the host."""
+"""Handles steps whose loss or gradient is NaN or infinite: it tells the user and finds the cause."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lra.batch import Batch
 from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
-from lra.training.lightning import leave
-from lra.training.output import say
+from lra.training.lightning import exit_rank
+from lra.training.output import print_line
 from lra.training.seeding import seed_generators
 from lra.training.step import Step
-from lra.training.tally import Counts
+from lra.training.tally import StepCounts
 
-ADVICE = "lower optim.lr, or set optim.clip=1"
+FAULT_ADVICE = "lower optim.lr, or set optim.clip=1"
 
 
-class Faults(pl.Callback):
-    """Ends a run, or tells its user, when steps were not finite; keeps the step's counts in checkpoints.
+class NonFiniteGuard(pl.Callback):
+    """Ends a run or tells its user if steps were not finite. Keeps the counts of the step in checkpoints.
 
     Args:
-        directory: where `fault.pt` goes: what reproduces the fault.
+        directory: `fault.pt` is written here. It reproduces the fault.
     """
 
     def __init__(self, directory: Path):
@@ -42,22 +42,18 @@ class Faults(pl.Callback):
         self._judge(trainer, cast(TaskModule, pl_module))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, pl_module)
+        """Logs and judges the last counts."""
+        _step(pl_module).log(trainer)
+        self._judge(trainer, cast(TaskModule, pl_module))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer, pl_module)
+    on_train_end = on_validation_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        with suppress(Exception):  # of a device that is gone there is nothing to read
+        with suppress(Exception):  # a lost device has nothing to read
             _step(pl_module).log(trainer)
 
-    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Logs and judges what no further step does."""
-        _step(module).log(trainer)
-        self._judge(trainer, cast(TaskModule, module))
-
     def _judge(self, trainer: pl.Trainer, module: TaskModule) -> None:
-        """Judges the counts that were read last, unless that is done."""
+        """Judges the counts that were read last, once."""
         step = _step(module)
         if step.counted == self.judged:
             return
@@ -71,11 +67,11 @@ class Faults(pl.Callback):
         elif counts.skipped > self.told:
             new, self.told = counts.skipped - self.told, counts.skipped
             what = f"{new} update{'s' * (new > 1)} skipped, as the loss or a gradient was not finite"
-            say(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
+            print_line(trainer, f"step {step.counted}: {what}; {counts.skipped} of this run, the first at step "
                 f"{counts.first + 1}")  # fmt: skip
 
     def _stop(self, trainer: pl.Trainer, module: TaskModule, step: int) -> None:
-        """Raises a UsageError for a step, from 0, whose weights are still there."""
+        """Raises a UsageError for step `step` (from 0). The module must still have its weights."""
         message = None
         if trainer.is_global_zero:
             ranks, seeds = range(trainer.world_size), _step(module).seeds
@@ -90,18 +86,18 @@ class Faults(pl.Callback):
             }
             for rank in ranks:
                 loader.rank = dataclasses.replace(loader.rank, rank=rank)
-                fault["batches"].append([plain(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
-            checkpoints.write(fault, self.file)
+                fault["batches"].append([batch_to_dict(b.to(module.device).with_seed(seed)) for b in loader.step(step)])
+            checkpoints.write_checkpoint(fault, self.file)
             try:
-                what = culprit(module, fault)
+                what = find_culprit(module, fault)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
                 what = "the training loss or a gradient is not finite"
-            message = f"{what} at step {step + 1}: {ADVICE}; {self.file} has the batch and the weights before it"
+            message = f"{what} at step {step + 1}: {FAULT_ADVICE}; {self.file} has the batch and the weights before it"
         message = trainer.strategy.broadcast(message)
         if not trainer.is_global_zero:
-            leave(trainer, 2)
+            exit_rank(trainer, 2)
         raise UsageError(message)
 
     def on_save_checkpoint(
@@ -117,7 +113,7 @@ class Faults(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if counts := checkpoint.get("counts"):
-            _step(pl_module).restore(Counts(**counts))
+            _step(pl_module).restore(StepCounts(**counts))
             self.told = counts["skipped"]
 
 
@@ -125,23 +121,23 @@ def _step(module: pl.LightningModule) -> Step:
     return cast(Step, cast(TaskModule, module).step)
 
 
-def plain(batch: Batch) -> dict[str, Any]:
-    """A batch as `torch.load(weights_only=True)` reads it."""
+def batch_to_dict(batch: Batch) -> dict[str, Any]:
+    """Converts a batch to plain values that `torch.load(weights_only=True)` reads."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    # clones: they may be views of one transfer, of several types
+    # clones, because tensors may be views of one buffer with several types
     return {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in fields.items()}
 
 
-def culprit(module: TaskModule, fault: Mapping[str, Any]) -> str:
-    """What is not finite in a step, done once more eagerly and without an update.
+def find_culprit(module: TaskModule, fault: Mapping[str, Any]) -> str:
+    """Repeats a step eagerly, without an update, and describes what is not finite.
 
     Args:
-        module: with the weights before that step: `lra.load(<run>/fault.pt)`.
-        fault: the content of `fault.pt`: `generators`, the seed of PyTorch's generator for each rank, and `batches`,
-            its micro-batches.
+        module: has the weights before the step, as `lra.load(<run>/fault.pt)` gives it.
+        fault: the content of `fault.pt`. For each rank it has `generators`, the seed of PyTorch's generator, and
+            `batches`, the micro-batches.
 
     Returns:
-        The training loss, or the first parameter whose gradient it is, in words.
+        A text that names the training loss or the first parameter whose gradient is not finite.
     """
     module.train()
     run = module.run

@@ -28,26 +28,26 @@ from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints, provenance, result, transfer
-from lra.training.assembly import Assembly, assemble, build, rank_of, resolve_attention, resolve_engine
-from lra.training.draws import UNKNOWN, Draws
-from lra.training.hardware import crowding, hardware, join
-from lra.training.lightning import quiet
+from lra.training.assembly import Assembly, assemble, build_modules, make_rank, resolve_attention, resolve_engine
+from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
+from lra.training.hardware import crowding_note, join_launch, trainer_hardware
+from lra.training.lightning import silence_lightning
 from lra.training.output import console
 from lra.training.preemption import Preemption
-from lra.training.progress import bar
+from lra.training.progress import progress_options
 from lra.training.rendezvous import RendezvousError
-from lra.training.run import COMPUTING, RunDirectory, replacing
+from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
 from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-MAY_CHANGE = ("name", "trainer.steps", *COMPUTING)  # where a checkpoint is gone on from
-# fields that change no score of trained weights, beside those of optim
-OF_TRAINING = (
+RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # they may change when a run resumes
+# fields that, like those of optim, change no score of trained weights
+TRAINING_ONLY_FIELDS = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
 )  # fmt: skip
 
-OF_STAGE = "(a run before this one: init=null leaves it out, name= does not reach it)"
+EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
 def _locate(args: Iterable[Override]) -> str:
@@ -57,8 +57,8 @@ def _locate(args: Iterable[Override]) -> str:
 def configure(args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate) -> Composed:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
-    Where the recipe starts a run from another one, `init` is that one's directory, as `locate` gives it. Without
-    `recipe=` it is that of the run that `init=` names, if it has the task, and else the task's.
+    If the recipe starts a run from another one, `init` is the directory of that run, as `locate` gives it. The default
+    recipe is that of the run that `init=` names, if this recipe has the task. Otherwise it is the task's.
     """
     overrides = parse_overrides(args)
     return compose(RunConfig, REGISTRIES, overrides, locate, _recipe_of_init(overrides))
@@ -69,45 +69,45 @@ def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
     if given.get("init") in (None, "null") or "recipe" in given:
         return None
     try:
-        recipe = checkpoints.read(given["init"])[1]["config"]["recipe"]
+        recipe = checkpoints.read_checkpoint(given["init"])[1]["config"]["recipe"]
         return recipe if given.get("task") in read_recipe(recipe)["tasks"] else None
-    except UsageError:  # no checkpoint, or of a recipe that is no more: what reads its weights says so
+    except UsageError:  # no checkpoint, or its recipe is gone: reading its weights reports that
         return None
 
 
 def fit(*args: str) -> dict[str, Any]:
-    """Trains, scores test once with the best checkpoint of validation, and returns the result.
+    """Trains, scores the test sets once with the best checkpoint of validation, and returns the result.
 
-    Where the recipe starts a run from another one, that one is trained first, or finished, if it isn't yet.
+    If the recipe starts this run from another one, that run is trained or finished first.
 
     Args:
         args: what `lra fit` takes: `"task=listops", "attn=flash", "trainer.steps=100"`.
 
     Returns:
-        The content of result.json; a finished run returns its own at once. On ranks but the first, nothing.
+        The content of result.json. A finished run returns it at once. Ranks other than 0 return an empty dict.
 
     Raises:
-        UsageError: for anything the user can mend, memory that ran out included.
+        UsageError: for anything that the user can mend, including memory that ran out.
     """
     composed = configure(args)
     run: RunConfig = composed.config
-    first = join(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
+    first = join_launch(run, composed.origin["trainer.devices"] == GIVEN).rank == 0
     directory = RunDirectory(composed)
-    if first:  # the other ranks arrive in the directory that it opened
+    if first:  # rank 0 opens the directory before the other ranks arrive
         directory.check()
     if directory.finished:
         return (directory.result() or {}) if first else {}
-    quiet()
+    silence_lightning()
     atexit.register(_leave_process_group)
     if composed.start and directory.checkpoint() is None:
-        assemble(run, directory).data.prepare_data()  # what is refused is refused before another run trains for hours
-        _before(composed.start)
+        assemble(run, directory).data.prepare_data()  # refuse now, before another run trains for hours
+        _finish_earlier_run(composed.start)
     parts = assemble(run, directory)
     begun = _begin(run, directory, parts)
     if first:
         environment.warn_unclean()
-        provenance.begin(parts.module, directory.path, resumed=begun.checkpoint is not None)
-    parts.data.prepare_data()  # after all that can be refused; on every rank: the store's lock lets one of them work
+        provenance.begin_provenance(parts.module, directory.path, resumed=begun.checkpoint is not None)
+    parts.data.prepare_data()  # after all checks; on every rank, and the store's lock lets one work
     parts.data.check_ranks(parts.trainer.world_size)
     what = _described(run, parts)
     parts.clock.begin(parts.trainer, what)
@@ -125,119 +125,118 @@ def fit(*args: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Where a run begins: anew, from a checkpoint of its own or another one's, or with another run's weights."""
+class StartingPoint:
+    """Where a run starts: from nothing, from a checkpoint, or with the weights of another run."""
 
-    checkpoint: Path | None  # to resume
-    done: int  # steps it has behind it
-    best: Path | None  # the best checkpoint so far, which lies in another directory: nothing after it may be better
+    checkpoint: Path | None  # the one to resume
+    done: int  # steps that it has completed
+    best: Path | None  # the best checkpoint so far if it lies in another directory; no later one may be better
     origin: transfer.Origin
-    draws: Draws
+    draws: DrawHistory
 
 
-def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Beginning:
-    """Puts the weights that a run begins with into its module; UsageError if it can't go on from a checkpoint."""
+def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> StartingPoint:
+    """Puts the first weights of a run into its module. UsageError if the run can't resume from its checkpoint."""
     if (checkpoint := directory.checkpoint()) is not None:
         return _resume(run, directory, parts.module, checkpoint)
     if not run.init:
-        return Beginning(None, 0, None, transfer.Origin(), Draws())
-    moved = transfer.start(parts.module, run.init)
+        return StartingPoint(None, 0, None, transfer.Origin(), DrawHistory())
+    moved = transfer.transfer_weights(parts.module, *checkpoints.read_checkpoint(run.init), run.init)
     _say(moved.describe(run.init), *moved.notes)
-    return Beginning(None, 0, None, transfer.Origin(asdict(moved)), Draws())
+    return StartingPoint(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 
 
-def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> Beginning:
-    """Goes on from a checkpoint; UsageError if it is of another run, or has nothing left to do."""
-    # Lightning loads it again, and says less well what does not fit
-    weights, identity = checkpoints.read(checkpoint)
+def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpoint: Path) -> StartingPoint:
+    """Resumes from a checkpoint. UsageError if it is of another run, or the run has nothing left to do."""
+    # Lightning loads it again, but its errors say less
+    weights, identity = checkpoints.read_checkpoint(checkpoint)
     if identity["task"] != directory.task and directory.same_task(identity["task"]):
         mend = f"{directory.mend(identity['task'])}begin another run, name=, with its weights, init={checkpoint}"
         raise UsageError(f"{checkpoint} is of {identity['task']}, and {directory.asked}: {mend}")
     _refuse_other(identity["config"], directory.config, checkpoint)
-    checkpoints.load(module, weights, identity, checkpoint)
+    checkpoints.load_into(module, weights, identity, checkpoint)
     own = checkpoint.parent.resolve() == directory.path.resolve()
-    done, best, drawn = checkpoints.behind(checkpoint)
-    if best and checkpoints.fault(best):
+    done, best, drawn = checkpoints.read_progress(checkpoint)
+    if best and checkpoints.find_damage(best):
         over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
-        raise UsageError(  # now: in the end, if nothing after it is better, the test set would have no checkpoint
+        raise UsageError(  # refuse now: if no later one is better, the test would have no checkpoint
             f"{best} is missing or damaged, the best of what {checkpoint} has behind it: put it back; "
             f"{over}or begin another run, name=, with init={checkpoint}"
         )
-    scoring = own and directory.best.exists()  # may be what is left to do
+    scoring = own and directory.best.exists()  # only scoring may be left to do
     if done >= run.trainer.steps and not scoring:
         raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
-    draws = Draws(drawn or UNKNOWN)
-    if done < run.trainer.steps:  # else nothing more is drawn
-        draws.go_on(checkpoint, done, run.draws == "changed")
-    return Beginning(checkpoint, done, None if own else best, transfer.Origin(), draws)
+    draws = DrawHistory(drawn or UNKNOWN_DRAWS)
+    if done < run.trainer.steps:  # otherwise nothing more is drawn
+        draws.resume(checkpoint, done, run.draws == "changed")
+    return StartingPoint(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
 
-def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Beginning, what: str) -> None:
+def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: StartingPoint, what: str) -> None:
     if begun.best and parts.trainer.is_global_zero:
-        with replacing(directory.best) as file:
+        with replace_file(directory.best) as file:
             file.write(begun.best.read_bytes())
     onward = f"\ngoes on after step {begun.done:,} of {run.trainer.steps:,}" if begun.checkpoint else ""
     _say(f"{directory.path}: {what}{onward}", *parts.data.differences())
-    if crowd := crowding(run):
+    if crowd := crowding_note(run):
         _say(crowd)
     parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=begun.checkpoint, weights_only=True)
 
 
 def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
-    """Scores the test sets with the best checkpoint of validation and writes its weights; what result.json says of it.
-
-    On ranks but the first, nothing.
-    """
+    """Scores the test sets with the best checkpoint and writes its weights. Returns the scores on rank 0, else {}."""
     data, module, trainer = parts.data, parts.module, parts.trainer
     _say(f"scoring {_sets(data)}")
-    checkpoints.verify(directory.best)  # if it is gone by now, `read` would ask its user for another
-    record = module.provenance  # of all sessions, also of those after the best checkpoint
-    # not by Lightning, which would take what the callbacks have counted back to that step, too
-    checkpoints.load(module, *checkpoints.read(directory.best), directory.best)
+    checkpoints.verify_checkpoint(directory.best)  # if it is gone, `read_checkpoint` would ask for another
+    weights, identity = checkpoints.read_checkpoint(directory.best)
+    identity["provenance"] = module.provenance  # names all sessions, also those after the best checkpoint
+    # Lightning does not load it: that would set the callbacks' counts back to that step
+    checkpoints.load_into(module, weights, identity, directory.best)
     trainer.test(module, datamodule=data, verbose=False)
     if not trainer.is_global_zero:
         return {}
-    provenance.end(module, record)
+    provenance.end_provenance(module)
     checkpoints.save_weights(module, directory.weights)
     best = trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-    return {"val": {"accuracy": float(best)}} | result.scores(module, data, trainer)
+    return {"val": {"accuracy": float(best)}} | result.test_scores(module, data, trainer)
 
 
-def _facts(composed: Composed, parts: Assembly, begun: Beginning) -> dict[str, Any]:
-    """What result.json says, however the run ends."""
+def _facts(composed: Composed, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
+    """Returns the facts for result.json, no matter how the run ends."""
     counts = parts.step.counts
     known = {
         "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
         "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
     }  # fmt: skip
-    return result.facts(composed, parts.module, parts.trainer, parts.clock) | known | result.spent(parts.clock)
+    facts = result.result_facts(composed, parts.module, parts.trainer, parts.clock)
+    return facts | known | result.result_costs(parts.clock)
 
 
 def _described(run: RunConfig, parts: Assembly) -> str:
-    """What computes the run and in which portions, for people; the speed of steps depends on it."""
+    """Describes for people what the speed of steps depends on: attention, size, batch, precision, engine, device."""
     return ", ".join((
-        f"attention {parts.attention}", f"{result.count(parts.module):,} parameters",
+        f"attention {parts.attention}", f"{result.count_parameters(parts.module):,} parameters",
         f"batch {_batch(run, parts.trainer)}", run.trainer.precision, f"engine {parts.engine}", _device(parts.trainer),
     ))  # fmt: skip
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
-    """UsageError if a checkpoint is of a run that differs in more than `MAY_CHANGE`."""
-    if changed := differences(there, here, MAY_CHANGE):
+    """Raises a UsageError if a checkpoint's run differs in more than `RESUME_FIELDS`."""
+    if changed := differences(there, here, RESUME_FIELDS):
         raise UsageError(
             f"{checkpoint} is of a run with another configuration ({'; '.join(changed)}): "
             f"give its fields, or take its weights alone, init={checkpoint}"
         )
 
 
-def _before(args: Iterable[Override]) -> None:
-    """Makes sure that the run is finished from which another one starts."""
+def _finish_earlier_run(args: Iterable[Override]) -> None:
+    """Finishes the run from which another one starts."""
     try:
         fit(*map(str, args), "resume=auto")
     except UsageError as error:
         if error.of_earlier_run:  # of the one before that one
             raise
-        raise UsageError(f"{error} {OF_STAGE}", of_earlier_run=True) from None
+        raise UsageError(f"{error} {EARLIER_RUN_NOTE}", of_earlier_run=True) from None
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # rank 0 has just written its result
     gc.collect()
@@ -248,7 +247,7 @@ def _before(args: Iterable[Override]) -> None:
 def _recorded(
     directory: RunDirectory, run: RunConfig, trainer: pl.Trainer, facts: Callable[[], dict[str, Any]]
 ) -> Iterator[None]:
-    """Leaves a result.json also when the run inside fails; what the user can mend becomes a UsageError."""
+    """Writes result.json if the run inside fails. What the user can mend becomes a UsageError."""
     forget_kernels()
     try:
         yield
@@ -274,39 +273,50 @@ def _recorded(
 
 
 def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
-    """The arguments of `test` by their fields; UsageError if one is of no use there, or `init=` is missing."""
+    """Returns the arguments of `test` by field. UsageError if one has no use there or `init=` is missing."""
     given = {override.field: override for override in parse_overrides(args)}
     if "init" not in given:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [str(given[field]) for field in given if field in OF_TRAINING or field.startswith("optim.")]:
-        raise UsageError(f"{' '.join(ignored)}: of training alone, it changes no score; leave it out")
+    if ignored := [str(given[field]) for field in given if field in TRAINING_ONLY_FIELDS or field.startswith("optim.")]:
+        raise UsageError(f"{' '.join(ignored)}: used only in training, it changes no score; leave it out")
     return given
 
 
 def test(*args: str) -> dict[str, Any]:
-    """Scores the test sets with a checkpoint: `init=<checkpoint>`, and fields that differ from its own run.
+    """Scores the test sets with a checkpoint. Writes nothing.
 
-    A task of another resolution, another attention, `positions.resize` and `positions.scale` are as in `fit`, before
-    any training, and on one device unless `trainer.devices` is given. Returns accuracy and loss per test set, beside
-    what the baselines reach; on ranks but the first, nothing. Writes nothing.
+    Another resolution, another attention, `positions.resize` and `positions.scale` work as in `fit`, without training.
+
+    Args:
+        args: `init=<checkpoint>`, and the fields that differ from its run. The default of `trainer.devices` is 1.
+
+    Returns:
+        For each test set accuracy, loss and the accuracy of the baselines. Ranks other than 0 return an empty dict.
+
+    Raises:
+        UsageError: for anything that the user can mend, including memory that ran out.
     """
     given = parse_test(args)
     path = given["init"].text
-    weights, identity = checkpoints.read(path)
-    saved = transfer.without_origin(identity["config"])
+    weights, identity = checkpoints.read_checkpoint(path)
+    saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
-    saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # of training alone, and not every attention has the latter
+    saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())
-    join(run, "trainer.devices" in given)
-    checkpoints.check_vocabulary(run.task, identity, path)  # whose model may not even be possible
-    quiet()
+    join_launch(run, "trainer.devices" in given)
+    checkpoints.check_vocabulary(run.task, identity, path)  # without this, its model may not even be possible
+    silence_lightning()
     atexit.register(_leave_process_group)
     trainer = pl.Trainer(
-        **hardware(run), logger=False, enable_checkpointing=False, enable_model_summary=False, **bar(console)
+        **trainer_hardware(run),
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **progress_options(console),
     )
     step = Step(run)
-    data, module = build(run, rank_of(trainer), step=step)
-    moved = transfer.apply(module, weights, identity, path, score=True)
+    data, module = build_modules(run, make_rank(trainer), step=step)
+    moved = transfer.transfer_weights(module, weights, identity, path, score=True)
     if not moved.fresh and "seed" in given:
         raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
     if moved.task != module.identity()["task"] or moved.changed or moved.resized:
@@ -318,7 +328,7 @@ def test(*args: str) -> dict[str, Any]:
     try:
         data.setup("test")
         _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
-        if crowd := crowding(run):
+        if crowd := crowding_note(run):
             _say(crowd)
         trainer.test(module, datamodule=data, verbose=False)
     except Exception as error:
@@ -327,19 +337,19 @@ def test(*args: str) -> dict[str, Any]:
         raise UsageError(_smaller(run, trainer)) from None
     if not trainer.is_global_zero:
         return {}
-    return {"checkpoint": path, "transfer": asdict(moved)} | result.scores(module, data, trainer)
+    return {"checkpoint": path, "transfer": asdict(moved)} | result.test_scores(module, data, trainer)
 
 
 def load(path: str | Path) -> TaskModule:
-    """The task's LightningModule with the weights of a run's directory or checkpoint, in evaluation mode."""
-    weights, identity = checkpoints.read(path)
-    _, module = build(restore(RunConfig, REGISTRIES, identity["config"]))
-    checkpoints.load(module, weights, identity, path)
+    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint."""
+    weights, identity = checkpoints.read_checkpoint(path)
+    _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
+    checkpoints.load_into(module, weights, identity, path)
     return module.eval()
 
 
 def _smaller(run: RunConfig, trainer: pl.Trainer, also: str = "") -> str:
-    training = trainer.lightning_module.training  # else it was evaluation that ran out
+    training = trainer.lightning_module.training  # otherwise evaluation ran out of memory
     field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
     if count == 1:
         return (
@@ -369,13 +379,13 @@ def _device(trainer: pl.Trainer) -> str:
 
 
 def _leave_process_group() -> None:
-    """Lightning leaves gloo's threads running, and a process that exits over them may abort."""
+    """Ends the threads of gloo, which Lightning leaves running and which may abort the process at exit."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _sets(data: TaskData) -> str:
-    """The test sets and how many sequences or pairs each has."""
+    """Names the test sets with their numbers of sequences or pairs."""
     return " and ".join(f"{name} of {len(data.parts[name]):,}" for name in data.test_sets)
 
 

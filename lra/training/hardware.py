@@ -1,4 +1,4 @@
-"""The devices that a run is on, the ranks that it has there, and whether both are what was asked for."""
+"""Finds the devices and ranks of a run and checks them against what was asked for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from lra.errors import UsageError
 from lra.ranks import Launch
 from lra.training.rendezvous import Cluster, RankStrategy
 
-CROWD = 8  # processes for each core of a CPU, of which more can't be meant
+MOST_PROCESSES = 8  # processes for each CPU core; more must be a mistake
 
 
-def join(run: RunConfig, given: bool = False) -> Launch:
-    """The launch that this process belongs to; UsageError where what was asked for is not what was started.
-
-    Lightning's functions for rank 0 ask this, too, and not the environment's variables.
+def join_launch(run: RunConfig, given: bool = False) -> Launch:
+    """Returns the launch that this process belongs to, and sets the rank in Lightning's functions for rank 0.
 
     Args:
         given: whether the user named `trainer.devices`.
+
+    Raises:
+        UsageError: the launcher started other ranks than were asked for.
     """
     started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
     launch = ranks.detect(run.trainer.devices, given, started)
@@ -34,9 +35,9 @@ def join(run: RunConfig, given: bool = False) -> Launch:
     return launch
 
 
-def hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
-    """What Lightning's trainer is told of devices and ranks; UsageError if they can't be had here."""
-    launch = join(run)
+def trainer_hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
+    """Returns the trainer's arguments for devices and ranks. UsageError if this machine does not have them."""
+    launch = join_launch(run)
     starts = launch.by == "lra" and launch.rank == 0 and launch.world > 1 and not torch.distributed.is_initialized()
     if starts and not _starts_again():
         raise UsageError(
@@ -53,9 +54,9 @@ def hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def crowding(run: RunConfig) -> str | None:
-    """What is to be said of a run whose processes have less than a core of the CPU each."""
-    launch, cores = join(run), _cores()
+def crowding_note(run: RunConfig) -> str | None:
+    """Returns a note if the processes of a run have less than a CPU core each."""
+    launch, cores = join_launch(run), _cores()
     if launch.local <= cores or (run.trainer.accelerator != "cpu" and torch.cuda.is_available()):
         return None
     return f"trainer.devices={launch.local}: so many processes share {cores} core{'s' * (cores > 1)} of this CPU"
@@ -77,7 +78,7 @@ def _accelerator(run: RunConfig, launch: Launch) -> str:
         if launch.by == "srun":
             mend = "let each task see all GPUs of its node, with --gres=gpu: and without --gpus-per-task"
         raise UsageError(f"trainer.devices={launch.local}, but this machine has {gpus} GPUs: {mend}")
-    if accelerator == "cpu" and launch.local > CROWD * cores:
+    if accelerator == "cpu" and launch.local > MOST_PROCESSES * cores:
         raise UsageError(f"trainer.devices={launch.local}, but this CPU has {cores} cores: set trainer.devices={cores}")
     return accelerator
 
@@ -87,7 +88,7 @@ def _cores() -> int:
 
 
 def _starts_again() -> bool:
-    """Whether Lightning can start this program again: by `python -m`, or the file that runs. No notebook is that."""
+    """Whether Lightning can start this program again, by `python -m` or as a file. A notebook can't be."""
     if hasattr(sys, "ps1"):
         return False
     return sys.modules["__main__"].__spec__ is not None or os.path.isfile(sys.argv[0])

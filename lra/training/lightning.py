@@ -1,7 +1,7 @@
-"""Every workaround for PyTorch Lightning, each with what it is for. All are for 2.6, the only version allowed.
+"""All workarounds for PyTorch Lightning 2.6, the only version allowed, each with its reason.
 
-What Lightning offers for the purpose is used where it belongs: a strategy and a cluster (`rendezvous`), a logger
-(`curves`), callbacks, manual optimisation (`step`), and a loader that states where it is (`lra.tasks.batches`).
+Regular extensions of Lightning are elsewhere: a strategy and a cluster (`rendezvous`), a logger (`curves`), callbacks,
+manual optimisation (`step`), and a loader that states its position (`lra.tasks.batches`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
-from lra.training.checkpoints import verify, write
+from lra.training.checkpoints import verify_checkpoint, write_checkpoint
 
 
 def silence_signals(trainer: pl.Trainer) -> None:
-    """Keeps a trainer from handling signals: `preemption` does.
+    """Keeps a trainer from handling signals, because `preemption` does that.
 
     Lightning 2.6 installs handlers that talk to the other ranks and make an exception of SIGTERM, and asks all ranks
     before each batch whether these were called, which waits for the GPU.
@@ -28,22 +28,21 @@ def silence_signals(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-class Onward(pl.Callback):
-    """Lets a run of more steps go on from a finished one.
+class ResetLastBatch(pl.Callback):
+    """Lets a finished run resume with more steps.
 
-    The checkpoint of a finished run says that its last batch was the last one, and Lightning 2.6 believes it.
+    The checkpoint of a finished run marks its last batch as the last of all, and Lightning 2.6 would stop there.
     """
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
 
 
-class WholeFiles(TorchCheckpointIO):
-    """Writes whole checkpoints and reads no damaged one.
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints in one step and refuses damaged ones.
 
-    Lightning 2.6 writes a checkpoint in /tmp and copies it where that is another file system: a run that is killed
-    leaves half a file. It also forgets which checkpoint is the best one when a run's folder was moved, so the best one
-    is looked for in `home`.
+    Lightning 2.6 writes a checkpoint in /tmp and copies it if that is another file system, so a killed run can leave
+    half a file. It also forgets the best checkpoint if the folder of a run was moved; this class finds it in `home`.
     """
 
     def __init__(self, home: Path):
@@ -51,10 +50,10 @@ class WholeFiles(TorchCheckpointIO):
         self.home = os.path.realpath(home)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        write(checkpoint, Path(path))
+        write_checkpoint(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        verify(Path(path))
+        verify_checkpoint(Path(path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         for state in checkpoint.get("callbacks", {}).values():
             if there := state.get("dirpath"):
@@ -64,22 +63,22 @@ class WholeFiles(TorchCheckpointIO):
         return checkpoint
 
 
-def quiet() -> None:
-    """Switches off the greetings of Lightning 2.6, and warnings about what is done on purpose."""
+def silence_lightning() -> None:
+    """Switches off the greetings of Lightning 2.6 and warnings about deliberate choices."""
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*`srun` command is available")  # a login node is no job
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # config.yaml is there
+    warnings.filterwarnings("ignore", ".*`srun` command is available")  # on a login node there is no job
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # it has config.yaml
     warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # Lightning's own use of PyTorch
     warnings.filterwarnings("ignore", ".*LeafSpec", DeprecationWarning)
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # Inductor's choice, of compiled attentions
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled")  # a choice of Inductor for compiled attentions
 
 
-def leave(trainer: pl.Trainer, code: int) -> NoReturn:
+def exit_rank(trainer: pl.Trainer, code: int) -> NoReturn:
     """Ends this rank with SystemExit.
 
-    Where lra started the other ranks, only the first one ends with `code`: when another rank ends with a code, the
-    launcher of Lightning 2.6 kills the first one.
+    If lra started the ranks, only rank 0 ends with `code`. If another rank ended with a code, the launcher of Lightning
+    2.6 would kill rank 0.
     """
     launched = trainer.global_rank and trainer.strategy.cluster_environment.launch.by == "lra"  # type: ignore[attr-defined]
     raise SystemExit(0 if launched else code)

@@ -1,4 +1,4 @@
-"""What a run tells its user while it trains: what it will take, and what its validations find."""
+"""Tells the user during a run what it will cost and what its validations find."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import pytorch_lightning as pl
 from lra.config.schema import RunConfig
 from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock, synchronize
-from lra.training.curves import record
+from lra.training.curves import log_row
 from lra.training.estimate import Estimate
-from lra.training.output import duration, memory, say
+from lra.training.output import format_duration, format_gpu_memory, print_line
 from lra.training.step import Step
 
 
 class Narrator(pl.Callback):
-    """Says what the run will cost once its steps show it, again when that doubles, and one line per validation."""
+    """Prints the cost of the run once its steps show it, again if it doubles, and a line for each validation."""
 
-    PROBE, SOME_S = 10, 10.0  # steps, or seconds, over which the pace is measured
-    CLEAN = 200  # steps, after which a pace that compiling is in counts
-    WARM_S, LONG_S = 5.0, 3600.0  # of a first step, beside which warming up is little; of a run on a CPU
+    PROBE, SOME_S = 10, 10.0  # the pace is measured over so many steps or seconds
+    CLEAN = 200  # after so many steps a pace counts even if it includes compiling
+    WARM_S, LONG_S = 5.0, 3600.0  # a first step so slow needs no warm-up; a run so long gets a warning
 
     def __init__(self, run: RunConfig, clock: Clock, now: Callable[[], float] = time.perf_counter):
         self.run, self.clock, self.now = run, clock, now
         self.estimate: Estimate | None = None
-        self._mark = (0.0, 0, 0)  # seconds of training, after which step, and how many graphs there were
+        self._mark = (0.0, 0, 0)  # seconds of training, step, and graphs at the last measurement
         self._began, self._told = 0, False
         self._validated = 0.0
-        self._step: float | None = None  # when the one at hand began; None once their length is known
-        self._steps = 0  # of this session that are done
+        self._step: float | None = None  # when the present step began; None once the length is known
+        self._steps = 0  # done in this session
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         parts, world = cast(TaskData, trainer.datamodule).parts, trainer.world_size  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Narrator(pl.Callback):
         self._mark = self.clock.trained(), trainer.global_step, 0
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Tells at once that steps are slow: a stride of them may take minutes."""
+        """Warns at once if steps are slow, because a stride of them may take minutes."""
         if self._step is None or trainer.strategy.root_device.type != "cpu":
             return
         now = self.now()
@@ -53,7 +53,7 @@ class Narrator(pl.Callback):
         left = took * (self.run.trainer.steps - trainer.global_step)
         if left >= self.LONG_S:
             mend = "set fewer trainer.steps" if self.run.recipe == "demo" else "recipe=demo takes minutes on a CPU"
-            say(trainer, f"a step takes {took:.1f} s on this CPU: about {duration(left)} in all; {mend}")
+            print_line(trainer, f"a step takes {took:.1f} s on this CPU: about {format_duration(left)} in all; {mend}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         assert self.estimate is not None
@@ -62,7 +62,7 @@ class Narrator(pl.Callback):
         engine = cast(Step, cast(TaskModule, pl_module).step).engine
         assert engine is not None
         graphs = engine.made
-        if not self.clock.trained() or self._mark[1] == self._began:  # the first stride is apart: it warms up
+        if not self.clock.trained() or self._mark[1] == self._began:  # the first stride warms up and does not count
             self._mark = self.clock.trained(), trainer.global_step, graphs
             return
         seconds, step, before = self._mark
@@ -71,7 +71,7 @@ class Narrator(pl.Callback):
         if not self._told:
             synchronize(trainer)
         now = self.clock.trained()
-        if self._told and now - seconds < self.SOME_S:  # what the host is ahead of the GPU is little beside that
+        if self._told and now - seconds < self.SOME_S:  # the host's lead over the GPU is short against this
             return
         self._mark = now, trainer.global_step, graphs
         if graphs == before or trainer.global_step - self._began > self.CLEAN:
@@ -85,10 +85,11 @@ class Narrator(pl.Callback):
         if step == self.run.trainer.steps or not self.estimate.due(now, step):
             return
         training, scoring = self.estimate.tell(now, step)
-        parts = f"{duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
+        parts = f"{format_duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
         again = "now " if self._told else ""
-        say(trainer, f"{again}expect {duration(training + scoring)}: {parts}, {duration(scoring)} of scoring"
-            f"{memory(trainer)}, {cast(TaskData, trainer.datamodule).place}")  # type: ignore[attr-defined]  # fmt: skip
+        cost = f"expect {format_duration(training + scoring)}: {parts}, {format_duration(scoring)} of scoring"
+        place = cast(TaskData, trainer.datamodule).place  # type: ignore[attr-defined]
+        print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}")
         self._told = True
 
     def on_validation_start(self, *_: Any) -> None:
@@ -96,10 +97,10 @@ class Narrator(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
-        record(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
+        log_row(trainer, {"val/loss": loss, "val/accuracy": accuracy}, trainer.global_step)
         if trainer.is_global_zero:
             done = f"step {trainer.global_step}/{self.run.trainer.steps}"
-            say(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
+            print_line(trainer, f"{done}: val accuracy {accuracy:.4f}, val loss {loss:.4f}")
         if self.estimate is not None:
             self.estimate.example = (self.clock.validation - self._validated) / self.estimate.validation
             self._tell(trainer)

@@ -1,4 +1,4 @@
-"""Optimisers by name, their parameter groups, and the schedule of the learning rate.
+"""Optimisers by name, their parameter groups, and the learning rate schedule.
 
 `optim.name=` chooses one of `OPTIMIZERS`. They are PyTorch's own, and each works behind the captured step: its learning
 rate may be a tensor on the GPU, and an update may be left out there without asking the host. PyTorch's others are left
@@ -20,9 +20,9 @@ from lra.config.schema import OptimConfig, OptimizerName
 from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 
-PIECE, PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; into how many pieces a large model is cut
-MARKS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
-INITIAL = {"mu_product": 1.0}  # a state's value before the first update, where it is not 0
+PIECE_SIZE, MOST_PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; pieces of a large model
+MARK_FIELDS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
+INITIAL_STATE = {"mu_product": 1.0}  # first values of states that do not start at 0
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -44,13 +44,13 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What every optimiser here has beside PyTorch's: it stands before one of PyTorch's classes.
+    """Base class of all optimisers here. A subclass also inherits from one of PyTorch's.
 
-    A group of parameters may have a `scale`: its learning rate is that of the schedule times this.
+    A group of parameters may have a `scale`. Its learning rate is that of the schedule times `scale`.
     """
 
     def set_rate(self, rate: float) -> None:
-        """Sets the learning rate of the schedule; a rate that is a tensor stays where it is."""
+        """Sets the learning rate. A rate that is a tensor is changed in place."""
         for group in self.param_groups:
             scaled = rate * group.get("scale", 1.0)
             if isinstance(group["lr"], Tensor):
@@ -66,9 +66,10 @@ class Optimizer(torch.optim.Optimizer):
                 group["capturable"] = device.type == "cuda"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the moments of a checkpoint; the options are this run's and this device's.
+        """Loads the moments of a checkpoint. The options stay those of this run and device.
 
-        UsageError if the checkpoint has other groups of parameters.
+        Raises:
+            UsageError: the checkpoint has other groups of parameters.
         """
         there = [group["params"] for group in state_dict["param_groups"]]
         sizes, own = [len(each) for each in there], [len(group["params"]) for group in self.param_groups]
@@ -81,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict | {"param_groups": groups})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters. A `closure`, as Lightning hands it over, does the update itself."""
+        """Updates the parameters. A `closure` of Lightning does the update itself."""
         if closure is None:
             self.update()
         else:
@@ -98,16 +99,16 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update_unless(self, left_out: Tensor) -> None:
-        """Updates, and takes that back if `left_out` is 1: no host waits for the number."""
+        """Updates and reverts the update if `left_out` is 1. The host does not wait for this number."""
         before = {key: tensor.clone() for key, tensor in self._tensors()}
         super().step()
         out = left_out.bool()
         for key, tensor in self._tensors():
-            old = before[key] if key in before else torch.full_like(tensor, INITIAL.get(key[1], 0.0))
+            old = before[key] if key in before else torch.full_like(tensor, INITIAL_STATE.get(key[1], 0.0))
             tensor.copy_(torch.where(out, old, tensor))
 
     def _tensors(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
-        """All that an update changes: parameters that have a gradient, and their states."""
+        """Yields all tensors that an update changes: parameters with a gradient, and their states."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -117,19 +118,19 @@ class Optimizer(torch.optim.Optimizer):
                             yield (parameter, name), value
 
 
-class InPieces(Optimizer):
-    """Adam or AdamW, whose fused kernel is given tensors in pieces.
+class PiecewiseUpdate(Optimizer):
+    """Adam or AdamW. It gives tensors to the fused kernel in pieces.
 
-    The kernel has a block for each 65,536 elements of a tensor. Few models here have that many: one block then updates
-    most of the model, longer than some attentions take. So tensors are cut into pieces, into larger ones where there
-    would be too many: each costs the host views, and a launch takes some dozens.
+    The kernel has a block for each 65,536 elements of a tensor. Most models here are smaller, so one block would update
+    most of the model, and that takes longer than some attentions. So tensors are cut into pieces. A large model has
+    larger pieces, because each piece costs the host some views, and one launch takes only some dozens of pieces.
     """
 
     def update(self, left_out: Tensor | None = None) -> None:
         if not self.defaults["fused"]:
             super().update(left_out)
             return
-        if left_out is not None and not left_out.is_cuda:  # nothing waits for a number of the CPU
+        if left_out is not None and not left_out.is_cuda:  # on the CPU nothing has to wait
             if left_out:
                 return
             left_out = None
@@ -144,7 +145,7 @@ class InPieces(Optimizer):
         if not steps:
             return
         torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
-        size = max(PIECE, sum(weight.numel() for weight in updated[0]) // PIECES)
+        size = max(PIECE_SIZE, sum(weight.numel() for weight in updated[0]) // MOST_PIECES)
         cut = [[tensor.view(-1).split(size) for tensor in each] for each in updated]
         pieces = [list(itertools.chain.from_iterable(each)) for each in cut]
         of_pieces = [step for parts, step in zip(cut[0], steps, strict=True) for _ in parts]
@@ -159,10 +160,10 @@ class InPieces(Optimizer):
             torch._foreach_sub_(steps, [found_inf] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
 
 
-class AdamW(InPieces, torch.optim.AdamW): ...
+class AdamW(PiecewiseUpdate, torch.optim.AdamW): ...
 
 
-class Adam(InPieces, torch.optim.Adam): ...
+class Adam(PiecewiseUpdate, torch.optim.Adam): ...
 
 
 class Adamax(Optimizer, torch.optim.Adamax): ...
@@ -184,19 +185,22 @@ OPTIMIZERS: dict[str, Any] = {cls.__name__.lower(): cls for cls in (AdamW, Adam,
 assert (*OPTIMIZERS,) == get_args(OptimizerName)
 
 
-def build(config: OptimConfig, module: nn.Module) -> Optimizer:
-    """The optimiser of a module's trained parameters, for the device where they are."""
-    cls, on_gpu = OPTIMIZERS[config.name], trained(module)[0].is_cuda
-    how = ("fused",) if issubclass(cls, InPieces | SGD) else ("foreach", "capturable")
-    return cls(groups(config, module), **config.options(), **dict.fromkeys(how, on_gpu))
+def make_optimizer(config: OptimConfig, module: nn.Module) -> Optimizer:
+    """Returns the optimiser of a module's trained parameters, for their device."""
+    cls, on_gpu = OPTIMIZERS[config.name], trained_parameters(module)[0].is_cuda
+    how = ("fused",) if issubclass(cls, PiecewiseUpdate | SGD) else ("foreach", "capturable")
+    return cls(parameter_groups(config, module), **config.options(), **dict.fromkeys(how, on_gpu))
 
 
-def groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
-    """Trained parameters that have learning rate and weight decay in common, in their order: usually one group.
+def parameter_groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
+    """Groups the trained parameters by learning rate and weight decay, in order. Usually there is one group.
 
-    A parameter may be marked with its own, as code of state-space models does: `parameter._optim = {"lr": 1e-3,
-    "weight_decay": 0.0}`. The mark goes before `optim.lr` and `optim.weight_decay`, and the schedule scales its `lr` in
-    proportion. UsageError for a mark that says something else.
+    Code may mark a parameter with its own values, as state-space models do: `parameter._optim = {"lr": 1e-3,
+    "weight_decay": 0.0}`. The mark overrides `optim.lr` and `optim.weight_decay`. The schedule scales its `lr` in
+    proportion.
+
+    Raises:
+        UsageError: a mark has another key, or a value that is no finite number of at least 0.
     """
     tables = (part for part in module.modules() if isinstance(part, nn.Embedding | LearnedPositions))
     embeddings = {parameter for table in tables for parameter in table.parameters()}
@@ -216,15 +220,17 @@ def groups(config: OptimConfig, module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _mark(name: str, parameter: nn.Parameter) -> dict[str, float]:
-    """What a parameter is marked with; UsageError if that is not understood."""
+    """Returns the mark of a parameter. UsageError if it is not valid."""
     mark = getattr(parameter, "_optim", None) or {}
     for key, value in mark.items():
-        if key not in MARKS:
-            raise UsageError(f"{name} is marked with _optim['{key}']: a mark has {' and '.join(MARKS)}, leave it out")
+        if key not in MARK_FIELDS:
+            raise UsageError(
+                f"{name} is marked with _optim['{key}']: a mark has {' and '.join(MARK_FIELDS)}, leave it out"
+            )
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(f"{name} is marked with _optim['{key}']={value}: write a finite number, at least 0")
     return mark
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

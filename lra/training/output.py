@@ -1,4 +1,4 @@
-"""What a run says to its user, on the standard output of rank 0."""
+"""Prints to the user, on the standard output of rank 0."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lra.terminal import Terminal
 console = Terminal(soft_wrap=True)
 
 
-def say(trainer: pl.Trainer, text: str) -> None:
-    """Prints a line of rank 0, above the bar if there is one."""
+def print_line(trainer: pl.Trainer, text: str) -> None:
+    """Prints a line on rank 0, above the bar if there is one."""
     if trainer.is_global_zero:
         with naming("the standard output"):
-            console.print(text)  # which the bar draws on, too
+            console.print(text)  # the bar draws on the same console
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 180:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def memory(trainer: pl.Trainer) -> str:
+def format_gpu_memory(trainer: pl.Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return ""

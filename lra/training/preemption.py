@@ -1,4 +1,4 @@
-"""A run that is to make room: SIGTERM and SIGUSR1, as schedulers send them, and SIGINT, the user's Ctrl-C."""
+"""Ends a run on a signal: SIGTERM and SIGUSR1 from a scheduler, or SIGINT, the user's Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 
 from lra.config.schema import RunConfig
 from lra.training.clock import Clock
-from lra.training.lightning import leave
-from lra.training.output import say
+from lra.training.lightning import exit_rank
+from lra.training.output import print_line
 
 
-class Ranks:
-    """The highest of the numbers that all ranks gave when last asked: no host waits for the present answer."""
+class RankPoll:
+    """Finds the highest number over all ranks. The answer is that of the call before, so no host waits for it."""
 
     def __init__(self, device: torch.device):
         self.device, self.answered = device, torch.cuda.Event() if device.type == "cuda" else None
@@ -39,18 +39,18 @@ class Ranks:
         return last
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def start_compilers() -> None:
-    """Starts the processes that torch.compile has compile kernels, deaf to what ends a run.
+    """Starts the processes in which torch.compile compiles kernels, with the signals of `HANDLED_SIGNALS` blocked.
 
-    Schedulers signal all processes of a job, and PyTorch waits for ever for a kernel of one that is gone: the run could
-    not come to where nothing is lost. They end with this process.
+    Schedulers signal all processes of a job, and PyTorch waits for ever for a compiler process that is gone. Then the
+    run could not write its checkpoint. The processes end with this process.
     """
-    from torch._inductor.async_compile import AsyncCompile  # takes a second, which only a GPU's run needs
+    from torch._inductor.async_compile import AsyncCompile  # this import takes a second, and only runs on a GPU need it
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process has its parent's mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)  # a new process inherits the mask of its parent
     try:
         AsyncCompile.warm_pool()
     finally:
@@ -58,28 +58,29 @@ def start_compilers() -> None:
 
 
 class Preemption(pl.Callback):
-    """Signals end a run with 128 + their number where nothing is lost: after its stride of steps, or validation.
+    """Ends a run with exit code 128 + signal number, at a point where nothing is lost.
 
-    Before and after training, and in its first stride, that is at once. Several devices stop at the same step, one
-    stride later.
+    This point is the end of a stride of steps or of a validation. Before and after training, and in the first stride,
+    the run ends at once. Several devices stop at the same step, one stride later.
 
     Args:
-        last: the checkpoint to go on from. After validation others have written it: this callback is the last.
-        clock: is stopped before it is written.
+        last: the checkpoint from which the run resumes. This callback must be the last, because another one writes the
+            checkpoint after validation.
+        clock: is stopped before the checkpoint is written.
     """
 
-    TWICE_S = 2.0  # what comes so soon is the same once more: a scheduler and a launcher both pass it on
+    TWICE_S = 2.0  # seconds; a second signal so soon is the same one, passed on by a launcher
 
     def __init__(self, run: RunConfig, last: Path, clock: Clock):
         self.run, self.last, self.clock = run, last, clock
         self.arrived, self.when = 0, 0.0
         self.training = False
-        self.ranks: Ranks | None = None
+        self.ranks: RankPoll | None = None
 
     @contextmanager
     def listening(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Handles signals, in place of Lightning."""
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers nowhere else
+        """Handles signals instead of Lightning."""
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
             yield
             return
 
@@ -95,11 +96,11 @@ class Preemption(pl.Callback):
             if trainer.is_global_zero:
                 text = f"{signal.Signals(number).name}: up to {self.run.trainer.stride} steps are finished first"
                 with suppress(OSError):
-                    os.write(2, f"{text}; once more ends the run at once\n".encode())  # print may just be at work
+                    os.write(2, f"{text}; once more ends the run at once\n".encode())  # print may be interrupted
 
-        # a shell has Ctrl-C ignored for a job in the background
+        # a shell makes background jobs ignore Ctrl-C
         ignored = {signal.SIGINT} if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else set()
-        before = {number: signal.signal(number, handle) for number in SIGNALS if number not in ignored}
+        before = {number: signal.signal(number, handle) for number in HANDLED_SIGNALS if number not in ignored}
         try:
             yield
         finally:
@@ -108,10 +109,10 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.world_size > 1:
-            self.ranks = Ranks(trainer.strategy.root_device)
+            self.ranks = RankPoll(trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.training = True  # before, while the first steps compile, there is nothing to lose
+        self.training = True  # before this, the first steps compile and there is nothing to lose
         if trainer.global_step % self.run.trainer.eval_every == 0:
             return  # validation follows
         if number := self.ranks.ask(self.arrived) if self.ranks else self.arrived:
@@ -127,18 +128,18 @@ class Preemption(pl.Callback):
         self.training = False
 
     def _heed(self, trainer: pl.Trainer) -> None:
-        """Ends the run if a signal has come to any rank; waits for all of them."""
+        """Ends the run if any rank has received a signal. Waits for all ranks."""
         number = self.arrived
         if self.ranks:
             self.ranks.ask(number)
-            number = self.ranks.ask(number)  # the answer to the question before
+            number = self.ranks.ask(number)  # the answer to the first call
         if number:
             self._end(trainer, number)
 
     def _end(self, trainer: pl.Trainer, number: int) -> NoReturn:
         kept = "add resume=auto to go on" if self.last.exists() else "nothing is kept yet, resume=auto starts over"
-        say(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: {kept}")
+        print_line(trainer, f"{signal.Signals(number).name} after step {trainer.global_step}: {kept}")
         launcher = trainer.strategy.launcher
-        if launcher is not None and not self.training:  # ranks that wait for this one
+        if launcher is not None and not self.training:  # end the ranks that wait for this one
             launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
-        leave(trainer, 128 + number)
+        exit_rank(trainer, 128 + number)

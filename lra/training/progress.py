@@ -1,4 +1,4 @@
-"""The bar of a run in a terminal: its clock runs and its steps move within a batch of Lightning's."""
+"""The progress bar of a run in a terminal. Its steps and its clock advance within a batch of Lightning's."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from rich.text import Text
 
 from lra.tasks.base import TaskModule
 
-MEMORY_S = 600.0  # the speed is of these last seconds: of many steps, or of a few slow ones
+SPEED_WINDOW_S = 600.0  # the speed is measured over the last seconds, of many steps or of a few slow ones
 
 
-class Pace(progress.ProgressColumn):
+class SpeedColumn(progress.ProgressColumn):
     """Steps per second, or seconds per step."""
 
     def render(self, task: progress.Task) -> Text:
-        return Text(pace(task.speed))
+        return Text(format_speed(task.speed))
 
 
-def pace(speed: float | None) -> str:
+def format_speed(speed: float | None) -> str:
     if not speed:
         return ""
     return f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each"
 
 
-class Bars(progress.Progress):
-    """Asks the trainer for its step whenever it draws."""
+class LiveBars(progress.Progress):
+    """Shows the trainer's step whenever it is drawn."""
 
     def __init__(self, trainer: pl.Trainer, module: TaskModule, console: Console):
         self.trainer, self.module = trainer, module
         self.training: progress.TaskID | None = None
         super().__init__(
             progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), Pace(),
+            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), SpeedColumn(),
             progress.TextColumn("{task.fields[said]}"),
-            console=console, refresh_per_second=4, speed_estimate_period=MEMORY_S, transient=True,
+            console=console, refresh_per_second=4, speed_estimate_period=SPEED_WINDOW_S, transient=True,
         )  # fmt: skip
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -51,12 +51,12 @@ class Bars(progress.Progress):
 
 
 class Progress(ProgressBar):
-    """Training in steps with its loss; validation and test in batches."""
+    """Shows training in steps with its loss, and validation and test in batches."""
 
     def __init__(self, console: Console):
         super().__init__()
         self.console = console
-        self.bars: Bars | None = None
+        self.bars: LiveBars | None = None
         self._scoring: progress.TaskID | None = None
 
     def disable(self) -> None:
@@ -66,7 +66,7 @@ class Progress(ProgressBar):
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.bars is None:
-            self.bars = Bars(trainer, cast(TaskModule, module), self.console)
+            self.bars = LiveBars(trainer, cast(TaskModule, module), self.console)
             self.bars.start()
 
     def stop(self) -> None:
@@ -87,23 +87,26 @@ class Progress(ProgressBar):
         self._score("validation", sum(trainer.num_val_batches))
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self._advance()
+        if self.bars is not None and self._scoring is not None:
+            self.bars.advance(self._scoring)
 
     def on_validation_end(self, *_: Any) -> None:
-        self._scored()
+        if self.bars is not None and self._scoring is not None:
+            self.bars.remove_task(self._scoring)
+            self._scoring = None
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.start(trainer, pl_module)
         self._score("test", sum(trainer.num_test_batches))
 
-    def on_test_batch_end(self, *_: Any) -> None:
-        self._advance()
-
-    def on_test_end(self, *_: Any) -> None:
-        self._scored()
-
     def teardown(self, *_: Any, **__: Any) -> None:
         self.stop()
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.on_validation_batch_end()
+
+    def on_test_end(self, *_: Any) -> None:
+        self.on_validation_end()
 
     def on_exception(self, *_: Any) -> None:
         self.stop()
@@ -112,17 +115,8 @@ class Progress(ProgressBar):
         if self.bars is not None:
             self._scoring = self.bars.add_task(what, total=batches, said="")
 
-    def _advance(self) -> None:
-        if self.bars is not None and self._scoring is not None:
-            self.bars.advance(self._scoring)
 
-    def _scored(self) -> None:
-        if self.bars is not None and self._scoring is not None:
-            self.bars.remove_task(self._scoring)
-            self._scoring = None
-
-
-def bar(console: Console) -> dict[str, Any]:
-    """What a trainer that only scores is given: a bar, in a terminal."""
+def progress_options(console: Console) -> dict[str, Any]:
+    """Returns the arguments of a trainer that only scores: a bar, if the output is a terminal."""
     shown = console.is_terminal
     return {"enable_progress_bar": shown, "callbacks": [Progress(console)] if shown else []}

@@ -1,10 +1,15 @@
-"""Where weights come from: which ones a run began with and ended with, and which runs were before it.
+"""Records where weights come from: the weights at the start and end of a run, and the runs before it.
 
-A run has a record of plain values. `run` is its directory. `began` is the digest of the weights before its first step,
-and `ended` that of the weights that were scored, which are those of `model.safetensors`. `commit` names the commit of
-every session that trained. `ancestors` are the records of the runs before, the first one first: the `ended` of an
-ancestor is the digest of the weights that the next run took. What an older lra did not state is None, and a commit that
-is not known is `UNKNOWN`.
+The record of a run has plain values:
+
+- `run`: its directory.
+- `began`: the digest of the weights before its first step.
+- `ended`: the digest of the scored weights, which are those of `model.safetensors`.
+- `commit`: the commits of all sessions that trained; `UNKNOWN_COMMIT` stands for one that is not known.
+- `ancestors`: the records of the runs before, oldest first. The `ended` of an ancestor is the digest of the weights
+  that the next run took.
+
+A value is None if an older lra did not state it.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ import torch
 
 from lra import environment
 from lra.tasks.base import TaskModule
-from lra.training.saved import UNKNOWN, Record, mapping, read_result
+from lra.training.run_files import UNKNOWN_COMMIT, ProvenanceRecord, as_mapping, read_result
 
 
-def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
-    """SHA-256 of a model's tensors, 64 hex digits: of each one, by name, its name, dtype, shape and bytes.
+def weights_digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
+    """SHA-256 of a model's tensors, as 64 hex digits. It covers the name, dtype, shape and bytes of each, by name.
 
     Args:
-        said: text that is hashed before the tensors; the digest of weights alone has none.
+        said: text that is hashed before the tensors. Default: none.
     """
     found = hashlib.sha256(said.encode())
     for name, value in sorted(weights.items()):
@@ -35,46 +40,49 @@ def digest(weights: Mapping[str, torch.Tensor], said: str = "") -> str:
     return found.hexdigest()
 
 
-def of(identity: Mapping[str, Any]) -> Record:
-    """The record in a checkpoint; of an older one, no more than the name of the run before it."""
+def read_provenance(identity: Mapping[str, Any]) -> ProvenanceRecord:
+    """Returns the record in a checkpoint. An older checkpoint names only the run before it."""
     if stated := identity.get("provenance"):
         return copy.deepcopy(stated)
     init = identity["config"].get("init")
     return {"ancestors": [_ancestor(str(init))] if init else []}
 
 
-def descended(weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path) -> Record:
-    """The record of a model that takes these weights, before it begins a run."""
-    parent = of(identity)
+def inherit_provenance(
+    weights: Mapping[str, torch.Tensor], identity: Mapping[str, Any], path: str | Path
+) -> ProvenanceRecord:
+    """Returns the record of a model that takes these weights and has not begun its own run."""
+    parent = read_provenance(identity)
     run, commit = parent.get("run") or str(path), parent.get("commit") or _commit_beside(Path(path), identity)
-    return {"ancestors": [*parent["ancestors"], _ancestor(run, parent.get("began"), digest(weights), commit)]}
+    return {"ancestors": [*parent["ancestors"], _ancestor(run, parent.get("began"), weights_digest(weights), commit)]}
 
 
-def begin(module: TaskModule, run: Path, resumed: bool) -> None:
-    """States that a session of a run begins with the weights that the module has."""
+def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:
+    """Records that a session of a run begins with the module's weights."""
     before = module.provenance
-    commit = environment.commit() or UNKNOWN
+    commit = environment.commit() or UNKNOWN_COMMIT
     if resumed:
-        stated = (before.get("commit") or UNKNOWN).split(", ")
+        stated = (before.get("commit") or UNKNOWN_COMMIT).split(", ")
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))
     else:
-        began = digest(module.model.state_dict())
-    ancestors = before.get("ancestors", [])
-    module.provenance = {"run": str(run), "began": began, "ended": None, "commit": commit, "ancestors": ancestors}
+        began = weights_digest(module.model.state_dict())
+    before.update(run=str(run), began=began, ended=None, commit=commit, ancestors=before.get("ancestors", []))
 
 
-def end(module: TaskModule, record: Record) -> None:
-    """States that the run of a record ends with the weights that the module has."""
-    module.provenance = record | {"ended": digest(module.model.state_dict())}
+def end_provenance(module: TaskModule) -> None:
+    """Records that the run ends with the module's weights."""
+    module.provenance["ended"] = weights_digest(module.model.state_dict())
 
 
-def _ancestor(run: str, began: str | None = None, ended: str | None = None, commit: str | None = None) -> Record:
+def _ancestor(
+    run: str, began: str | None = None, ended: str | None = None, commit: str | None = None
+) -> ProvenanceRecord:
     return {"run": run, "began": began, "ended": ended, "commit": commit}
 
 
 def _commit_beside(path: Path, identity: Mapping[str, Any]) -> str | None:
-    """What the result in the folder of weights states, if it is of the same configuration."""
+    """Returns the commit of the result beside the weights, if its configuration is the same."""
     result = read_result((path if path.is_dir() else path.parent) / "result.json")
     if result is None or result["config"] != identity["config"]:
         return None
-    return mapping(result["environment"]).get("commit")
+    return as_mapping(result["environment"]).get("commit")

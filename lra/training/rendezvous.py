@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: they make a process group, and a rank that waits says for whom and hears signals."""
+"""Makes the process group of a run's ranks. A rank that waits says for which ranks, and reacts to signals."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lra.errors import UsageError, first_line
 from lra.ranks import STARTER, Launch
 from lra.training.output import console
 
-PATIENCE_S = 30.0  # before a rank says for whom it waits
-LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training
-TICK_S = 0.2
-ANSWER = timedelta(seconds=60)  # for what rank 0's store is asked
+NOTICE_AFTER_S = 30.0  # then a rank says for which ranks it waits
+RENDEZVOUS_LIMIT_S = 1800.0  # as long as PyTorch waits for a rank in training
+POLL_S = 0.2
+STORE_TIMEOUT = timedelta(seconds=60)  # for each request to rank 0's store
 
 
 class RendezvousError(UsageError):
-    """The ranks of a run did not meet, so nothing of the run has happened."""
+    """The ranks of a run did not meet, so the run did not begin."""
 
 
 class Cluster(ClusterEnvironment):
-    """What Lightning is told of the ranks, in place of what it would guess from the environment's variables."""
+    """Tells Lightning the ranks, which it would otherwise guess from environment variables."""
 
     def __init__(self, launch: Launch):
         super().__init__()
@@ -40,7 +40,7 @@ class Cluster(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether all ranks are started already."""
+        """Whether all ranks have been started."""
         return self.launch.by != "lra" or self.launch.rank > 0 or torch.distributed.is_initialized()
 
     @property
@@ -53,11 +53,11 @@ class Cluster(ClusterEnvironment):
 
     @property
     def server(self) -> TCPStore:
-        """Rank 0's store. Where the port is free to choose, it listens before other ranks hear of the port."""
+        """Rank 0's store. If lra chooses the port, the store listens before other ranks learn the port."""
         if self._server is None:
             port = self.launch.port or 0
             try:
-                self._server = TCPStore("127.0.0.1", port, None, True, ANSWER, wait_for_workers=False)
+                self._server = TCPStore("127.0.0.1", port, None, True, STORE_TIMEOUT, wait_for_workers=False)
             except torch.distributed.DistError as error:
                 if "EADDRINUSE" in str(error):
                     said = f"port {port} of this machine is in use: set MASTER_PORT to a free one"
@@ -80,7 +80,7 @@ class Cluster(ClusterEnvironment):
         return self.launch.rank
 
     def set_global_rank(self, rank: int) -> None:
-        pass  # Lightning computes one that holds where the ranks of a node are neighbours
+        pass  # Lightning's rank is right only if the ranks of a node are neighbours
 
     def local_rank(self) -> int:
         return self.launch.local_rank
@@ -90,10 +90,10 @@ class Cluster(ClusterEnvironment):
 
 
 class RankStrategy(DDPStrategy):
-    """Lightning's DDP, but for how the process group is made.
+    """Lightning's DDP with another way to make the process group.
 
-    Lightning makes it in PyTorch's C++, which no signal ends and which does not say for whom it waits. Here a thread
-    does that, and the main thread watches it.
+    Lightning makes the group in PyTorch's C++ code. No signal ends that code, and it does not say for which ranks it
+    waits. Here a thread makes the group, and the main thread watches it.
     """
 
     def setup_distributed(self) -> None:
@@ -108,20 +108,22 @@ class RankStrategy(DDPStrategy):
     def _meet(self) -> None:
         cluster = self.cluster_environment
         assert isinstance(cluster, Cluster)
-        meeting = Meeting(cluster, self._make_group)
+        meeting = RendezvousThread(cluster, self._make_group)
         meeting.start()
         began, told = time.monotonic(), False
         try:
-            while not meeting.ended(TICK_S):
+            while not meeting.ended(POLL_S):
                 self._look_after(cluster.launch)
                 waited = time.monotonic() - began
-                if waited > LIMIT_S:
-                    raise RendezvousError(f"{meeting.lacking()}, for {LIMIT_S / 60:.0f} minutes: start all ranks again")
-                if waited > PATIENCE_S and not told:
+                if waited > RENDEZVOUS_LIMIT_S:
+                    raise RendezvousError(
+                        f"{meeting.lacking()}, for {RENDEZVOUS_LIMIT_S / 60:.0f} minutes: start all ranks again"
+                    )
+                if waited > NOTICE_AFTER_S and not told:
                     told = True
                     if meeting.speaks():
                         console.print(f"{meeting.lacking()}; Ctrl-C ends this rank", markup=False)
-        except KeyboardInterrupt:  # of which Lightning makes exit code 1
+        except KeyboardInterrupt:  # Lightning would make exit code 1 of it
             raise SystemExit(128 + signal.SIGINT) from None
         finally:
             meeting.leave()
@@ -134,28 +136,28 @@ class RankStrategy(DDPStrategy):
     def _make_group(self, store: Store) -> None:
         device = self.root_device if self.root_device.type == "cuda" else None
         if device is not None:
-            torch.cuda.set_device(device)  # which each thread has of its own
+            torch.cuda.set_device(device)  # each thread has its own current device
         torch.distributed.init_process_group(
             self._get_process_group_backend(), store=store, rank=self.global_rank, world_size=self.world_size,
             timeout=self._timeout, device_id=device,
         )  # fmt: skip
 
     def _look_after(self, launch: Launch) -> None:
-        """Ends a wait for ranks of the same machine that are gone."""
+        """Stops waiting for ranks of this machine that have ended."""
         for rank, process in enumerate(getattr(self.launcher, "procs", ()), start=1):
             if (code := process.poll()) is not None:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise RendezvousError(f"rank {rank} ended ({how}) before the ranks met: what it printed says why")
         if launch.by == "lra" and launch.rank and str(os.getppid()) != os.environ.get(STARTER):
-            raise SystemExit(0)  # rank 0, which started this one, is gone; its end says why
+            raise SystemExit(0)  # rank 0, which started this rank, has ended and said why
 
 
-class Meeting(threading.Thread):
+class RendezvousThread(threading.Thread):
     """Waits for all ranks at rank 0's store, then makes their process group.
 
     Args:
         cluster: the ranks.
-        make: makes the process group when all ranks are there.
+        make: makes the process group once all ranks are there.
     """
 
     def __init__(self, cluster: Cluster, make: Callable[[Store], Any]):
@@ -180,10 +182,10 @@ class Meeting(threading.Thread):
     def leave(self) -> None:
         """Stops waiting. A thread that runs while Python ends may crash it."""
         self._left.set()
-        self.join(5 * TICK_S)
+        self.join(5 * POLL_S)
 
     def speaks(self) -> bool:
-        """Whether this rank says what is missing: rank 0 does for all that found it."""
+        """Whether this rank reports missing ranks. Rank 0 reports for all ranks that found it."""
         return self.cluster.launch.rank == 0 or 0 in self.missing
 
     def lacking(self) -> str:
@@ -199,13 +201,13 @@ class Meeting(threading.Thread):
         return f"{own}, waits at {at} for rank{'s' * (len(missing) > 1)} {names}: {here}"
 
     def _store(self) -> Store | None:
-        """Rank 0's store, as soon as it answers; None if this rank left before."""
+        """Returns rank 0's store as soon as it answers; None if this rank left before."""
         cluster, launch = self.cluster, self.cluster.launch
         agent = launch.by == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if launch.rank == 0 and not agent:
             return PrefixStore(launch.name, cluster.server)
         port = cluster.main_port
-        while not self._left.wait(TICK_S):
+        while not self._left.wait(POLL_S):
             with_port = (launch.address, port)
             try:
                 socket.create_connection(with_port, timeout=5).close()
@@ -214,7 +216,7 @@ class Meeting(threading.Thread):
                     mend = "set MASTER_ADDR to the host of rank 0"
                     raise RendezvousError(f"no host is called {launch.address}: {mend}") from None
                 continue  # nobody listens yet
-            return PrefixStore(launch.name, TCPStore(*with_port, None, False, ANSWER, wait_for_workers=False))
+            return PrefixStore(launch.name, TCPStore(*with_port, None, False, STORE_TIMEOUT, wait_for_workers=False))
         return None
 
     def _all_there(self, store: Store) -> bool:
@@ -222,6 +224,6 @@ class Meeting(threading.Thread):
         store.set(f"rank/{self.cluster.launch.rank}", "there")
         while self.missing:
             self.missing = {rank for rank in self.missing if not store.check([f"rank/{rank}"])}
-            if self.missing and self._left.wait(TICK_S):
+            if self.missing and self._left.wait(POLL_S):
                 return False
         return True

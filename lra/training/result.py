@@ -1,4 +1,4 @@
-"""What result.json says of a run."""
+"""Makes the content of result.json."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock
 
 
-def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
-    """What every result says, however the run ended."""
+def result_facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Clock) -> dict[str, Any]:
+    """Returns the facts of every result, no matter how the run ended."""
     identity, run = module.identity(), composed.config
     return {
         "task": identity["task"],
         "attn": run.attn.name,
         "recipe": run.recipe,
-        # how a run was called last is nothing that it computes
+        # these fields say how the last session was started, not what the run computes
         "overrides": [str(override) for override in composed.overrides if override.field not in ("resume", "draws")],
         "seed": run.seed,
-        "parameters": count(module),
+        "parameters": count_parameters(module),
         "steps": trainer.global_step,
         "train_seconds": round(clock.elsewhere + clock.seconds, 1),
-        # of what computed the last steps: a run may have begun on another device
+        # on the hardware of the last steps: a run may have begun on another device
         "steps_per_second": round(clock.steps / clock.seconds, 2) if clock.seconds else None,
         "first_step_seconds": None if clock.first is None else round(clock.first, 1),
         "validation_seconds": round(clock.validation, 1),
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
-        # lra's own of this session, on this rank; where a list is empty, PyTorch's or another library's ran
+        # those of lra that ran in this session on this rank; an empty list means PyTorch or another library
         "kernels": {part: sorted(names) for part, names in library.ran.items()},
         "environment": environment.describe(),
         "provenance": module.provenance,
@@ -42,16 +42,16 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
     }
 
 
-def spent(clock: Clock) -> dict[str, Any]:
-    """What the run took so far, over all its sessions: seconds, and the most memory of one GPU."""
+def result_costs(clock: Clock) -> dict[str, Any]:
+    """Returns the seconds of all sessions so far and the peak memory of one GPU."""
     wall = clock.wall()
     return {"wall_seconds": None if wall is None else round(wall, 1), "peak_gpu_bytes": clock.peak()}
 
 
-def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
-    """Per test set: accuracy, its 95% bound from sampling, loss, size, and what the baselines reach on it.
+def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
+    """Returns for each test set: accuracy, its 95% sampling bound, loss, size, and the accuracy of the baselines.
 
-    Of a pretraining run these are of hidden tokens, the bound as if those of one sequence were independent.
+    In a pretraining run all of these are about hidden tokens. The bound treats the tokens of a sequence as independent.
     """
     pretrain = module.run.pretrain
     scored: dict[str, Any] = {} if pretrain == "none" else {"pretrain": pretrain}
@@ -64,18 +64,18 @@ def scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str,
     manifest = data.store.manifest
     differences = list(manifest.get("differences", ()))
     return scored | {
-        "protocol": getattr(module.run.task, "protocol", None),  # None: there is only one
-        # of a path the name: where it lay means nothing elsewhere, and the manifest has it
+        "protocol": getattr(module.run.task, "protocol", None),  # None: the task has only one
+        # a path is reduced to its name, because only the manifest needs its place
         "data": {"source": _name(manifest["source"]), "store": data.store.path.name}
         | ({"differences": differences} if differences else {}),
     }
 
 
 def sampling_bound(accuracy: float, n: int) -> float:
-    """What the accuracy on `n` sequences may be off by, at 95%, to four places.
+    """Returns the 95% error bound of an accuracy on `n` sequences, to four places.
 
-    The normal approximation, which is 0 for an accuracy of 0 or 1, but no less than the score interval reaches there
-    (Wilson 1927, doi:10.1080/01621459.1927.10502953).
+    It is the normal approximation. That is 0 for an accuracy of 0 or 1, so the bound is at least what the score
+    interval gives there (Wilson 1927, doi:10.1080/01621459.1927.10502953).
     """
     z = 1.96
     return round(max(z * math.sqrt(accuracy * (1 - accuracy) / n), z**2 / (n + z**2)), 4)
@@ -85,5 +85,5 @@ def _name(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() else source
 
 
-def count(module: TaskModule) -> int:
+def count_parameters(module: TaskModule) -> int:
     return sum(p.numel() for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Training's loop: forward, backward and update over this rank's micro-batches, step after step."""
+"""The training loop: forward, backward and update over the micro-batches of this rank."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training import optim
 from lra.training.compiling import compile_batched
-from lra.training.curves import record
+from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
-from lra.training.optim import Optimizer, learning_rate, trained
-from lra.training.seeding import derive, seed_generators
-from lra.training.tally import Counts, Reading, Tally
+from lra.training.optim import Optimizer, learning_rate, trained_parameters
+from lra.training.seeding import derive_seed, seed_generators
+from lra.training.tally import PendingCounts, StepCounts, Tally
 
 
 class Step:
-    """The manual optimisation step inside Lightning, which costs a seventh of its automatic loop.
+    """A manual optimisation step inside Lightning. It costs a seventh of the automatic loop.
 
-    Dropout is seeded from (run seed, step), through the batch: the same sequences drop the same on any rank. Attentions
-    that draw from PyTorch's generator draw something else on each.
+    The batch carries the seed of dropout, a function of the run's seed and the step. So a sequence has the same dropout
+    on any rank. Attentions that draw from PyTorch's generator draw different numbers on each rank.
     """
 
     def __init__(self, run: RunConfig):
         self.run = run
         self.engine: EagerStep | CapturedStep | None = None  # None before the first step
         self.tally: Tally | None = None
-        self.counts: Counts | None = None  # as they were read last, or restored
-        self.counted = 0  # after how many steps they were; 0: not here
-        self.logged: float | None = None  # mean loss of a step, as it was logged last
-        self._unread: tuple[int, float, Reading] | None = None  # after how many steps, and the learning rate
+        self.counts: StepCounts | None = None  # as last read or restored
+        self.counted = 0  # steps after which they were read; 0: not in this session
+        self.logged: float | None = None  # mean loss of a step, as last logged
+        self._unread: tuple[int, float, PendingCounts] | None = None  # steps done, learning rate, counts
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
 
     def loop(self, module: TaskModule, steps: Iterable[list[Collated]]) -> None:
-        """Takes steps, each with this rank's micro-batches. To Lightning they are one batch."""
+        """Makes steps, each with the micro-batches of this rank. Lightning sees them as one batch."""
         for batches in steps:
             self(module, batches)
 
     def __call__(self, module: TaskModule, batches: list[Collated]) -> None:
-        """Takes a run's next step, and logs what is due."""
+        """Makes the next step of a run and logs if a log is due."""
         trainer, optimizer = module.trainer, cast(LightningOptimizer, module.optimizers())
         step = trainer.global_step
         if self.engine is None:
@@ -67,7 +67,15 @@ class Step:
         self, module: TaskModule, optimizer: Optimizer, step: int = 0,
         backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:  # fmt: skip
-        """Before the first step here, whose number, from 0, is `step`; UsageError if it must be captured and can't."""
+        """Prepares the first step of this session.
+
+        Args:
+            step: the number of this step, from 0.
+            backward: adds the gradients of a loss to those of the parameters.
+
+        Raises:
+            UsageError: the step must be captured and can't be.
+        """
         run, device = self.run, module.device
         captured = self.captures(module, device)
         self.tally = tally = Tally(device, step, run.trainer.on_nan == "skip", self.counts)
@@ -78,7 +86,7 @@ class Step:
             return compiled(batch) / run.batch.size  # a share of the global batch's mean
 
         def update(gradient: Tensor) -> None:
-            """Of the whole gradient, whose last element is the loss."""
+            """Is given the whole gradient, with the loss as its last element."""
             judge(gradient)
             if run.optim.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
@@ -86,16 +94,16 @@ class Step:
 
         if captured:
             bf16 = run.trainer.precision == "bf16"
-            self.engine = CapturedStep(loss, trained(module), optimizer, update, device, bf16)
+            self.engine = CapturedStep(loss, trained_parameters(module), optimizer, update, device, bf16)
         else:
-            self.engine = EagerStep(loss, trained(module), optimizer, update, device, backward)
+            self.engine = EagerStep(loss, trained_parameters(module), optimizer, update, device, backward)
 
-    def restore(self, counts: Counts) -> None:
-        """Counts on from a checkpoint; before the first step here."""
+    def restore(self, counts: StepCounts) -> None:
+        """Continues the counts of a checkpoint. Call this before the first step."""
         self.counts = counts
 
     def forward_backward(self, batches: list[Collated], step: int, rank: int = 0) -> float:
-        """Sums the gradients of a step's micro-batches for the engine's `update`; returns the learning rate."""
+        """Sums the gradients of a step's micro-batches for the engine's `update`. Returns the learning rate."""
         assert self.engine is not None
         generator, seed = self.seeds(step, rank)
         seed_generators(generator)
@@ -106,38 +114,38 @@ class Step:
         return rate
 
     def _log_due(self, trainer: pl.Trainer, done: int, rate: float) -> None:
-        """Logs after `done` steps what was counted before, and counts anew where a loss is due."""
+        """Logs the last counts after `done` steps, and starts new ones if a loss is due."""
         assert self.tally is not None
         due = done % self.run.trainer.log_every == 0
-        # several ranks at the same step, as they may end there together
+        # all ranks log at the same step, because a fault ends them together there
         if self._unread is not None and (due or trainer.world_size > 1 or self._unread[-1].arrived()):
             self.log(trainer)
         if due:
-            self._unread = done, rate, Reading(self.tally)
+            self._unread = done, rate, PendingCounts(self.tally)
             self.tally.clear()
-            if self.run.trainer.on_nan == "skip":  # the run may end here, with the weights that there are
+            if self.run.trainer.on_nan == "skip":  # the run may end here and needs the present weights
                 self.log(trainer)
 
     def log(self, trainer: pl.Trainer) -> None:
-        """Logs what was counted last, unless it is logged already; waits for it."""
+        """Logs the last counts unless they are logged already. Waits for the device."""
         if self._unread is None:
             return
         self.counted, rate, reading = self._unread
         self._unread = None
         self.counts = counts = reading.counts()
         self.logged = counts.total / counts.taken if counts.taken else math.nan
-        # not by module.log: Lightning would fetch it from the device in every step
-        record(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
+        # not with module.log: Lightning would fetch the value from the device in every step
+        log_row(trainer, {"train/loss": self.logged, "lr": rate}, self.counted)
 
     def seeds(self, step: int, rank: int) -> tuple[int, int]:
-        """Of a step: the seed of PyTorch's generator, and the one that batches carry."""
-        return derive(self.run.seed, "dropout", step, rank), derive(self.run.seed, "attention", step)
+        """Returns the seed of PyTorch's generator in a step, and the seed that its batches carry."""
+        return derive_seed(self.run.seed, "dropout", step, rank), derive_seed(self.run.seed, "attention", step)
 
     def optimizer(self, module: nn.Module) -> Optimizer:
-        return optim.build(self.run.optim, module)
+        return optim.make_optimizer(self.run.optim, module)
 
     def captures(self, module: nn.Module, device: torch.device) -> bool:
-        """Whether steps are compiled and captured; UsageError if they can't be and must."""
+        """Whether steps are compiled and captured. UsageError if `engine=captured` is not possible."""
         if self.run.engine == "eager":
             return False
         hinders = "" if device.type == "cuda" else "there is no GPU"
@@ -148,11 +156,11 @@ class Step:
         return not hinders
 
     def compile_evaluation(self, module: TaskModule) -> None:
-        """Compiles what scores batches. From the beginning: a run that has only its test set left scores as others."""
-        self._scores = self._compile(module.forward)  # not captured: evaluation is not where a run's time goes
+        """Compiles evaluation at the start, so that a run with only its test set left scores like others."""
+        self._scores = self._compile(module.forward)  # not captured: evaluation takes little of a run's time
 
     def evaluate(self, module: TaskModule, batch: Batch) -> Tensor:
-        """What the module makes of a batch of validation or test."""
+        """Applies the module to a batch of validation or test."""
         return (self._scores or module.forward)(batch)
 
     def _compile(self, function: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:

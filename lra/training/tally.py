@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is NaN or infinite, counted on the device."""
+"""Counts steps whose loss or gradient is NaN or infinite, on the device."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ import torch
 from torch import Tensor
 
 
-class Counts(NamedTuple):
-    """A `Tally` on the host."""
+class StepCounts(NamedTuple):
+    """The counts of a `Tally`, on the host."""
 
-    total: float  # summed loss of the steps taken since the last logged one
-    taken: int  # how many these are
-    first: int  # number, from 0, of the run's first step that was not finite; -1: none
-    skipped: int  # updates left out so far
+    total: float  # sum of the losses of the steps taken since the last log
+    taken: int  # number of these steps
+    first: int  # number, from 0, of the first step of the run that was not finite; -1 if none
+    skipped: int  # updates skipped so far
 
 
 class Tally:
-    """Counts the steps that are finite and those that are not, on the device.
+    """Counts finite and other steps, on the device.
 
     Args:
         step: number of the next step, from 0.
-        skip: leave out just the steps that are not finite, instead of all from the first one on.
-        counts: to go on from.
+        skip: whether only steps that are not finite are skipped. By default the first one ends all updates.
+        counts: the counts of a checkpoint, to continue.
     """
 
-    def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: Counts | None = None):
-        counts = counts or Counts(0.0, 0, -1, 0)
+    def __init__(self, device: torch.device, step: int = 0, skip: bool = False, counts: StepCounts | None = None):
+        counts = counts or StepCounts(0.0, 0, -1, 0)
         self.skip = skip
         self.total = torch.tensor(counts.total, dtype=torch.float32, device=device)
         self.taken, self.first, self.skipped = (torch.tensor(count, device=device) for count in counts[1:])
         self.step = torch.tensor(step, device=device)
-        self.left_out = torch.zeros((), device=device)  # 1.0: the update of this step is not to be done
+        self.left_out = torch.zeros((), device=device)  # 1.0: this step makes no update
 
     def judge(self, flat: Tensor) -> None:
-        """Decides whether a step is left out, from its whole gradient and, as the last element, its loss."""
+        """Decides whether a step is skipped.
+
+        Args:
+            flat: the whole gradient of the step, with its loss as the last element.
+        """
         bad = ~flat.isfinite().all()
         self.first.copy_(torch.where(bad & (self.first < 0), self.step, self.first))
         out = bad if self.skip else self.first >= 0
@@ -45,18 +49,18 @@ class Tally:
         self.total += flat[-1].masked_fill(out, 0)
         self.step += 1
 
-    def read(self) -> Counts:
-        """The counts now; waits for the device."""
-        return Reading(self).counts()
+    def read(self) -> StepCounts:
+        """Returns the counts. Waits for the device."""
+        return PendingCounts(self).counts()
 
     def clear(self) -> None:
-        """The next steps' losses are summed anew."""
+        """Sets the sum of the losses to zero."""
         self.total.zero_()
         self.taken.zero_()
 
 
-class Reading:
-    """The counts of a tally as they are now, on their way to the host, while the device goes on with what follows."""
+class PendingCounts:
+    """The present counts of a tally on their way to the host. The device does not wait for the copy."""
 
     def __init__(self, tally: Tally):
         counts = (tally.total, tally.taken, tally.first, tally.skipped)
@@ -71,9 +75,9 @@ class Reading:
     def arrived(self) -> bool:
         return self._copied is None or self._copied.query()
 
-    def counts(self) -> Counts:
-        """Waits for what the device had to do when this was made, and for nothing after it."""
+    def counts(self) -> StepCounts:
+        """Waits for the work that the device had when this was made, and not for later work."""
         if self._copied is not None:
             self._copied.synchronize()
         total, *rest = self._values.tolist()
-        return Counts(total, *map(int, rest))
+        return StepCounts(total, *map(int, rest))

@@ -1,4 +1,4 @@
-"""From another run's weights to this model: another resolution, attention or classifier, or from a pretraining."""
+"""Starts a model from the weights of another run, which may have another resolution, attention, head or pretraining."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
-from lra.models.positions import resize
+from lra.models.positions import resize_table
 from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
-from lra.training import checkpoints, provenance, seen
-from lra.training.checkpoints import SCALE, TABLES
+from lra.training import checkpoints, leakage, provenance
+from lra.training.checkpoints import POSITION_SCALE, POSITION_TABLES
 
-EMBEDDING = "encoder.embedding.weight"
-Grid = tuple[int, int]
+EMBEDDING_KEY = "encoder.embedding.weight"
+ImageSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What became of a checkpoint's tensors; result.json has it as `transfer`."""
+    """What happened to the tensors of a checkpoint. result.json has it as `transfer`."""
 
-    task: str  # that the weights were trained on
-    changed: dict[str, list[str]]  # fields with another value here that weights may go between: there, here
-    same: int  # tensors taken as they are
-    resized: str | None  # of learned positions: how, and from which size to which
-    scale: list[float] | None  # factors of computed positions' coordinates, of all transfers together
-    fresh: list[str]  # of this model, as initialised
-    left: list[str]  # of the checkpoint, without a place here
-    notes: list[str]  # what is not known of whether the weights were trained on what is scored
+    task: str  # on which the weights were trained
+    changed: dict[str, list[str]]  # fields that differ and may differ: value there, value here
+    same: int  # number of tensors that were taken unchanged
+    resized: str | None  # learned positions: the method, and the old and new size
+    scale: list[float] | None  # factors of the coordinates of computed positions, over all transfers
+    fresh: list[str]  # tensors of this model that are newly initialised
+    left: list[str]  # tensors of the checkpoint that this model does not have
+    notes: list[str]  # cases in which the scored examples may have been trained on
 
     def describe(self, path: str | Path) -> str:
-        """One line for people."""
+        """Describes the transfer in one line."""
         what = [f"init: {self.same} tensors of {path}"]
         if self.resized:
             what.append(f"positions resized, {self.resized}")
@@ -49,7 +49,7 @@ class Transfer:
 
 
 class Origin(pl.Callback):
-    """Takes what `init=` brought through a run's checkpoints, so that the result of a resumed run has it, too."""
+    """Keeps the transfer of `init=` in a run's checkpoints, so that the result of a resumed run has it."""
 
     def __init__(self, transfer: dict[str, Any] | None = None):
         self.transfer = transfer
@@ -61,36 +61,39 @@ class Origin(pl.Callback):
         self.transfer = state["transfer"]
 
 
-def without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's saved configuration without where its own weights came from, and how."""
+def drop_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a saved configuration without the fields of its own transfer."""
     return {key: value for key, value in config.items() if key not in ("init", "head", "positions")}
 
 
-def start(module: TaskModule, path: str | Path) -> Transfer:
-    """Starts from another run's weights, as `head` and `positions` of the configuration say; UsageError if it can't."""
-    return apply(module, *checkpoints.read(path), path)
-
-
-def apply(
+def transfer_weights(
     module: TaskModule, weights: dict[str, Tensor], identity: dict[str, Any], path: str | Path, *, score: bool = False
 ) -> Transfer:
-    """As `start`, of weights that were read. To `score` them at once, no parameter may be fresh."""
-    checkpoints.check(module, identity, path)
+    """Starts a module from the weights of a checkpoint, as `head` and `positions` of its configuration say.
+
+    Args:
+        path: the file that the weights and identity were read from, for messages.
+        score: whether the weights are scored at once. Then none may be fresh.
+
+    Raises:
+        UsageError: the weights do not fit this model, or were trained on the examples to score.
+    """
+    checkpoints.check_model(module, identity, path)
     run, own, there = module.run, module.model.state_dict(), identity["config"]
-    trained, module.seen = seen.saved_task(there["task"]), seen.seen_by(identity)
-    module.provenance = provenance.descended(weights, identity, path)
-    seen.refuse_seen(run.task, module.seen, path, "test" if score else "validation")
+    trained, seen = leakage.restore_task(there["task"]), leakage.sets_of_checkpoint(identity)
+    inherited = provenance.inherit_provenance(weights, identity, path)
+    leakage.refuse_leakage(run.task, seen, path, "test" if score else "validation")
     changed = {
         name: [before, here]
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
-            ("pretrain", checkpoints.pretraining(identity), run.pretrain),
+            ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
         )
-        if before is not None and here is not None and before != here  # None is of a task without it
+        if before is not None and here is not None and before != here  # None: the task has no such field
     }
-    # under another attention a tensor of the same name would be something else
+    # another attention may have a tensor of the same name and another meaning
     parts = [".attention."] if "attn" in changed else []
     if run.head == "kept" and _head(weights) != _head(own):
         why = "no head to keep, it is of a pretraining" if not _head(weights) else "another head than this task"
@@ -109,29 +112,31 @@ def apply(
         fresh, left = fresh | other, left | other
     if score and (untrained := fresh & dict(module.model.named_parameters()).keys()):
         names = ", ".join(_names(untrained))
-        raise UsageError(f"{path} has no {names} for this model, and untrained it is not scored: train it with lra fit")
+        what = f"{path} has no {names} for this model, and untrained weights can't be scored"
+        raise UsageError(f"{what}: train it with lra fit")
     weights = {key: value for key, value in weights.items() if key not in left}
     tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
     resized = _resize(run, weights, own, old, new)
-    if SCALE in own:
-        weights[SCALE] = weights.get(SCALE, torch.ones_like(own[SCALE])) * _ratio(run, old, new)
+    if POSITION_SCALE in own:
+        scale = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE]))
+        weights[POSITION_SCALE] = scale * _ratio(run, old, new)
     checkpoints.check_shapes(own, weights | {key: own[key] for key in fresh}, path)
-    module.model.load_state_dict(own | weights)
+    module.take_weights(own | weights, seen, inherited)
     return Transfer(
         task=identity["task"],
         changed=changed,
-        same=sum(not (key in tokens.changed or (resized and key.startswith(TABLES))) for key in weights),
+        same=sum(not (key in tokens.changed or (resized and key.startswith(POSITION_TABLES))) for key in weights),
         resized=resized,
-        scale=weights[SCALE].tolist() if SCALE in weights else None,
+        scale=weights[POSITION_SCALE].tolist() if POSITION_SCALE in weights else None,
         fresh=[*_names(fresh), *tokens.fresh],
         left=[*(name for name in _names(left) if name not in _names(fresh)), *tokens.left],
-        notes=seen.unknowns(run.task, module.seen, path),
+        notes=leakage.unknown_overlaps(run.task, seen, path),
     )
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What became of the tokens that are not of the vocabulary, and which tensors have other rows for it."""
+    """What happened to CLS and MASK, and the tensors that have other rows because of it."""
 
     fresh: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
@@ -141,35 +146,38 @@ class _Tokens:
 def _tokens(
     module: TaskModule, weights: dict[str, Tensor], own: dict[str, Tensor], identity: dict[str, Any]
 ) -> _Tokens:
-    """Gives `weights` this model's CLS and MASK: theirs, or fresh ones where they have none.
+    """Gives `weights` the CLS and MASK of this model: those of the checkpoint, or fresh ones.
 
-    Their embeddings follow those of the vocabulary in this order; on one axis learned positions begin with CLS's place.
+    Their embeddings follow those of the vocabulary, in this order. On one axis learned positions begin with CLS.
     """
     run, size = module.run, len(module.Data.vocabulary)
     there, here = (
         [name for name, has in (("CLS", pooling == "cls"), ("MASK", pretrain != "none")) if has]
         for pooling, pretrain in (
-            (identity["config"]["model"]["pooling"], checkpoints.pretraining(identity)),
+            (identity["config"]["model"]["pooling"], checkpoints.pretraining_of(identity)),
             (run.model.pooling, run.pretrain),
         )
     )
     fresh, left = tuple(x for x in here if x not in there), tuple(x for x in there if x not in here)
     theirs, ours = (
         {name: table[size + place :][:1] for place, name in enumerate(names)}
-        for names, table in ((there, weights[EMBEDDING]), (here, own[EMBEDDING]))
+        for names, table in ((there, weights[EMBEDDING_KEY]), (here, own[EMBEDDING_KEY]))
     )
-    weights[EMBEDDING] = torch.cat((weights[EMBEDDING][:size], *(theirs.get(name, ours[name]) for name in here)))
-    table = f"{TABLES}0"
+    extra = (theirs.get(name, ours[name]) for name in here)
+    weights[EMBEDDING_KEY] = torch.cat((weights[EMBEDDING_KEY][:size], *extra))
+    table = f"{POSITION_TABLES}0"
     if "CLS" not in (*fresh, *left) or run.model.axes == 2 or table not in own:
-        return _Tokens(fresh, left, (EMBEDDING,))
+        return _Tokens(fresh, left, (EMBEDDING_KEY,))
     kept = weights[table][int("CLS" in left) :]
     weights[table] = torch.cat((own[table][:1], kept)) if "CLS" in fresh else kept
-    return _Tokens(fresh, left, (EMBEDDING, table))
+    return _Tokens(fresh, left, (EMBEDDING_KEY, table))
 
 
-def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: Grid, new: Grid) -> str | None:
-    """Brings the tables of learned positions in `weights` to this model's size; says what it did."""
-    tables, asked = sorted(key for key in own if key.startswith(TABLES)), run.positions.resize
+def _resize(
+    run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], old: ImageSize, new: ImageSize
+) -> str | None:
+    """Resizes the tables of learned positions in `weights` to this model. Describes what it did."""
+    tables, asked = sorted(key for key in own if key.startswith(POSITION_TABLES)), run.positions.resize
     if not tables or old == new:
         if asked:
             raise UsageError(f"positions.resize={asked}: nothing is resized, both have {_text(new)}; leave it out")
@@ -184,12 +192,12 @@ def _resize(run: RunConfig, weights: dict[str, Tensor], own: dict[str, Tensor], 
     for axis, key in enumerate(tables):
         before, after = (size if run.model.axes == 1 else (1, size[axis]) for size in (old, new))
         table = weights[key].float()
-        weights[key] = torch.cat((table[:first], resize(table[first:], before, after, how)))
+        weights[key] = torch.cat((table[:first], resize_table(table[first:], before, after, how)))
     return f"{how}, {_text(old)} to {_text(new)}"
 
 
-def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
-    """By what this transfer multiplies the coordinates of computed positions, per axis."""
+def _ratio(run: RunConfig, old: ImageSize, new: ImageSize) -> Tensor:
+    """Returns the factors of the coordinates of computed positions, one for each axis."""
     if run.positions.scale != "image":
         return torch.ones(run.model.axes)
     if 1 in (old[0], new[0]):
@@ -200,12 +208,12 @@ def _ratio(run: RunConfig, old: Grid, new: Grid) -> Tensor:
     return ratio if run.model.axes == 2 else ratio.prod(0, keepdim=True)
 
 
-def _size(task: Any) -> Grid:
-    """Height and width of a task's images; 1 and the longest length of its sequences."""
+def _size(task: Any) -> ImageSize:
+    """Returns height and width of a task's images, or 1 and the longest length of its sequences."""
     return TASKS.get(task.name).grid(task) or (1, task.max_length)
 
 
-def _text(size: Grid) -> str:
+def _text(size: ImageSize) -> str:
     return f"{size[1]} tokens" if size[0] == 1 else f"{size[0]}x{size[1]} pixels"
 
 
@@ -214,10 +222,10 @@ def _head(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _names(keys: set[str]) -> list[str]:
-    """Tensors for people: those of all layers together, the head and a pretraining's decoder each as a whole."""
+    """Names tensors for people: once for all layers, and the head and the decoder each as a whole."""
     return sorted(
         {
-            part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layers_together(key)
+            part if (part := key.partition(".")[0]) in ("head", "decoder") else checkpoints.layerless_name(key)
             for key in keys
         }
     )

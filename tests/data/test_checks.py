@@ -12,7 +12,7 @@ import pytest
 
 from lra.data import image, listops, text
 from lra.errors import UsageError
-from lra.training.data import info, prepare, task_data
+from lra.training.data_verbs import describe_store, prepare_store, task_data
 from tests.fixtures import pngs, write_aan_pairs, write_cifar10, write_imdb, write_pathfinder
 
 
@@ -36,8 +36,8 @@ def imdb(tmp_path):
 
 def said(fields: list[str]) -> list[str]:
     """The notes of a store, which `data prepare` and `data info` tell alike; those that a run tells are marked `!`."""
-    text = prepare(fields)
-    notes = [text for name, text in info(fields) if name == "note"]
+    text = prepare_store(fields)
+    notes = [text for name, text in describe_store(fields) if name == "note"]
     assert text.split("\nnote: ")[1:] == notes
     data = task_data(fields)
     told = [note.removeprefix(f"{data.content().path.name}: ") for note in data.differences()]
@@ -47,7 +47,7 @@ def said(fields: list[str]) -> list[str]:
 
 def refused(message: str, fields: list[str]) -> None:
     with pytest.raises(UsageError, match=message) as error:
-        prepare(fields)
+        prepare_store(fields)
     assert "\n" not in str(error.value) and not task_data(fields).content().path.exists()
 
 
@@ -98,7 +98,7 @@ def test_images(tmp_path):
     assert said(fields) == [f"!{split} has 20 rows, where {count} are published" for split, count in counts]
     same = write_cifar10(tmp_path / "b", train=labels | {"img": first}, test=labels | {"img": first})
     with pytest.raises(UsageError, match="b: test has the same rows as train"):
-        prepare(["task=image", f"source={same}", "force=true"])
+        prepare_store(["task=image", f"source={same}", "force=true"])
     assert said(fields), "what was there is there still"
 
 
@@ -112,10 +112,12 @@ def test_pairs(tmp_path):
     notes = said(fields("part", train=pairs[:20], val=pairs[15:25], test=pairs[25:]))
     assert "!5 of 10 rows of val are in train, too" in notes and len(notes) == 4
     same = [*fields("same", train=pairs[:20], val=pairs[20:], test=pairs[20:]), "force=true"]
-    assert "!10 of 10 rows of test are in val, too" in prepare(same).replace("note: ", "!"), "who validates on test may"
+    assert "!10 of 10 rows of test are in val, too" in prepare_store(same).replace("note: ", "!"), (
+        "who validates on test may"
+    )
     learned = [*fields("learned", train=pairs[:20], val=pairs[:20], test=pairs[20:]), "force=true"]
     with pytest.raises(UsageError, match="learned: val has the same rows as train"):
-        prepare(learned)
+        prepare_store(learned)
 
 
 def test_pathfinder(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from lra.data import store
 from lra.data.split import Pairs
 from lra.tasks import TASKS
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 from tests.fixtures import pngs, write_aan_pairs, write_cifar10, write_imdb
 
 GENERATED = {

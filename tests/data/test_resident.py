@@ -17,8 +17,8 @@ from lra.data.split import Examples, Pairs, Split
 from lra.tasks.base import TaskData
 from lra.tasks.batches import Rank
 from lra.training import checkpoints
-from lra.training.engine import Graph
-from lra.training.fit import build, configure
+from lra.training.engine import CapturedFunction
+from lra.training.fit import build_modules, configure
 from tests.data.test_gather import make
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_what_unpacks_a_batch_unpacks_all_of_its_shape(device):
             one, other = part.collate(rows, **options), part.collate(rows[::-1], **options)
             assert one.shape == other.shape and one.nbytes == other.nbytes
             there, found = one.pack().to(device), []
-            graph = Graph(lambda one=one, there=there, found=found: found.append(one.unpack(there)), pool)
+            graph = CapturedFunction(lambda one=one, there=there, found=found: found.append(one.unpack(there)), pool)
             for _ in range(2):  # as it is, and captured
                 graph()
             there.copy_(other.pack())
@@ -196,7 +196,7 @@ def test_other_options_than_those_of_the_upload_are_errors():
 def data_of(*args: str, stage: str = "fit") -> Any:
     """A prepared data module, as a trainer on the CPU sets it up."""
     run = configure([*args, "attn=flash"]).config
-    data = build(run, Rank(0, 1, CPU))[0]
+    data = build_modules(run, Rank(0, 1, CPU))[0]
     data.prepare_data()
     data.setup(stage)
     return data
@@ -238,7 +238,7 @@ def test_a_run_from_uploaded_data_is_the_run_from_the_host(tmp_path, monkeypatch
         monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
         results[name] = lra.fit(*LISTOPS, *FEW_STEPS, f"name={name}")
     assert places == ["data on the host"] * 2 + ["data on the GPU"] * 2  # of fit and of test
-    one, other = (checkpoints.read(result["directory"])[0] for result in results.values())
+    one, other = (checkpoints.read_checkpoint(result["directory"])[0] for result in results.values())
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert results["host"]["test"] == results["there"]["test"]
 

@@ -27,7 +27,7 @@ from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.launch import Local
 from lra.experiments.grid.watch import Pace, Watch
-from lra.training.run import claim
+from lra.training.run_directory import claim_directory
 from tests.experiments.runs import GRID, TINY, cells, made, stub, until
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     (path / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n500,,,1,0.3\n550,1,1,,\n")
     made(todo["listops standard seed 0"], "oom")
     made(todo["listops standard seed 1"], "failed", steps_per_second=3.0)
-    held = claim(made(todo["text flash seed 0"]))
+    held = claim_directory(made(todo["text flash seed 0"]))
     before = sorted(here.rglob("*"))
     report = accuracy.run("table3", args, dry_run=True)
     os.close(held or 0)

@@ -21,7 +21,7 @@ from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
 from lra.training.curves import Curves
 from lra.training.narrator import Narrator
-from lra.training.run import RunDirectory
+from lra.training.run_directory import RunDirectory
 from lra.training.step import Step
 
 FUNCTIONS: dict[str, tuple[Any, str]] = {

@@ -151,7 +151,7 @@ def inspect(folder: Path, whole: Path) -> None:
         assert (run / "model.safetensors").read_bytes() == (whole / RUN / "model.safetensors").read_bytes()
         load_file(run / "model.safetensors")
     if (run / "metrics.csv").exists():
-        rows, wanted = curves.read(run / "metrics.csv"), curves.read(whole / RUN / "metrics.csv")
+        rows, wanted = curves.read_curves(run / "metrics.csv"), curves.read_curves(whole / RUN / "metrics.csv")
         assert rows == wanted[: len(rows)]
     if (run / "config.yaml").exists():
         assert yaml.safe_load((run / "config.yaml").read_text()) == result(whole)["config"]
@@ -175,7 +175,7 @@ def same(folder: Path, whole: Path) -> None:
 def test_the_same_command_twice_computes_the_same(tmp_path, whole):
     assert fit(tmp_path, *FIELDS)[0] == 0
     same(tmp_path, whole)
-    steps = [int(row["step"]) for row in curves.read(tmp_path / RUN / "metrics.csv") if row["train/loss"]]
+    steps = [int(row["step"]) for row in curves.read_curves(tmp_path / RUN / "metrics.csv") if row["train/loss"]]
     assert steps == [*range(1, 13)]
 
 
@@ -345,13 +345,13 @@ def test_what_a_damaged_checkpoint_names_can_be_scored(tmp_path, monkeypatch, wh
 def test_any_flipped_bit_is_noticed_or_without_effect(tmp_path, broken):
     file, draw = tmp_path / "some.ckpt", random.Random(0)
     shutil.copy(broken / RUN / "last.ckpt", file)
-    data, (weights, identity) = file.read_bytes(), checkpoints.read(file)
+    data, (weights, identity) = file.read_bytes(), checkpoints.read_checkpoint(file)
     size, noticed = len(data), 0
     anywhere = [draw.randrange(size) for _ in range(20)]
     for at in anywhere + [draw.randrange(size - 9000, size) for _ in range(20)]:  # and in the directory at the end
         flipped(file, at)
         try:
-            there, who = checkpoints.read(file)
+            there, who = checkpoints.read_checkpoint(file)
         except UsageError as error:
             assert "damaged" in str(error)
             noticed += 1
@@ -373,6 +373,6 @@ def test_half_a_row_of_the_curves_is_none(tmp_path, whole, broken):
     copy(broken, tmp_path)
     with (tmp_path / RUN / "metrics.csv").open("a") as file:
         file.write("11,2.30417370")
-    assert curves.read(tmp_path / RUN / "metrics.csv") == curves.read(broken / RUN / "metrics.csv")
+    assert curves.read_curves(tmp_path / RUN / "metrics.csv") == curves.read_curves(broken / RUN / "metrics.csv")
     assert fit(tmp_path, *FIELDS, "resume=auto")[0] == 0
     same(tmp_path, whole)

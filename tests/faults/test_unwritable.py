@@ -126,7 +126,7 @@ def test_a_run_that_may_not_write_any_more(around, made, monkeypatch):
     shutil.copytree(made / "data", around / "data")
     refusal = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there/last.ckpt")
     with monkeypatch.context() as patch:
-        patch.setattr("lra.training.checkpoints.replacing", mock.Mock(side_effect=refusal))
+        patch.setattr("lra.training.checkpoints.replace_file", mock.Mock(side_effect=refusal))
         done = lra("fit", *RUN, "name=denied")
     check(done, ("there/last.ckpt can't be used (Permission denied)", "resume=auto goes on"))
     assert lra("fit", *RUN, "name=denied", "resume=auto").code == 0

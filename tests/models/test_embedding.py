@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lra.models import embedding
 from lra.models.dropout import drop
-from lra.models.embedding import NOWHERE, Embedding, Places, _Lookup
+from lra.models.embedding import NO_PLACES, Embedding, Places, _Lookup
 
 
 def gradient(lookup, table, ids, weights):
@@ -16,7 +16,7 @@ def gradient(lookup, table, ids, weights):
 
 
 def by_product(table, ids):
-    return _Lookup.apply(table, None, ids, 0.0, None, True, *NOWHERE)
+    return _Lookup.apply(table, None, ids, 0.0, None, True, *NO_PLACES)
 
 
 def drawn(device: str = "cpu", dtype: torch.dtype = torch.float64):
@@ -60,7 +60,7 @@ def test_dropout_and_what_is_added():
     table, ids, weights = drawn()
     added = torch.randn(300, 5, dtype=torch.float64, requires_grad=True)
     keys = torch.randint(2**31, (300,)).int()
-    ours = _Lookup.apply(table, added, ids, 0.3, keys, True, *NOWHERE)
+    ours = _Lookup.apply(table, added, ids, 0.3, keys, True, *NO_PLACES)
     plain = drop(F.embedding(ids, table) + added, 0.3, keys, 0)
     assert torch.equal(ours, plain) and 0.2 < float((ours == 0).double().mean()) < 0.4
     for actual, expected in zip(
@@ -107,7 +107,7 @@ def test_the_kernel_gives_the_gradient_of_any_number_of_rows(monkeypatch):
     table, added = torch.randn(7, 6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
 
     def look(ids, keys):
-        return _Lookup.apply(table, added.expand(ids.shape[0], -1), ids, 0.3, keys, True, *NOWHERE)
+        return _Lookup.apply(table, added.expand(ids.shape[0], -1), ids, 0.3, keys, True, *NO_PLACES)
 
     compiled = torch.compile(look, fullgraph=True, backend="aot_eager")
     for rows in (30, 17, 50):

@@ -15,8 +15,8 @@ from lra.kernels.flash.reference import reference_attention
 from lra.kernels.testing import largest
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
-from lra.models.attention.flash_attn import FlashAttention3, library
-from lra.models.attention.flex import columns_within
+from lra.models.attention.flash_attn import FlashAttention3, import_flash_attn
+from lra.models.attention.flex import length_mask
 from lra.models.attention.sdpa import attend_packed
 
 LENGTHS = (5, 0, 17, 16)
@@ -76,7 +76,7 @@ def test_packed_kernels_serve_both_layouts(padded):
 @pytest.mark.parametrize("lengths", [(300, 0, 128, 129, 1), (5, 3), (256, 256), (0,)])
 def test_flex_masks_the_columns_past_each_length(lengths):
     length, n = torch.tensor(lengths, dtype=torch.int32), max(*lengths, 1)
-    mask = columns_within(length, n)
+    mask = length_mask(length, n)
     blocks = torch.arange(0, -(-n // 128) * 128, 128)
     sees_rows, sees_columns = blocks[:, None] < length[:, None, None], blocks < length[:, None, None]
     assert torch.equal(mask.to_dense()[:, 0].bool(), sees_rows & sees_columns)
@@ -120,9 +120,9 @@ def test_flash_attn_is_unavailable_with_a_reason(monkeypatch):
 
 def test_an_extension_that_is_named_but_not_there_is_an_error(monkeypatch):
     monkeypatch.setenv("FA3_LIB", "/nowhere/_C.so")
-    library.cache_clear()
+    import_flash_attn.cache_clear()
     with pytest.raises(UsageError, match=r"attn=flash_attn can't be imported \(FlashAttention-3: .*/nowhere/_C.so"):
-        library()
+        import_flash_attn()
 
 
 @pytest.mark.parametrize("sequences", [{}, {"cu_seqlens_q": 1, "max_seqlen_q": 20}])

@@ -14,11 +14,11 @@ from lra.models.positions import (
     LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
-    angles,
     axis_sizes,
-    coordinates,
-    resize,
+    position_angles,
+    resize_table,
     rotate,
+    token_coordinates,
 )
 
 How = Literal["gridwise", "bilinear", "bicubic"]
@@ -39,7 +39,7 @@ def inside(table_ND: torch.Tensor, size: tuple[int, int], edge: int) -> torch.Te
 @pytest.mark.parametrize(("old", "new"), [((32, 32), (64, 64)), ((32, 32), (48, 80)), ((64, 64), (32, 32))])
 def test_a_ramp_stays_a_ramp_inside(how, old, new):
     """Away from the edges, where the kernel (two places to each side) misses what would be past them."""
-    resized = resize(ramp(*old), old, new, how)
+    resized = resize_table(ramp(*old), old, new, how)
     edge = 2 * max(new[0] // old[0], new[1] // old[1], 1) + 1
     torch.testing.assert_close(inside(resized, new, edge), inside(ramp(*new), new, edge), atol=1e-5, rtol=0)
 
@@ -48,12 +48,12 @@ def test_a_ramp_stays_a_ramp_inside(how, old, new):
 def test_a_constant_stays_constant_to_the_edge(how):
     table = torch.full((16, 3), 2.5)
     for new in ((8, 8), (2, 2), (4, 4)):
-        torch.testing.assert_close(resize(table, (4, 4), new, how), torch.full((new[0] * new[1], 3), 2.5))
+        torch.testing.assert_close(resize_table(table, (4, 4), new, how), torch.full((new[0] * new[1], 3), 2.5))
 
 
 def test_gridwise_repeats_rows_and_columns():
     table = torch.randn(6, 5)
-    resized = resize(table, (2, 3), (4, 9), "gridwise").unflatten(0, (4, 9))
+    resized = resize_table(table, (2, 3), (4, 9), "gridwise").unflatten(0, (4, 9))
     for row in range(4):
         for column in range(9):
             assert torch.equal(resized[row, column], table[row // 2 * 3 + column // 3])
@@ -61,13 +61,15 @@ def test_gridwise_repeats_rows_and_columns():
 
 def test_gridwise_and_back_is_the_same_table():
     table = torch.randn(32 * 32, 4)
-    assert torch.equal(resize(resize(table, (32, 32), (64, 64), "gridwise"), (64, 64), (32, 32), "gridwise"), table)
+    assert torch.equal(
+        resize_table(resize_table(table, (32, 32), (64, 64), "gridwise"), (64, 64), (32, 32), "gridwise"), table
+    )
 
 
 @pytest.mark.parametrize("how", INTERPOLATED)
 def test_interpolated_and_back_is_close_where_the_table_is_smooth(how):
     table = (2 * torch.pi * ramp(32, 32)).sin()
-    back = resize(resize(table, (32, 32), (64, 64), how), (64, 64), (32, 32), how)
+    back = resize_table(resize_table(table, (32, 32), (64, 64), how), (64, 64), (32, 32), how)
     error = (back - table).unflatten(0, (32, 32))
     assert error[2:-2, 2:-2].abs().max() < 0.01 and error.abs().max() < 0.1
 
@@ -75,21 +77,21 @@ def test_interpolated_and_back_is_close_where_the_table_is_smooth(how):
 def test_shrinking_is_antialiased():
     stripes = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
     for how in get_args(How):
-        assert resize(stripes, (1, 64), (1, 16), how)[2:-2].abs().max() < 0.1
+        assert resize_table(stripes, (1, 64), (1, 16), how)[2:-2].abs().max() < 0.1
 
 
 def test_a_sequence_is_a_grid_of_one_row():
     table = torch.arange(8.0)[:, None]
-    torch.testing.assert_close(resize(table, (1, 8), (1, 16))[1:-1, 0].diff(), torch.full((13,), 0.5))
+    torch.testing.assert_close(resize_table(table, (1, 8), (1, 16))[1:-1, 0].diff(), torch.full((13,), 0.5))
 
 
 def test_gridwise_needs_integer_ratios():
     with pytest.raises(UsageError, match=r"gridwise needs integer ratios, not 32 to 48: use bilinear or bicubic"):
-        resize(torch.zeros(32 * 32, 1), (32, 32), (48, 48), "gridwise")
+        resize_table(torch.zeros(32 * 32, 1), (32, 32), (48, 48), "gridwise")
 
 
 def test_resizing_is_in_fp32():
-    assert resize(torch.randn(4, 2, dtype=torch.float64), (2, 2), (4, 4)).dtype == torch.float32
+    assert resize_table(torch.randn(4, 2, dtype=torch.float64), (2, 2), (4, 4)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("axes", [1, 2])
@@ -111,7 +113,7 @@ def test_axes_have_factors_of_their_own():
 
 
 def test_frequencies_are_those_of_the_papers():
-    found = angles(torch.tensor([[3, 50]]), 16)  # of 8 pairs 4 for each axis
+    found = position_angles(torch.tensor([[3, 50]]), 16)  # of 8 pairs 4 for each axis
     expected = [place * 10000 ** (-pair / 4) for place in (3, 50) for pair in range(4)]
     torch.testing.assert_close(found, torch.tensor([expected]))
 
@@ -140,8 +142,8 @@ def test_a_prefixed_token_shares_the_first_pixels_place():
     one = torch.ones(1, dtype=torch.int32)
     batch = Batch(torch.zeros(6), 0 * one, 6 * one, 6, one, one)
     rows_and_columns = [[0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [2, 0]]
-    assert coordinates(batch, 2, 2, prefixed=True).tolist() == rows_and_columns
-    assert coordinates(batch, 1, None, prefixed=True).tolist() == [[n] for n in range(6)]
+    assert token_coordinates(batch, 2, 2, prefixed=True).tolist() == rows_and_columns
+    assert token_coordinates(batch, 1, None, prefixed=True).tolist() == [[n] for n in range(6)]
 
 
 def test_weights_without_a_factor_are_of_factor_one():
@@ -164,7 +166,7 @@ def test_learned_positions_begin_with_their_deviation_and_are_added():
 
 def test_places_are_looked_up_where_rows_lie_in_their_order_alone():
     batch = ragged(False)
-    place_TA = coordinates(batch, 1, None, False)
+    place_TA = token_coordinates(batch, 1, None, False)
     one, two = LearnedPositions((9,), 4, 1.0), LearnedPositions((9, 9), 4, 1.0)
     places = one.places(place_TA, batch)
     assert (
@@ -199,7 +201,7 @@ def ragged(padded: bool) -> Batch:
 @pytest.mark.parametrize("padded", [False, True])
 def test_gradients_of_places_are_summed_over_the_sequences(padded):
     batch = ragged(padded)
-    place_T = coordinates(batch, 1, None, False)[:, 0]
+    place_T = token_coordinates(batch, 1, None, False)[:, 0]
     table, weights = torch.randn(11, 3, dtype=torch.float64), torch.randn(len(place_T), 3, dtype=torch.float64)
     weights *= (place_T < batch.per_row(batch.length))[:, None]  # no gradient past a length
     theirs = table.clone().requires_grad_()
@@ -224,7 +226,7 @@ def test_gradients_on_a_gpu_are_the_same_every_time(sizes, compiled):
     length = torch.randint(1, 600, (64,), dtype=torch.int32, device="cuda")
     start = (length.cumsum(0) - length).int()
     batch = Batch(length.new_zeros(int(length.sum())), start, length, 600, length, length)
-    place_TA = coordinates(batch, len(sizes), sizes[-1], False)
+    place_TA = token_coordinates(batch, len(sizes), sizes[-1], False)
     module = LearnedPositions(sizes, 32, 1.0).cuda()
     weights = torch.randn(len(place_TA), 32, device="cuda")
     embedding = Embedding(2, 32, device="cuda")

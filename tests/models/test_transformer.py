@@ -16,7 +16,7 @@ from lra.errors import UsageError
 from lra.models import embedding, transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
-from lra.models.positions import LearnedPositions, angles, coordinates, rotate
+from lra.models.positions import LearnedPositions, position_angles, rotate, token_coordinates
 from lra.models.transformer import Encoder
 
 HERE = sorted(  # the attentions that run on a CPU
@@ -108,7 +108,7 @@ def test_two_axes_place_a_token_by_its_row_and_column():
     rows, columns = model.positions.tables
     one = torch.zeros(1, dtype=torch.int32)
     batch = Batch(one, one, one + 1, 1, one, one, positions=one + 2 * 4 + 3)
-    found = model.positions(coordinates(batch, 2, 4, False))
+    found = model.positions(token_coordinates(batch, 2, 4, False))
     assert torch.equal(found[0], rows[2] + columns[3])
 
 
@@ -123,7 +123,7 @@ def test_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 16).double()
 
     def score(i: int, j: int) -> torch.Tensor:
-        a, b = (angles(torch.tensor([[n]]), 16) for n in (i, j))
+        a, b = (position_angles(torch.tensor([[n]]), 16) for n in (i, j))
         return (rotate(q, a.cos(), a.sin()) * rotate(k, b.cos(), b.sin())).sum()
 
     torch.testing.assert_close(score(3, 8), score(103, 108), atol=1e-4, rtol=1e-4)

@@ -22,9 +22,9 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.batches import Rank
-from lra.training.data import info, prepare, verify
-from lra.training.fit import build, configure
-from lra.training.lightning import quiet
+from lra.training.data_verbs import describe_store, prepare_store, verify_store
+from lra.training.fit import build_modules, configure
+from lra.training.lightning import silence_lightning
 from lra.training.step import Step
 from tests.fixtures import write_imdb, write_listops
 
@@ -38,7 +38,7 @@ def run_of(*args: str, attn: str = "flash") -> Any:
 
 def data_of(*args: str, step: int = 0) -> Any:
     """The prepared data module of these fields, which goes on with a step."""
-    data, _ = build(run_of(*args), Rank(0, 1, CPU), lambda: step)
+    data, _ = build_modules(run_of(*args), Rank(0, 1, CPU), lambda: step)
     data.prepare_data()
     data.setup()
     return data
@@ -112,7 +112,7 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
         data_of("task=text", f"source={other}")
     mend = str(caught.value).rpartition("run: lra data prepare ")[2].split()
     assert mend == ["task=text", f"task.source={other}", "force=true"]
-    for look in (verify, lambda args: list(info(args))):
+    for look in (verify_store, lambda args: list(describe_store(args))):
         with pytest.raises(UsageError, match=f"text was prepared from {imdb}, not from {other}; run: "):
             look(["task=text", f"source={other}"])
 
@@ -123,14 +123,14 @@ def test_another_source_is_refused_with_its_mend(imdb, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     data_of("task=text", "source=~/mirror/imdb")
 
-    assert "is ready in" in prepare(mend)
+    assert "is ready in" in prepare_store(mend)
     assert "else 0 " in texts(data_of("task=text", f"source={other}", "protocol=lra").parts["train"])
 
 
 def test_a_run_tests_on_the_store_that_it_was_trained_on(imdb, tmp_path):
-    prepare(["task=text", f"source={imdb}"])
+    prepare_store(["task=text", f"source={imdb}"])
     data = data_of("task=text", "protocol=lra")
-    prepare(["task=text", f"source={write_imdb(tmp_path / 'other', train=TEST, test=TRAIN)}", "force=true"])
+    prepare_store(["task=text", f"source={write_imdb(tmp_path / 'other', train=TEST, test=TRAIN)}", "force=true"])
     data.setup("test")
     assert texts(data.parts["test"]) == TEST["text"]
 
@@ -211,13 +211,13 @@ def test_what_fills_up_a_batch_is_not_scored(monkeypatch):
     """100 and 30 rows in batches of 16, filled up to few shapes as where steps are captured."""
 
     def scores() -> dict[str, float]:
-        data, module = build(run_of("task=listops", *SHORT, "batch.eval=16"), Rank(0, 1, CPU))
+        data, module = build_modules(run_of("task=listops", *SHORT, "batch.eval=16"), Rank(0, 1, CPU))
         without = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         trainer = pl.Trainer(accelerator="cpu", **without)
         trainer.test(module, datamodule=data, verbose=False)
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
-    quiet()
+    silence_lightning()
     plain = scores()
     assert set(plain) == {f"{name}/{what}" for name in ("test", "fresh") for what in ("accuracy", "loss")}
     monkeypatch.setattr(Step, "captures", lambda *_: True)
@@ -255,7 +255,7 @@ def test_cls_pooling_puts_its_token_before_every_sequence(layout):
         for b, (start, length) in enumerate(zip(without.start.tolist(), without.length.tolist(), strict=True)):
             first = int(batch.start[b]) + 1
             assert torch.equal(batch.tokens[first : first + length], without.tokens[start : start + length])
-    scores = build(cls.run)[1](pairs[0][1])
+    scores = build_modules(cls.run)[1](pairs[0][1])
     assert scores.shape == (3, 10) and scores.isfinite().all()
 
 
@@ -315,7 +315,7 @@ def test_batches_do_not_depend_on_the_hash_seed(imdb, tmp_path):
 
 def test_a_run_says_in_what_its_data_is_not_the_data_set(imdb, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "note: train has 40 rows, where 25,000 are published" in prepare(["task=text", f"source={imdb}"])
+    assert "note: train has 40 rows, where 25,000 are published" in prepare_store(["task=text", f"source={imdb}"])
     small = ("model.d_model=16", "model.heads=1", "model.layers=1", "model.d_ff=16", "trainer.accelerator=cpu")
     steps = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1", "batch.size=2", "name=run")
     result = lra.fit("task=text", "attn=flash", "recipe=demo", "task.max_length=16", *small, *steps)

@@ -14,7 +14,7 @@ import lra
 from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.training.data import info, prepare, show, verify
+from lra.training.data_verbs import describe_store, draw_examples, prepare_store, verify_store
 from lra.training.fit import configure
 from lra.training.fit import test as score
 from tests.fixtures import pngs, write_aan_papers, write_cifar10, write_imdb
@@ -87,13 +87,13 @@ def test_from_data_to_score(task, tmp_path, monkeypatch):
     data, fields, falls = CASES[task]
     chosen = [f"task={task}", "recipe=demo", *data(tmp_path)]
 
-    assert prepare(chosen).startswith(f"{task} is ready in")
-    assert "every file is as the manifest says" in verify(chosen)
-    told = dict(info(chosen))
+    assert prepare_store(chosen).startswith(f"{task} is ready in")
+    assert "every file is as the manifest says" in verify_store(chosen)
+    told = dict(describe_store(chosen))
     size = int(told["test"].split(";")[0])
     assert size > 0 and "sha256" in told["test.labels.npy"]
     assert told["task"] == f"{task}@{TASKS.get(task).facts.version}"
-    assert show([*chosen, "count=2", "split=test", "out=some.png"]).endswith("of test are drawn in some.png")
+    assert draw_examples([*chosen, "count=2", "split=test", "out=some.png"]).endswith("of test are drawn in some.png")
     with Image.open("some.png") as picture:
         assert len(np.unique(np.asarray(picture))) > 2
 
@@ -136,9 +136,9 @@ def test_show_refuses(args, message, tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     monkeypatch.chdir(tmp_path)
     chosen = ["task=text", *imdb(tmp_path)]
-    prepare(chosen)
+    prepare_store(chosen)
     with pytest.raises(UsageError, match=message):
-        show([*chosen, *args])
+        draw_examples([*chosen, *args])
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -147,12 +147,12 @@ def test_show_shows_what_the_model_sees(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def shown(*fields: str) -> bytes:
-        show([*fields, "count=1", "out=some.png"])
+        draw_examples([*fields, "count=1", "out=some.png"])
         return Path("some.png").read_bytes()
 
     text, path = ["task=text", *imdb(tmp_path)], ["task=pathfinder", *FEW]
-    prepare(text)
-    prepare(path)
+    prepare_store(text)
+    prepare_store(path)
     assert shown(*text) != shown(*text, "max_length=5") and shown(*path) != shown(*path, "tokens=lit")
 
 
@@ -178,21 +178,21 @@ def test_the_next_resolution_starts_from_the_last(tmp_path, monkeypatch):
 )
 def test_only_fields_of_the_task_are_suggested_for_data(field, message):
     with pytest.raises(UsageError, match=message):
-        prepare(["task=text", field])
+        prepare_store(["task=text", field])
 
 
 def test_retrieval_without_data_says_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     with pytest.raises(UsageError, match="then: lra data prepare task=retrieval dataset=lra source=<path>$"):
-        prepare(["task=retrieval"])
+        prepare_store(["task=retrieval"])
 
 
 def test_the_two_sets_of_pairs_are_two_stores(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
     fields = aan(tmp_path)
-    prepare(["task=retrieval", *fields])
+    prepare_store(["task=retrieval", *fields])
     with pytest.raises(UsageError, match="dataset=scisumm"):  # the compact set cannot be taken for LRA's
-        prepare(["task=retrieval", "dataset=lra", fields[1]])
+        prepare_store(["task=retrieval", "dataset=lra", fields[1]])
     with pytest.raises(UsageError, match="is not prepared"):
-        verify(["task=retrieval", "dataset=lra"])
-    verify(["task=retrieval", "dataset=scisumm"])
+        verify_store(["task=retrieval", "dataset=lra"])
+    verify_store(["task=retrieval", "dataset=scisumm"])

@@ -16,7 +16,7 @@ from lra.batch import Batch
 from lra.data.split import IGNORED, Pairs, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.masked import commonest, hidden
+from lra.tasks.masked import commonest_token, hidden_rows
 from lra.training import checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
@@ -47,7 +47,7 @@ def gathered(examples: Any, rows: Any = None, **options: Any) -> Batch:
 def places(batch: Batch, share: float, prefix: int | None = None) -> set[tuple[int, int, int]]:
     """Sequence in the global batch, position and token of all that is hidden."""
     rows = batch.per_row(batch.index), batch.token_positions(), batch.tokens
-    return set(zip(*(each[hidden(batch, share, prefix)].tolist() for each in rows), strict=True))
+    return set(zip(*(each[hidden_rows(batch, share, prefix)].tolist() for each in rows), strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"prefix": 15}, {"threshold": 4}], ids=["plain", "cls", "lit"])
@@ -69,7 +69,8 @@ def test_golden_places():
     made = Split.from_offsets(np.zeros(60, np.uint8), np.array([0, 7, 8, 40, 60]))
     batch = gathered(made)
     trained, evaluated = (
-        hidden(each, 0.2, None).nonzero().flatten().tolist() for each in (batch, dataclasses.replace(batch, seed=None))
+        hidden_rows(each, 0.2, None).nonzero().flatten().tolist()
+        for each in (batch, dataclasses.replace(batch, seed=None))
     )
     assert trained == [9, 11, 15, 24, 30, 32, 33, 39, 47, 53, 55, 59]
     assert evaluated == [
@@ -92,7 +93,7 @@ def test_golden_places():
 @pytest.mark.parametrize("examples", [split(), pairs()], ids=["sequences", "pairs"])
 def test_cls_padding_and_filling_are_never_hidden(examples, layout):
     batch = gathered(examples, prefix=15, **LAYOUTS[layout])
-    rows = hidden(batch, 1 - 2**-24, 15)  # as good as all
+    rows = hidden_rows(batch, 1 - 2**-24, 15)  # as good as all
     ends = (batch.start + batch.length).tolist()
     wanted = [label != IGNORED for label in batch.label.repeat_interleave(batch.size // len(batch.label)).tolist()]
     real = torch.zeros_like(rows)
@@ -107,20 +108,20 @@ def test_the_share_is_that_asked_for_and_every_step_draws_anew():
     batch = long.collate(np.arange(50), max_length=2000).to("cpu")
     n = batch.tokens.numel()
     for share in (0.1, 0.15, 0.5):
-        one, other = (hidden(batch.with_seed(torch.tensor(seed)), share, None) for seed in (1, 2))
+        one, other = (hidden_rows(batch.with_seed(torch.tensor(seed)), share, None) for seed in (1, 2))
         for drawn, expected in (
             (one, share), (other, share), (one & other, share**2), (one[1:] & one[:-1], share**2),
         ):  # fmt: skip
             assert abs(drawn.float().mean() - expected) < 5 * (expected * (1 - expected) / n) ** 0.5
-    fixed = hidden(batch, 0.5, None)  # in evaluation
-    assert torch.equal(fixed, hidden(batch, 0.5, None)) and not torch.equal(fixed, one)
+    fixed = hidden_rows(batch, 0.5, None)  # in evaluation
+    assert torch.equal(fixed, hidden_rows(batch, 0.5, None)) and not torch.equal(fixed, one)
 
 
 def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "task.max_length=32", "pretrain=masked",
               "model.dropout=0.2")  # fmt: skip
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    built = fit.build(fit.configure(list(given.values())).config)[1]
+    built = fit.build_modules(fit.configure(list(given.values())).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():  # so that predictions differ
         torch.nn.init.normal_(parameter, std=0.3)
@@ -154,7 +155,7 @@ def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden(task, examples,
     for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True):
         by_hand += float(losses[start : start + length].detach().sum()) / (0.5 * length * each)
     assert float(pretraining.loss(batch).detach()) == pytest.approx(by_hand, rel=1e-5)
-    assert torch.equal(target != IGNORED, hidden(batch, 0.5, None)) and scores.dtype == torch.float32
+    assert torch.equal(target != IGNORED, hidden_rows(batch, 0.5, None)) and scores.dtype == torch.float32
 
 
 def test_rows_that_are_not_hidden_give_the_decoder_nothing():
@@ -172,7 +173,7 @@ def test_rows_that_are_not_hidden_give_the_decoder_nothing():
 
 def test_a_hidden_token_is_not_read():
     pretraining, batch = module("listops", "mask=0.5", "model.dropout=0"), gathered(split())
-    other = batch.tokens.where(~hidden(batch, 0.5, None), (batch.tokens + 1) % 15)
+    other = batch.tokens.where(~hidden_rows(batch, 0.5, None), (batch.tokens + 1) % 15)
     before = pretraining.losses(batch)[0]
     after = pretraining.losses(Batch(**{**vars(batch), "tokens": other}))[0]
     assert torch.equal(before, after)
@@ -198,7 +199,7 @@ def test_every_task_has_a_share_and_the_commonest_token_is_counted():
     )
     for examples, options in ((split(), {}), (split(), {"threshold": 5}), (pairs(), {})):
         tokens = gathered(examples, **options).tokens.numpy()
-        assert commonest(examples, {"max_length": 32, **options}, at_once=5) == np.bincount(tokens).argmax()
+        assert commonest_token(examples, {"max_length": 32, **options}, at_once=5) == np.bincount(tokens).argmax()
 
 
 def test_refusals():
@@ -270,7 +271,7 @@ def test_pretrained_then_trained(task, tmp_path, monkeypatch):
     moved = json.loads(Path(after["directory"], "result.json").read_text())["transfer"]
     assert moved["changed"] == {"pretrain": ["masked", "none"]}
     assert moved["fresh"] == ["head"] and moved["left"] == ["decoder", "MASK"]
-    with pytest.raises(UsageError, match="has no head for this model, and untrained it is not scored"):
+    with pytest.raises(UsageError, match="has no head for this model, and untrained weights can't be scored"):
         lra.test(f"init={before['directory']}", "pretrain=none", "mask=null")
 
 
@@ -322,7 +323,7 @@ def test_resuming_a_pretraining_changes_nothing(pretrained, monkeypatch):
         interrupt_at(3, patch)
         pretrained("name=parts", "model.dropout=0.1")
     parts = pretrained("name=parts", "model.dropout=0.1", "resume=true")
-    a, b = (checkpoints.read(result["directory"])[0] for result in (whole, parts))
+    a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
     assert parts["test"] == whole["test"]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lra.errors import UsageError
-from lra.tasks.base import FIELDS, TaskData
+from lra.tasks.base import REQUIRED_FIELDS, TaskData
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,6 @@ def test_a_configuration_without_what_every_task_has_is_refused():
 
 
 def test_a_configuration_with_it_is_enough():
-    assert FIELDS.keys() == {"source", "max_length"}
+    assert REQUIRED_FIELDS.keys() == {"source", "max_length"}
     data = TaskData(SimpleNamespace(task=Config()))  # type: ignore[arg-type]
     assert data.source() == "generated"

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from lra.errors import UsageError
 from lra.training import checkpoints, fit
-from lra.training.checkpoints import fault, read, verify
-from lra.training.lightning import WholeFiles
-from lra.training.provenance import digest
+from lra.training.checkpoints import find_damage, read_checkpoint, verify_checkpoint
+from lra.training.lightning import WholeCheckpointIO
+from lra.training.provenance import weights_digest
 
 TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.d_ff=32", "task.max_length=32")
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
@@ -24,7 +24,7 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int
 
 @pytest.fixture(scope="module")
 def module():
-    return fit.build(fit.configure(list(TINY)).config)[1]
+    return fit.build_modules(fit.configure(list(TINY)).config)[1]
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def flip(path: Path, place: int) -> None:
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
 def test_whole_files_have_no_fault(files, suffix, module):
-    assert fault(files[suffix]) is None
-    weights, identity = read(files[suffix])
+    assert find_damage(files[suffix]) is None
+    weights, identity = read_checkpoint(files[suffix])
     assert all(torch.equal(value, weights[name]) for name, value in module.model.state_dict().items())
     assert identity == module.identity()
 
@@ -66,18 +66,18 @@ def test_a_flipped_bit_of_a_weight_is_noticed(files, suffix, which):
     """Its bytes are as good a number as before."""
     path = files[suffix]
     flip(path, places(path)[which])
-    assert fault(path) in ("checksum", "UsageError")
+    assert find_damage(path) in ("checksum", "UsageError")
     with pytest.raises(UsageError, match=rf"{path.name} can't be read as a checkpoint of lra \(checksum\)"):
-        read(path)
+        read_checkpoint(path)
 
 
 def test_a_flipped_bit_is_noticed_before_a_run_goes_on(files):
     path = files[".ckpt"].rename(files[".ckpt"].with_name("best.ckpt"))
-    whole = WholeFiles(path.parent)
-    verify(path)
+    whole = WholeCheckpointIO(path.parent)
+    verify_checkpoint(path)
     whole.load_checkpoint(path, weights_only=True)
     flip(path, places(path)[0])
-    for use in (verify, whole.load_checkpoint):
+    for use in (verify_checkpoint, whole.load_checkpoint):
         with pytest.raises(UsageError, match=r"\(checksum\).*; \S*model.safetensors is whole: init="):
             use(path)
 
@@ -89,10 +89,10 @@ def test_another_identity_is_noticed(files, module):
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     for change in ({"task": "text@1"}, {"seen": {"listops": 5}}):
         save_file(weights, path, metadata={"lra": json.dumps(said | change)})
-        assert fault(path) is not None
+        assert find_damage(path) is not None
     del said["sha256"]  # of an earlier lra
     save_file(weights, path, metadata={"lra": json.dumps(said)})
-    assert fault(path) is None
+    assert find_damage(path) is None
 
 
 A, B = WEIGHTS["a"], WEIGHTS["b"]
@@ -105,10 +105,10 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_digest_is_of_names_types_shapes_values_and_what_is_said(what):
     for said in ("", "listops@1"):
-        whole = digest(WEIGHTS, said)
-        assert len(whole) == 64 and whole == digest(dict(reversed(WEIGHTS.items())), said), "in any order"
-        assert digest(OTHERS[what], said) != whole
-        assert digest(WEIGHTS, "listops@2") != whole
+        whole = weights_digest(WEIGHTS, said)
+        assert len(whole) == 64 and whole == weights_digest(dict(reversed(WEIGHTS.items())), said), "in any order"
+        assert weights_digest(OTHERS[what], said) != whole
+        assert weights_digest(WEIGHTS, "listops@2") != whole
 
 
 def rewritten(path: Path, **options: Any) -> None:
@@ -123,10 +123,10 @@ def rewritten(path: Path, **options: Any) -> None:
 def test_what_the_checksums_of_an_archive_would_pass_over_is_a_fault(files):
     path = files[".ckpt"]
     rewritten(path, compress_type=zipfile.ZIP_DEFLATED)
-    assert fault(path) == "checksum"
+    assert find_damage(path) == "checksum"
     path.write_bytes(b"")
-    assert fault(path) == "BadZipFile"
-    assert fault(path.with_name("none.ckpt")) == "FileNotFoundError"
+    assert find_damage(path) == "BadZipFile"
+    assert find_damage(path.with_name("none.ckpt")) == "FileNotFoundError"
 
 
 def saved(path: Path, module: Any, state: dict[str, torch.Tensor] | None = None, **identity: Any) -> Path:
@@ -152,7 +152,7 @@ def test_what_stands_in_for_a_damaged_file_is_named(module, tmp_path, name, stan
     elif stands_in:
         checkpoints.save_weights(module, tmp_path / stands_in)
     with pytest.raises(UsageError) as error:
-        read(tmp_path / name)
+        read_checkpoint(tmp_path / name)
     whole = tmp_path / (stands_in or "none")
     assert str(error.value).endswith((f"{whole} is whole: " if stands_in else "") + said.format(whole))
 
@@ -161,15 +161,15 @@ def test_a_damaged_file_does_not_stand_in(module, tmp_path):
     for name in ("last.ckpt", "best.ckpt"):
         (tmp_path / name).write_bytes(b"damaged")
     with pytest.raises(UsageError, match="resume=auto begins anew"):
-        read(tmp_path / "last.ckpt")
+        read_checkpoint(tmp_path / "last.ckpt")
 
 
 def test_weights_that_are_not_finite_are_only_of_a_fault(module, tmp_path):
     state = module.model.state_dict() | {"encoder.norm.weight": torch.full((32,), torch.nan)}
     state["encoder.blocks.1.up.bias"] = torch.full((32,), torch.inf)
     with pytest.raises(UsageError, match=r"NaN or infinite \(blocks\.\*\.up\.bias, norm\.weight\): choose another"):
-        read(saved(tmp_path / "a.ckpt", module, state))
-    assert read(saved(tmp_path / "fault.pt", module, state))[0].keys() == state.keys()
+        read_checkpoint(saved(tmp_path / "a.ckpt", module, state))
+    assert read_checkpoint(saved(tmp_path / "fault.pt", module, state))[0].keys() == state.keys()
 
 
 @pytest.mark.parametrize("change", [
@@ -183,7 +183,7 @@ def test_what_lra_does_not_write_is_refused(module, tmp_path, change):
     changed = {"config": identity["config"] | change.get("more", {})} | change
     state = {"x": change.get("weight", torch.ones(1))}
     with pytest.raises(UsageError, match=r"can't be read as a checkpoint of lra \((KeyError|TypeError)\)"):
-        read(saved(tmp_path / "a.ckpt", module, state, **changed))
+        read_checkpoint(saved(tmp_path / "a.ckpt", module, state, **changed))
 
 
 def test_what_may_not_be_read_is_not_called_damaged(files, monkeypatch):
@@ -193,35 +193,35 @@ def test_what_may_not_be_read_is_not_called_damaged(files, monkeypatch):
     monkeypatch.setattr(zipfile, "ZipFile", denied)
     monkeypatch.setattr(Path, "open", denied)
     for path in files.values():
-        for use in (fault, read):
+        for use in (find_damage, read_checkpoint):
             with pytest.raises(PermissionError):
                 use(path)
 
 
 def test_where_there_is_no_checkpoint_the_one_to_give_is_named(module, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint at .*: give a finished run's directory, a .ckpt or"):
-        read(tmp_path / "none")
+        read_checkpoint(tmp_path / "none")
     (tmp_path / "result.json").touch()
     with pytest.raises(UsageError, match="has a result and no weights: merge an archive packed with checkpoints=weig"):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
     saved(tmp_path / "last.ckpt", module)
     with pytest.raises(UsageError, match="has no model.safetensors, which a run writes at its end: give .*/last.ckpt"):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
     checkpoints.save_weights(module, tmp_path / "model.safetensors")
-    assert read(tmp_path)[1] == module.identity()
+    assert read_checkpoint(tmp_path)[1] == module.identity()
 
 
 def other(*args: str) -> Any:
     """A module with other fields; later ones replace earlier ones."""
     given = {arg.partition("=")[0]: arg for arg in (*TINY, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 def test_weights_are_put_into_a_model_that_they_fit(module, files):
-    weights, identity = read(files[".ckpt"])
+    weights, identity = read_checkpoint(files[".ckpt"])
     into = other("seed=1")
     assert not torch.equal(into.model.state_dict()["encoder.embedding.weight"], weights["encoder.embedding.weight"])
-    checkpoints.load(into, weights, identity | {"seen": {"a stream": 5}}, "there")
+    checkpoints.load_into(into, weights, identity | {"seen": {"a stream": 5}}, "there")
     assert all(torch.equal(value, weights[name]) for name, value in into.model.state_dict().items())
     assert into.seen == {"a stream": 5}
 
@@ -234,31 +234,36 @@ def test_weights_are_put_into_a_model_that_they_fit(module, files):
 def test_a_field_by_which_weights_mean_something_else_is_named(files, field, message):
     """Heads, too, although no shape shows them."""
     with pytest.raises(UsageError, match=f"there does not fit this model: .*{message}.*; use the model fields of its"):
-        checkpoints.load(other(field), *read(files[".ckpt"]), "there")
+        checkpoints.load_into(other(field), *read_checkpoint(files[".ckpt"]), "there")
 
 
 def test_between_mean_and_maximum_weights_fit(files):
-    checkpoints.load(other("model.pooling=max"), *read(files[".ckpt"]), "there")
+    checkpoints.load_into(other("model.pooling=max"), *read_checkpoint(files[".ckpt"]), "there")
 
 
 def test_where_a_pretraining_begins_or_ends_the_pooling_may_be_another(module):
     identity = module.identity()
-    checkpoints.check(other("model.pooling=cls", "pretrain=masked"), identity, "there")
+    checkpoints.check_model(other("model.pooling=cls", "pretrain=masked"), identity, "there")
     masked = other("pretrain=masked")
-    assert checkpoints.pretraining(identity) == "none" and checkpoints.pretraining(masked.identity()) == "masked"
+    assert checkpoints.pretraining_of(identity) == "none" and checkpoints.pretraining_of(masked.identity()) == "masked"
     with pytest.raises(UsageError, match="model.pooling mean here cls"):
-        checkpoints.check(other("model.pooling=cls", "pretrain=masked"), masked.identity(), "there")
+        checkpoints.check_model(other("model.pooling=cls", "pretrain=masked"), masked.identity(), "there")
 
 
 def test_another_vocabulary_is_refused(module):
     identity = module.identity() | {"vocabulary": "0" * 64, "task": "text@1"}
     with pytest.raises(UsageError, match=r"there was trained on the vocabulary of text@1, not of listops@1: choose"):
-        checkpoints.check(module, identity, "there")
+        checkpoints.check_model(module, identity, "there")
 
 
 def test_every_tensor_that_does_not_fit_is_named_once_for_all_layers():
-    own = {"encoder.blocks.0.up.weight": A, "encoder.blocks.12.up.weight": A, "head.bias": B, checkpoints.SCALE: B}
-    checkpoints.check_shapes(own, {key: own[key] for key in own if key != checkpoints.SCALE}, "there")
+    own = {
+        "encoder.blocks.0.up.weight": A,
+        "encoder.blocks.12.up.weight": A,
+        "head.bias": B,
+        checkpoints.POSITION_SCALE: B,
+    }
+    checkpoints.check_shapes(own, {key: own[key] for key in own if key != checkpoints.POSITION_SCALE}, "there")
     given = {"encoder.blocks.0.up.weight": A.flatten(), "encoder.blocks.12.up.weight": A.flatten(), "tail": B}
     said = (
         "there does not fit this model: blocks.*.up.weight [6] here [2, 3], head.bias missing, tail unknown here; "
@@ -277,7 +282,7 @@ def test_what_a_checkpoint_has_behind_it(tmp_path):
     none = {"best_model_score": None, "best_model_path": "/elsewhere/last.ckpt"}
     for callbacks, best in (({"a": none, "b": state}, tmp_path / "best.ckpt"), ({"a": none, "c": {}}, None)):
         torch.save({"global_step": 7, "callbacks": callbacks}, tmp_path / "last.ckpt")
-        assert checkpoints.behind(tmp_path / "last.ckpt") == (7, best, [])
+        assert checkpoints.read_progress(tmp_path / "last.ckpt") == (7, best, [])
 
 
 def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
@@ -285,7 +290,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
     state = {"dirpath": "/old/run", "best_model_path": "/old/run/best.ckpt", "best_model_score": score,
              "best_k_models": {"/old/run/best.ckpt": score}, "mode": "max"}  # fmt: skip
     torch.save({"callbacks": {"a": state, "b": {"x": 1}}}, tmp_path / "last.ckpt")
-    loaded = WholeFiles(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    loaded = WholeCheckpointIO(tmp_path).load_checkpoint(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     here = str(tmp_path.resolve())
     assert loaded["a"]["dirpath"] == here and loaded["a"]["best_model_path"] == f"{here}/best.ckpt"
     assert loaded["a"]["best_k_models"] == {f"{here}/best.ckpt": score} and loaded["b"] == {"x": 1}
@@ -293,7 +298,7 @@ def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):
 
 def test_a_checkpoint_is_written_whole(tmp_path):
     path = tmp_path / "last.ckpt"
-    WholeFiles(tmp_path).save_checkpoint({"a": 1}, path)
+    WholeCheckpointIO(tmp_path).save_checkpoint({"a": 1}, path)
     with pytest.raises(Exception, match="pickle"):
-        WholeFiles(tmp_path).save_checkpoint({"a": lambda: None}, path)
+        WholeCheckpointIO(tmp_path).save_checkpoint({"a": lambda: None}, path)
     assert torch.load(path) == {"a": 1} and [*tmp_path.iterdir()] == [path]

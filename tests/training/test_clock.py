@@ -11,9 +11,9 @@ import torch
 from lra.tasks.base import TaskModule
 from lra.training import clock as clock_module
 from lra.training.clock import RUNS_PER_DEVICE, Clock
-from lra.training.lightning import WholeFiles
+from lra.training.lightning import WholeCheckpointIO
 from lra.training.narrator import Narrator
-from lra.training.run import spent
+from lra.training.run_directory import time_and_memory
 from tests.training.test_fit import interrupt_at
 
 ON_CPU: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))  # a trainer, or a model
@@ -21,7 +21,7 @@ PAUSE = 0.5  # seconds, of which there are more than a small run's steps take
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(WholeFiles, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
+    ("owner", "method"), [(WholeCheckpointIO, "save_checkpoint"), (TaskModule, "on_validation_epoch_end")]
 )
 def test_a_runs_time_and_expected_pace_are_of_its_steps(small, monkeypatch, capsys, one_thread, owner, method):
     slow = getattr(owner, method)
@@ -76,9 +76,9 @@ def test_what_a_run_took_before_it_was_counted_is_unknown():
     clock = Clock()
     clock.load_state_dict({"seconds": 1.0, "steps": 2})
     assert clock.wall() is None
-    assert spent({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
-    assert spent({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
-    assert spent({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
+    assert time_and_memory({"resumed": True, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (None, None)
+    assert time_and_memory({"resumed": False, "session_seconds": 9.0, "peak_gpu_bytes": 5}) == (9, 5)
+    assert time_and_memory({"resumed": True, "wall_seconds": 19.0, "peak_gpu_bytes": 6}) == (19, 6)
 
 
 def test_a_run_remembers_that_its_gpu_was_shared(monkeypatch):

@@ -14,17 +14,17 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 from tensorboardX.record_writer import masked_crc32c
 
 from lra.errors import UsageError
-from lra.training import curves, events
-from lra.training.curves import COLUMNS, Curves, read
+from lra.training import curves, tensorboard
+from lra.training.curves import CURVE_COLUMNS, Curves, read_curves
 from tests.training.test_fit import interrupt_at
 
-HEADER = ",".join(COLUMNS)
+HEADER = ",".join(CURVE_COLUMNS)
 
 
 def logged(folder: Path) -> dict[tuple[int, str], float]:
     """All values in TensorBoard's files, by step and tag; each must be there once, and every record be sound."""
     found: dict[tuple[int, str], float] = {}
-    for file in folder.glob(events.PATTERN):
+    for file in folder.glob(tensorboard.EVENT_FILES):
         content, place = file.read_bytes(), 0
         while place < len(content):
             size = int.from_bytes(content[place : place + 8], "little")
@@ -44,7 +44,7 @@ def logged(folder: Path) -> dict[tuple[int, str], float]:
 def rows(path: Path) -> dict[tuple[int, str], Any]:
     return {
         (int(row["step"]), tag): pytest.approx(float(value))
-        for row in read(path)
+        for row in read_curves(path)
         for tag, value in row.items()
         if tag != "step" and value
     }
@@ -54,7 +54,7 @@ def test_both_files_have_each_row_at_once_and_no_thread_writes_them(tmp_path):
     curves, before = Curves(tmp_path / "metrics.csv"), threading.active_count()
     for step in range(1, 40):
         curves.log_metrics({"train/loss": 1 / step, "lr": 0.5, "unknown": 3.0}, step)
-        assert len(logged(tmp_path / "tensorboard")) == 2 * step and len(read(curves.path)) == step
+        assert len(logged(tmp_path / "tensorboard")) == 2 * step and len(read_curves(curves.path)) == step
     assert threading.active_count() == before
     assert logged(tmp_path / "tensorboard") == rows(curves.path)
 
@@ -73,7 +73,7 @@ def test_a_session_keeps_what_lies_before_it_with_its_times_and_drops_the_rest(t
     Curves(tmp_path / "metrics.csv").log_metrics({"train/loss": 7.0}, 3)
     assert logged(folder) == {(1, "train/loss"): 1.0, (2, "train/loss"): 2.0, (3, "train/loss"): 7.0}
     assert rows(first.path) == logged(folder)
-    assert events.times(folder) == {1: 1000.0, 2: 1000.0, 3: 500.0}
+    assert tensorboard.read_times(folder) == {1: 1000.0, 2: 1000.0, 3: 500.0}
 
 
 def test_what_a_thread_of_an_older_lra_lost_is_there_again(tmp_path):
@@ -143,7 +143,7 @@ def test_columns_in_another_order_stay_their_own(tmp_path):
 def test_a_row_without_a_step_and_numbers_is_refused(tmp_path, row):
     file = tmp_path / "metrics.csv"
     file.write_text(f"{HEADER}\n{row}\n2,,,,0.5\n")
-    for use in (curves.read, Curves):
+    for use in (curves.read_curves, Curves):
         with pytest.raises(UsageError, match=r"metrics.csv can't be read as curves \(.*\): move it away"):
             use(file)
     assert file.read_text() == f"{HEADER}\n{row}\n2,,,,0.5\n"
@@ -152,9 +152,9 @@ def test_a_row_without_a_step_and_numbers_is_refused(tmp_path, row):
 @pytest.mark.parametrize("end", ["2,,", "\0\0\n", "2,\0\0", "\0\n\0"])
 def test_what_a_kill_or_a_power_cut_leaves_of_the_last_row_is_none(tmp_path, end):
     (tmp_path / "metrics.csv").write_text(f"{HEADER}\n1,2.5,0.1,,\n{end}")
-    assert [row["step"] for row in curves.read(tmp_path / "metrics.csv")] == ["1"]
+    assert [row["step"] for row in curves.read_curves(tmp_path / "metrics.csv")] == ["1"]
 
 
 def test_an_empty_file_has_no_rows(tmp_path):
     (tmp_path / "metrics.csv").touch()
-    assert curves.read(tmp_path / "metrics.csv") == []
+    assert curves.read_curves(tmp_path / "metrics.csv") == []

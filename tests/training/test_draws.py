@@ -17,11 +17,11 @@ from lra.errors import UsageError
 from lra.kernels.flash.reference import keep_mask
 from lra.models.attention.performer import orthogonal_features
 from lra.models.dropout import drop, row_keys
-from lra.tasks.masked import hidden
+from lra.tasks.masked import hidden_rows
 from lra.training import draws
-from lra.training.draws import DRAWS
-from lra.training.fit import build, configure
-from lra.training.seeding import derive
+from lra.training.draws import DRAW_VERSIONS
+from lra.training.fit import build_modules, configure
+from lra.training.seeding import derive_seed
 from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
@@ -42,12 +42,12 @@ def digest(drawn: object) -> str:
 
 
 def seeds() -> str:
-    _, module = build(configure(arguments()).config)
-    return digest([derive(0, "weights"), derive(1, "dropout", 5, 3), *cast(Step, module.step).seeds(7, 1)])
+    _, module = build_modules(configure(arguments()).config)
+    return digest([derive_seed(0, "weights"), derive_seed(1, "dropout", 5, 3), *cast(Step, module.step).seeds(7, 1)])
 
 
 def weights() -> list[float]:
-    _, module = build(configure(arguments()).config)
+    _, module = build_modules(configure(arguments()).config)
     return [p.flatten()[17].item() for p in module.parameters() if p.dim() > 1]
 
 
@@ -69,7 +69,7 @@ def features() -> list[float]:
 
 
 def hiding() -> str:
-    return digest(hidden(batch(), 0.4, None).tolist())
+    return digest(hidden_rows(batch(), 0.4, None).tolist())
 
 
 DRAWN = {each.__name__: each for each in (seeds, weights, order, dropout, attention, features, hiding)}
@@ -99,12 +99,14 @@ GOLDEN: dict[str, str | list[float]] = {
 
 
 def test_each_draw_is_pinned():
-    assert DRAWN.keys() == DRAWS.keys() and GOLDEN.keys() == {f"{name} {version}" for name, version in DRAWS.items()}
+    assert DRAWN.keys() == DRAW_VERSIONS.keys() and GOLDEN.keys() == {
+        f"{name} {version}" for name, version in DRAW_VERSIONS.items()
+    }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", DRAW_VERSIONS)
 def test_a_version_draws_what_it_drew(name):
-    golden = GOLDEN[f"{name} {DRAWS[name]}"]
+    golden = GOLDEN[f"{name} {DRAW_VERSIONS[name]}"]
     # PyTorch's own arithmetic may be another one in the last digits
     assert DRAWN[name]() == (golden if isinstance(golden, str) else pytest.approx(golden, rel=1e-4))
 
@@ -133,23 +135,23 @@ def state(checkpoint: Path, drawn) -> None:
 
 def test_a_run_states_its_draws_in_checkpoints_and_result(interrupted):
     result = interrupted()
-    expected = [{"step": 0, "draws": DRAWS}]
+    expected = [{"step": 0, "draws": DRAW_VERSIONS}]
     assert result["draws"] == expected
     assert torch.load(Path(result["directory"]) / "best.ckpt", weights_only=True)["draws"] == expected
 
 
-@pytest.mark.parametrize("before", [None, DRAWS | {"dropout": 0, "gone": 1}], ids=["none", "others"])
+@pytest.mark.parametrize("before", [None, DRAW_VERSIONS | {"dropout": 0, "gone": 1}], ids=["none", "others"])
 def test_other_draws_are_refused_unless_asked_for_and_then_recorded(interrupted, before):
     (last,) = Path().glob("checkpoints/runs/*/*/*/last.ckpt")
     state(last, before)
     there = last.read_bytes(), (last.parent / "env.json").read_bytes()
-    what = "it states none" if before is None else f"dropout 0, here {DRAWS['dropout']}, gone 1, here unknown"
+    what = "it states none" if before is None else f"dropout 0, here {DRAW_VERSIONS['dropout']}, gone 1, here unknown"
     with pytest.raises(UsageError, match=rf"other draws \({what}\).*draws=changed") as caught:
         interrupted()
     assert "\n" not in str(caught.value)
     assert (last.read_bytes(), (last.parent / "env.json").read_bytes()) == there
     result = interrupted("draws=changed")
-    assert result["draws"] == [{"step": 0, "draws": before}, {"step": 4, "draws": DRAWS}]
+    assert result["draws"] == [{"step": 0, "draws": before}, {"step": 4, "draws": DRAW_VERSIONS}]
     assert "draws=changed" not in result["overrides"] and result["directory"] == str(last.parent)
 
 
@@ -160,13 +162,13 @@ def test_a_run_that_has_only_its_scores_left_draws_nothing_more(small, monkeypat
             small(*RUN)
     (last,) = Path().glob("checkpoints/runs/*/*/*/last.ckpt")
     state(last, None)
-    assert small(*RUN, "resume=auto")["draws"] == draws.UNKNOWN
+    assert small(*RUN, "resume=auto")["draws"] == draws.UNKNOWN_DRAWS
 
 
 def test_weights_are_weights_whatever_drew_them(interrupted, small):
     (last,) = Path().glob("checkpoints/runs/*/*/*/last.ckpt")
     state(last, None)
-    assert small("name=other", "trainer.steps=4", f"init={last}")["draws"] == [{"step": 0, "draws": DRAWS}]
+    assert small("name=other", "trainer.steps=4", f"init={last}")["draws"] == [{"step": 0, "draws": DRAW_VERSIONS}]
     assert lra.test(f"init={last}")["test"]["n"] == 20
 
 

@@ -20,13 +20,13 @@ from lra.models.attention import ATTENTIONS
 from lra.training import assembly
 from lra.training import fit as fit_module
 from lra.training import step as step_module
-from lra.training.checkpoints import read
+from lra.training.checkpoints import read_checkpoint
 from lra.training.clock import Clock
-from lra.training.compiling import INDUCTOR, compile_batched
+from lra.training.compiling import INDUCTOR_OPTIONS, compile_batched
 from lra.training.engine import CapturedStep
-from lra.training.fit import build, configure
-from lra.training.optim import SGD, trained
-from lra.training.optim import build as build_optimizer
+from lra.training.fit import build_modules, configure
+from lra.training.optim import SGD, trained_parameters
+from lra.training.optim import make_optimizer as build_optimizer
 from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
@@ -70,7 +70,7 @@ def broken(small, monkeypatch, *args: str) -> dict[str, Any]:
 
 def test_a_resumed_run_is_the_unbroken_one(small, without_graphs, monkeypatch):
     whole, parts = small("name=whole"), broken(small, monkeypatch)
-    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -109,7 +109,7 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
         run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
         compiled = compile_batched(len, run.attn.deterministic)  # type: ignore[arg-type]
         marked += compiled(filled_batch(0).to("cpu"))
-    options = INDUCTOR
+    options = INDUCTOR_OPTIONS
     assert asked == [{"options": options}, {"dynamic": False, "options": options | {"deterministic": True}}]
     assert marked == [{0}, None] and {*options, "deterministic"} <= {*torch._inductor.list_options()}
 
@@ -117,7 +117,7 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
 def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
     def run(*args: str) -> tuple[Step, Any]:
         config: RunConfig = configure(arguments(*args)).config
-        module = build(config)[1]
+        module = build_modules(config)[1]
         return module.step, module  # type: ignore[return-value]
 
     step, module = run()
@@ -167,7 +167,7 @@ def test_data_that_is_uploaded_goes_through_static_buffers(small, without_graphs
     host = small("name=host")
     monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
     there = small("name=there")
-    a, b = (read(result["directory"])[0] for result in (host, there))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (host, there))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -180,7 +180,7 @@ def test_every_attention_can_be_captured(name):
     options = ("model.d_model=64", "model.heads=2", "task.max_length=400", "model.attn_dropout=0", "model.dropout=0")
     run = configure(arguments(f"attn={name}", "trainer.accelerator=gpu", "trainer.precision=bf16", *options)).config
     torch.manual_seed(0)
-    module = build(run)[1].to(CUDA).train()
+    module = build_modules(run)[1].to(CUDA).train()
     step = module.step
     if not step.captures(module, CUDA):  # type: ignore[attr-defined]
         pytest.skip(f"{name} is declared as not to be captured")
@@ -191,11 +191,13 @@ def test_every_attention_can_be_captured(name):
             return module.loss(batch)
 
     optimizer = build_optimizer(run.optim, module)
-    engine = CapturedStep(module.loss, trained(module), optimizer, lambda gradient: None, CUDA, bf16=True)
+    engine = CapturedStep(module.loss, trained_parameters(module), optimizer, lambda gradient: None, CUDA, bf16=True)
     engine.begin(1, 0.0)
     for seed in range(4):  # as it is, captured, replayed twice
         batch = filled_batch(seed)
-        expected = torch.autograd.grad(loss(batch.to(CUDA).with_seed(engine.seed)), trained(module), allow_unused=True)
+        expected = torch.autograd.grad(
+            loss(batch.to(CUDA).with_seed(engine.seed)), trained_parameters(module), allow_unused=True
+        )
         engine.flat.zero_()
         engine.add(batch)
         for got, want in zip(engine.sums, expected, strict=True):

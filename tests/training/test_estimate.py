@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lra.training.estimate import Estimate
-from lra.training.progress import pace
+from lra.training.progress import format_speed
 
 
 def made(example: float | None = 0.1) -> Estimate:
@@ -44,4 +44,4 @@ def test_it_is_told_again_when_it_has_doubled():
 
 @pytest.mark.parametrize(("speed", "text"), [(None, ""), (0.0, ""), (40.0, "40.0/s"), (0.08, "12.5 s each")])
 def test_a_slow_bar_shows_seconds_of_a_step(speed, text):
-    assert pace(speed) == text
+    assert format_speed(speed) == text

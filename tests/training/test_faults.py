@@ -17,11 +17,11 @@ from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training.clock import Clock
-from lra.training.faults import culprit
+from lra.training.faults import find_culprit
 from lra.training.fit import configure
 from lra.training.optim import AdamW
 from lra.training.step import Step
-from lra.training.tally import Counts, Reading, Tally
+from lra.training.tally import PendingCounts, StepCounts, Tally
 from tests.training.conftest import arguments
 from tests.training.test_engine import without_graphs  # noqa: F401 - a fixture
 from tests.training.test_fit import interrupt_at
@@ -127,7 +127,7 @@ def test_a_fault_is_reproduced_by_its_weights_and_batch_alone(small, monkeypatch
         small("name=bad", "batch.micro=3")
     torch.manual_seed(1)  # as in another process
     path = RUN / "bad-s0/fault.pt"
-    found = culprit(lra.load(path), torch.load(path, weights_only=True))
+    found = find_culprit(lra.load(path), torch.load(path, weights_only=True))
     assert found and str(error.value).startswith(f"{found} at step 7")
 
 
@@ -183,16 +183,16 @@ def test_a_run_that_skips_ends_with_the_weights_before_the_faults(small, monkeyp
 
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_run_that_dies_has_logged_what_was_counted(small, monkeypatch, step):
-    monkeypatch.setattr(Reading, "arrived", lambda self: False)  # as on a GPU that has more to do
+    monkeypatch.setattr(PendingCounts, "arrived", lambda self: False)  # as on a GPU that has more to do
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
         interrupt_at(step, patch)
         small("name=bad", "trainer.log_every=3", "trainer.eval_every=12")
-    assert [row["step"] for row in curves.read(RUN / "bad-s0/metrics.csv")] == ["3"]
+    assert [row["step"] for row in curves.read_curves(RUN / "bad-s0/metrics.csv")] == ["3"]
 
 
 def test_a_tally_counts_on_from_where_it_was():
     bad, good = torch.tensor([1.0, torch.inf, 2.0]), torch.tensor([1.0, 1.0, 2.0])
-    for skip, counts in ((False, Counts(2.0, 1, 1, 2)), (True, Counts(4.0, 2, 1, 1))):
+    for skip, counts in ((False, StepCounts(2.0, 1, 1, 2)), (True, StepCounts(4.0, 2, 1, 1))):
         tally = Tally(CPU, 0, skip)
         for flat in (good, bad):
             tally.judge(flat)

@@ -18,7 +18,7 @@ import lra
 from lra.errors import UsageError
 from lra.training import checkpoints, curves
 from lra.training.clock import Clock
-from lra.training.run import at_rest, claim, claimed
+from lra.training.run_directory import claim_directory, is_claimed, locked_shared
 from lra.training.step import Step
 from tests.training.conftest import arguments
 
@@ -46,8 +46,8 @@ def test_checkpoints_are_plain_and_hold_their_identity(finished):
     for name in ("best.ckpt", "last.ckpt"):
         identity = torch.load(finished / name, weights_only=True)["lra"]
         assert identity["task"] == "listops@1" and identity["config"]["model"]["d_model"] == 32
-    weights, identity = checkpoints.read(finished)
-    best, _ = checkpoints.read(finished / "best.ckpt")
+    weights, identity = checkpoints.read_checkpoint(finished)
+    best, _ = checkpoints.read_checkpoint(finished / "best.ckpt")
     assert weights.keys() == best.keys() and all(torch.equal(weights[key], best[key]) for key in best)
 
 
@@ -62,7 +62,7 @@ def test_only_weights_go_back_to_the_best_step(small, monkeypatch):
     again = small("resume=auto", "batch.micro=4")  # nothing is computed by it any more
     best, last = (torch.load(path / name, weights_only=True) for name in ("best.ckpt", "last.ckpt"))
     assert (best["global_step"], last["global_step"]) == (4, 12)
-    scored, _ = checkpoints.read(path)
+    scored, _ = checkpoints.read_checkpoint(path)
     assert all(torch.equal(value, best["state_dict"][f"model.{name}"]) for name, value in scored.items())
     assert not all(torch.equal(value, last["state_dict"][f"model.{name}"]) for name, value in scored.items())
     clock = last["callbacks"]["Clock"]
@@ -76,7 +76,7 @@ def test_a_finished_run_returns_its_result_at_once(finished, monkeypatch):
     monkeypatch.chdir(finished.parents[4])
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("trained again"))
     assert lra.fit(*arguments("name=done")) == json.loads((finished / "result.json").read_text())
-    monkeypatch.setattr("lra.training.fit.join", lambda *_: SimpleNamespace(rank=1))
+    monkeypatch.setattr("lra.training.fit.join_launch", lambda *_: SimpleNamespace(rank=1))
     assert lra.fit(*arguments("name=done")) == {}, "only the first rank has a result to print"
 
 
@@ -88,14 +88,14 @@ def test_test_scores_a_checkpoint_as_fit_did(finished):
 
 
 def test_a_checkpoint_is_scored_whatever_it_was_trained_on_and_for(finished, monkeypatch):
-    read = checkpoints.read
+    read = checkpoints.read_checkpoint
 
     def trained_otherwise(path):
         weights, identity = read(path)
         identity["config"]["trainer"] |= {"steps": 10, "eval_every": 4, "devices": 2}
         return weights, identity
 
-    monkeypatch.setattr(checkpoints, "read", trained_otherwise)
+    monkeypatch.setattr(checkpoints, "read_checkpoint", trained_otherwise)
     assert lra.test(f"init={finished}")["test"]["n"] == 20
 
 
@@ -154,7 +154,7 @@ def test_resuming_in_mid_epoch_changes_nothing(small, monkeypatch, attn, options
 
 def test_one_process_works_on_a_run(small):
     path = Path("checkpoints/runs/listops/flash/mine-s0")
-    held = claim(path)
+    held = claim_directory(path)
     assert held is not None
     with pytest.raises(UsageError, match=r"another process works in \S*mine-s0: wait for it, or choose another name="):
         small("name=mine")
@@ -165,17 +165,17 @@ def test_one_process_works_on_a_run(small):
 
 def test_who_looks_whether_a_run_is_worked_on_keeps_nobody_from_it(tmp_path):
     with ExitStack() as looking:
-        assert looking.enter_context(at_rest(tmp_path))
+        assert looking.enter_context(locked_shared(tmp_path))
         threading.Timer(0.1, looking.close).start()
-        held = claim(tmp_path)
-    assert held is not None and claimed(tmp_path)
+        held = claim_directory(tmp_path)
+    assert held is not None and is_claimed(tmp_path)
     os.close(held)
 
 
 def test_a_finished_run_goes_on_with_more_steps(small):
     first = small()["directory"]
     longer = small("trainer.steps=20", f"resume={first}/last.ckpt")
-    rows = curves.read(Path(longer["directory"], "metrics.csv"))
+    rows = curves.read_curves(Path(longer["directory"], "metrics.csv"))
     assert longer["steps"] == 20 and [int(row["step"]) for row in rows if row["val/accuracy"]] == [16, 20]
 
 
@@ -195,7 +195,7 @@ def test_what_goes_on_elsewhere_keeps_the_best_so_far(small):
     longer = small(*fields)
     assert longer["val"]["accuracy"] == 0.875
     assert Path(longer["directory"], "best.ckpt").read_bytes() == best.read_bytes()
-    weights, scored_weights = (checkpoints.read(folder)[0] for folder in (first, longer["directory"]))
+    weights, scored_weights = (checkpoints.read_checkpoint(folder)[0] for folder in (first, longer["directory"]))
     assert all(torch.equal(value, weights[key]) for key, value in scored_weights.items())
 
 
@@ -276,14 +276,14 @@ def test_nothing_to_resume_is_an_error_for_true_and_none_for_auto(small, tmp_pat
 
 
 def test_init_starts_from_another_run(small, finished):
-    weights, _ = checkpoints.read(finished)
+    weights, _ = checkpoints.read_checkpoint(finished)
     started = small(f"init={finished}", "optim.lr=1e-12", "optim.weight_decay=0")
-    after, _ = checkpoints.read(started["directory"])
+    after, _ = checkpoints.read_checkpoint(started["directory"])
     assert all(torch.allclose(weights[key], after[key], atol=1e-6) for key in weights)
 
 
 def test_every_tensor_that_does_not_fit_is_named(finished):
-    weights, identity = checkpoints.read(finished)
+    weights, identity = checkpoints.read_checkpoint(finished)
     bias, scale = weights.pop("head.2.bias"), weights["encoder.norm.weight"]
     weights |= {"tail.bias": bias, "encoder.norm.weight": scale[1:]}
     there, here = len(scale) - 1, len(scale)
@@ -291,7 +291,7 @@ def test_every_tensor_that_does_not_fit_is_named(finished):
         rf"w does not fit this model: head.2.bias missing, norm.weight \[{there}\] here \[{here}\], tail.bias unknown"
     )
     with pytest.raises(UsageError, match=message):
-        checkpoints.load(lra.load(finished), weights, identity, "w")
+        checkpoints.load_into(lra.load(finished), weights, identity, "w")
 
 
 def test_init_that_does_not_fit_is_refused_by_name(small, finished, tmp_path):

@@ -14,7 +14,7 @@ from lra.errors import UsageError
 from lra.ranks import STARTER
 from lra.tasks.base import TaskModule
 from lra.training.fit import configure
-from lra.training.hardware import crowding, hardware
+from lra.training.hardware import crowding_note, trainer_hardware
 from tests.training.conftest import arguments
 
 
@@ -37,19 +37,19 @@ def test_files_modules_and_launchers_start_several_processes(tmp_path, monkeypat
     run, main = configure(arguments("trainer.devices=2")).config, SimpleNamespace(__spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", [__file__])
-    assert hardware(run)["devices"] == 2
+    assert trainer_hardware(run)["devices"] == 2
     for name in ("-c", "-", ""):
         monkeypatch.setattr(sys, "argv", [name])
         with pytest.raises(UsageError, match="trainer.devices=2 needs a script file"):
             lra.fit(*arguments("trainer.devices=2"))
         assert not list(tmp_path.iterdir()), "it is refused before anything is written"
-        assert hardware(configure(arguments()).config)["devices"] == 1
+        assert trainer_hardware(configure(arguments()).config)["devices"] == 1
     with monkeypatch.context() as patch:
         patch.setattr(main, "__spec__", "as python -m has it")
-        assert hardware(run)["devices"] == 2
+        assert trainer_hardware(run)["devices"] == 2
     for name, value in ((STARTER, os.getppid()), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("MASTER_PORT", 29500)):
         monkeypatch.setenv(name, str(value))
-    assert hardware(run)["devices"] == 2
+    assert trainer_hardware(run)["devices"] == 2
 
 
 def test_processes_on_a_cpu_are_asked_for_by_name_and_counted(monkeypatch):
@@ -58,13 +58,13 @@ def test_processes_on_a_cpu_are_asked_for_by_name_and_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lra.training.hardware._cores", lambda: 2)
     with pytest.raises(UsageError, match="trainer.devices=4, but PyTorch finds no GPU: .* trainer.accelerator=cpu"):
-        hardware(configure(arguments("trainer.devices=4", "trainer.accelerator=auto")).config)
+        trainer_hardware(configure(arguments("trainer.devices=4", "trainer.accelerator=auto")).config)
     four = configure(arguments("trainer.devices=4")).config
-    assert hardware(four)["devices"] == 4
-    assert crowding(four) == "trainer.devices=4: so many processes share 2 cores of this CPU"
-    assert crowding(configure(arguments("trainer.devices=2")).config) is None
+    assert trainer_hardware(four)["devices"] == 4
+    assert crowding_note(four) == "trainer.devices=4: so many processes share 2 cores of this CPU"
+    assert crowding_note(configure(arguments("trainer.devices=2")).config) is None
     with pytest.raises(UsageError, match="trainer.devices=64, but this CPU has 2 cores"):
-        hardware(configure(arguments("trainer.devices=64")).config)
+        trainer_hardware(configure(arguments("trainer.devices=64")).config)
 
 
 @pytest.mark.parametrize(("precision", "computed"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

@@ -10,7 +10,7 @@ from lra.errors import UsageError, out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import faults
 from lra.training.clock import RUNS_PER_DEVICE
-from lra.training.rehearsal import Rehearsal
+from lra.training.early_validation import EarlyValidation
 from lra.training.step import Step
 from tests.training.test_faults import inject
 
@@ -60,20 +60,20 @@ def test_no_room_for_validation_is_found_long_before_it(small, monkeypatch, tmp_
     with pytest.raises(UsageError, match=r"^out of CPU memory at batch.eval=250: set batch.eval=125 and resume=auto$"):
         small("name=early", "trainer.steps=400", "trainer.eval_every=400")
     result = json.loads((tmp_path / "checkpoints/runs/listops/flash/early-s0/result.json").read_text())
-    assert result["status"] == "oom" and result["steps"] == Rehearsal.STEPS
+    assert result["status"] == "oom" and result["steps"] == EarlyValidation.STEPS
 
 
 def test_a_batch_scored_early_changes_nothing(small, monkeypatch):
-    monkeypatch.setattr(Rehearsal, "STEPS", 2)
+    monkeypatch.setattr(EarlyValidation, "STEPS", 2)
     early = small("name=early")
-    monkeypatch.setattr(Rehearsal, "STEPS", 1000)
+    monkeypatch.setattr(EarlyValidation, "STEPS", 1000)
     late = small("name=late")
     assert early["test"] == late["test"] and early["val"] == late["val"]
 
 
 def test_a_fault_whose_culprit_does_not_fit_is_still_said(small, monkeypatch, full):
     inject(monkeypatch, "loss", 3)
-    monkeypatch.setattr(faults, "culprit", full)
+    monkeypatch.setattr(faults, "find_culprit", full)
     with pytest.raises(UsageError, match="^the training loss or a gradient is not finite at step 3: "):
         small()
 

@@ -17,8 +17,8 @@ from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 from lra.tasks.base import TaskModule
 from lra.training import optim
-from lra.training.checkpoints import read
-from lra.training.fit import build, configure
+from lra.training.checkpoints import read_checkpoint
+from lra.training.fit import build_modules, configure
 from lra.training.optim import OPTIMIZERS, learning_rate
 from tests.training.conftest import arguments
 from tests.training.test_engine import losses, without_graphs  # noqa: F401 - a fixture
@@ -65,7 +65,7 @@ def test_an_optimiser_is_pytorchs_with_the_options_that_it_has(name):
     config, plain = config_of(name), {"adamw": "AdamW", "adam": "Adam", "adamax": "Adamax", "nadam": "NAdam",
         "radam": "RAdam", "rmsprop": "RMSprop", "sgd": "SGD"}  # fmt: skip
     ours, theirs = model(), model()
-    optimizer = optim.build(config, ours)
+    optimizer = optim.make_optimizer(config, ours)
     options = {option: value for option, value in OPTIONS.items() if name in OPTIM_OPTIONS[option]}
     other = getattr(torch.optim, plain[name])(theirs.parameters(), lr=0.01, weight_decay=0.1, **options)
     for number in range(3):
@@ -80,7 +80,7 @@ def test_an_optimiser_is_pytorchs_with_the_options_that_it_has(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_that_is_taken_back_leaves_nothing(name):
     """As on a GPU, where no host looks: the first update, of which no state is there, and a later one."""
-    skipping, plain = (optim.build(config_of(name), model()) for _ in range(2))
+    skipping, plain = (optim.make_optimizer(config_of(name), model()) for _ in range(2))
     modules = [nn.ParameterList(each.param_groups[0]["params"]) for each in (skipping, plain)]
     for number, out in enumerate((1.0, 0.0, 1.0, 0.0)):
         take(modules[0], lambda out=out: skipping._update_unless(torch.tensor(out)), number)
@@ -91,7 +91,10 @@ def test_an_update_that_is_taken_back_leaves_nothing(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_checkpoint_has_the_moments_and_not_the_options(name):
-    before, after = optim.build(config_of(name), model()), optim.build(config_of(name, lr=0.5), model())
+    before, after = (
+        optim.make_optimizer(config_of(name), model()),
+        optim.make_optimizer(config_of(name, lr=0.5), model()),
+    )
     module, other = (nn.ParameterList(each.param_groups[0]["params"]) for each in (before, after))
     take(module, before.update, 0)
     after.load_state_dict(copy.deepcopy(before.state_dict()))
@@ -148,9 +151,9 @@ def test_an_option_that_an_optimiser_has_not_is_refused(fields, message):
 
 
 def test_norms_biases_and_embeddings_do_not_decay_where_matrices_do():
-    module = build(configure(arguments("attn=linformer", "model.attn_dropout=0")).config)[1]
+    module = build_modules(configure(arguments("attn=linformer", "model.attn_dropout=0")).config)[1]
     names = {parameter: name for name, parameter in module.named_parameters()}
-    decaying, others = optim.groups(OptimConfig(weight_decay=0.1, decay="matrices"), module)
+    decaying, others = optim.parameter_groups(OptimConfig(weight_decay=0.1, decay="matrices"), module)
     if "weight_decay" in decaying:
         decaying, others = others, decaying
     assert others["weight_decay"] == 0 and "weight_decay" not in decaying
@@ -182,11 +185,11 @@ def test_a_mark_gives_a_parameter_its_own_rate_and_decay(small, monkeypatch, req
         request.getfixturevalue("without_graphs")
     one = ("trainer.steps=2", "trainer.eval_every=2", "trainer.log_every=1", "optim.lr=0.01", "optim.clip=null",
            "optim.schedule=linear", "optim.warmup=0", "optim.weight_decay=0.5")  # fmt: skip
-    start = build(configure(arguments(*one)).config)[1].model.state_dict()
+    start = build_modules(configure(arguments(*one)).config)[1].model.state_dict()
     plain = small(*one, "name=plain")
     marked(monkeypatch, lr=0.0)
     still = small(*one, "name=still")
-    a, b = (read(result["directory"])[0] for result in (plain, still))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (plain, still))
     name = "head.2.bias"
     assert torch.equal(b[name], start[name]) and not torch.equal(a[name], start[name])
     assert any(not torch.equal(b[key], start[key]) for key in b)
@@ -208,7 +211,7 @@ def test_the_schedule_scales_a_marked_rate_in_proportion():
     module = model()
     module[1].bias._optim = {"lr": 0.03, "weight_decay": 0.2}  # type: ignore[union-attr]
     module[2].bias._optim = {"weight_decay": 0.2}  # type: ignore[union-attr]
-    optimizer = optim.build(OptimConfig(lr=0.01, weight_decay=0.1), module)
+    optimizer = optim.make_optimizer(OptimConfig(lr=0.01, weight_decay=0.1), module)
     optimizer.set_rate(0.005)
     rates = [(len(group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert rates == [(3, 0.005, 0.1), (1, pytest.approx(0.015), 0.2), (1, 0.005, 0.2)]
@@ -292,8 +295,8 @@ def test_a_run_of_every_optimiser_moves_to_a_gpu_and_back(small, name, engine):
 def test_a_mark_is_obeyed_in_a_captured_step(small, monkeypatch):
     marked(monkeypatch, lr=0.0, weight_decay=0.0)
     gpu = ("trainer.accelerator=gpu", "engine=captured", "optim.lr=0.01", "optim.weight_decay=0.5", "name=marked")
-    weights = read(small(*gpu)["directory"])[0]
-    start = build(lra.load("checkpoints/runs/listops/flash/marked-s0").run)[1].model.state_dict()
+    weights = read_checkpoint(small(*gpu)["directory"])[0]
+    start = build_modules(lra.load("checkpoints/runs/listops/flash/marked-s0").run)[1].model.state_dict()
     name = "head.2.bias"
     assert torch.equal(weights[name], start[name]) and not all(torch.equal(weights[k], start[k]) for k in start)
 
@@ -335,16 +338,21 @@ def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says(
     assert after.state[weight]["step"] == 2
 
 
-@pytest.mark.parametrize("most", [optim.PIECES, 1])
+@pytest.mark.parametrize("most", [optim.MOST_PIECES, 1])
 def test_the_fused_update_in_pieces_is_that_of_whole_tensors(most, monkeypatch):
     """As many as they come to, or as few as that many."""
     cuts, update = [], torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
     monkeypatch.setattr(
         torch, "_fused_adamw_", lambda *lists, **options: cuts.append(len(lists[0])) or update(*lists, **options)
     )
-    monkeypatch.setattr(optim, "PIECES", most)
+    monkeypatch.setattr(optim, "MOST_PIECES", most)
     torch.manual_seed(0)
-    start = [torch.randn(3), torch.randn(2 * optim.PIECE + 5), torch.randn(optim.PIECE // 64, 64), torch.zeros(0, 4)]
+    start = [
+        torch.randn(3),
+        torch.randn(2 * optim.PIECE_SIZE + 5),
+        torch.randn(optim.PIECE_SIZE // 64, 64),
+        torch.zeros(0, 4),
+    ]
     updated = []
     for kind in (optim.AdamW, torch.optim.AdamW):
         weights = [torch.nn.Parameter(each.clone()) for each in start]

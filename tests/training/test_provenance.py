@@ -10,7 +10,7 @@ import lra
 from lra import environment
 from lra.errors import UsageError
 from lra.training import checkpoints, fit, provenance, transfer
-from lra.training.saved import UNKNOWN, chain, clean, lacking
+from lra.training.run_files import UNKNOWN_COMMIT, describe_ancestry, has_clean_commits, missing_fields
 
 from .conftest import arguments
 
@@ -25,13 +25,13 @@ def at(monkeypatch):
 
 
 def untrained(*args: str):
-    return fit.build(lra.configure(arguments(*FEW, *args)).config)[1]
+    return fit.build_modules(lra.configure(arguments(*FEW, *args)).config)[1]
 
 
 def started(path):
     """A module that took weights."""
     module = untrained(f"init={path}")
-    transfer.start(module, path)
+    transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
     return module
 
 
@@ -51,12 +51,12 @@ def test_a_chain_of_runs_is_named_from_the_first_weights_to_the_last(small, at):
     at("1" * 12 + "+")
     second = stated(two := small(*FEW, "name=second", f"init={one['directory']}"))
     assert first["ancestors"] == [] and first["run"] == one["directory"]
-    assert first["began"] == provenance.digest(untrained("name=first").model.state_dict())
+    assert first["began"] == provenance.weights_digest(untrained("name=first").model.state_dict())
     assert second["began"] == first["ended"] and len({first["began"], first["ended"], second["ended"]}) == 3
     assert second["ancestors"] == [{name: first[name] for name in FIELDS}]
     for run, record in ((one, first), (two, second)):
-        weights, identity = checkpoints.read(run["directory"])
-        assert record["ended"] == provenance.digest(weights) and identity["provenance"] == record
+        weights, identity = checkpoints.read_checkpoint(run["directory"])
+        assert record["ended"] == provenance.weights_digest(weights) and identity["provenance"] == record
         assert lra.load(run["directory"]).provenance == record
     third = started(two["directory"])
     assert third.provenance["ancestors"] == [{name: each[name] for name in FIELDS} for each in (first, second)]
@@ -86,38 +86,44 @@ def test_a_session_of_an_unknown_commit_is_not_passed_over(at):
     module = untrained()
     for commit, resumed in (("a" * 12, False), (None, True), ("a" * 12, True), ("b" * 12, True)):
         at(commit)
-        provenance.begin(module, Path("here"), resumed)
-    assert module.provenance["commit"] == f"{'a' * 12}, {UNKNOWN}, {'b' * 12}"
+        provenance.begin_provenance(module, Path("here"), resumed)
+    assert module.provenance["commit"] == f"{'a' * 12}, {UNKNOWN_COMMIT}, {'b' * 12}"
 
 
 def test_what_an_older_lra_did_not_state_is_not_made_up(finished, at, tmp_path):
-    weights, identity = checkpoints.read(finished)
+    weights, identity = checkpoints.read_checkpoint(finished)
     result = json.loads((finished / "result.json").read_text())
     del identity["provenance"], result["provenance"]
-    assert not lacking(result) and chain(result) == ""
+    assert not missing_fields(result) and describe_ancestry(result) == ""
     (tmp_path / "result.json").write_text(json.dumps(result))
     unknown = dict.fromkeys(FIELDS[1:])
-    own = {"run": f"{tmp_path}/x.ckpt", "ended": provenance.digest(weights)}
+    own = {"run": f"{tmp_path}/x.ckpt", "ended": provenance.weights_digest(weights)}
     commit = result["environment"]["commit"]  # the result beside the weights is of them
     assert started(save(tmp_path, weights, identity)).provenance == {"ancestors": [unknown | own | {"commit": commit}]}
     identity["config"] |= {"init": "there"}  # and now it is not
     module = started(save(tmp_path, weights, identity))
     assert module.provenance == {"ancestors": [{"run": "there"} | unknown, unknown | own]}
-    module.provenance = provenance.of(identity)
+    module.take_weights(module.model.state_dict(), {}, provenance.read_provenance(identity))
     at("a" * 12)
-    provenance.begin(module, Path("here"), resumed=True)
-    assert module.provenance["began"] is None and module.provenance["commit"] == f"{UNKNOWN}, {'a' * 12}"
+    provenance.begin_provenance(module, Path("here"), resumed=True)
+    assert module.provenance["began"] is None and module.provenance["commit"] == f"{UNKNOWN_COMMIT}, {'a' * 12}"
 
 
 def test_a_result_is_clean_if_all_that_led_to_it_is():
     record = {"run": "two", "ended": "f" * 64, "commit": "a" * 12, "ancestors": [{"run": "one", "commit": "b" * 12}]}
     result = {"environment": {"commit": "a" * 12}, "provenance": record}
-    assert clean(result) and chain(result) == f"one {UNKNOWN} (commit {'b' * 12}) > two {'f' * 12} (commit {'a' * 12})"
-    assert clean(result | {"provenance": {}}) and clean({"environment": {"commit": "a" * 12}})
-    for commit in (None, "", UNKNOWN, "a" * 12 + "+", f"{'b' * 12}, {'c' * 12}+"):
-        assert not clean(result | {"environment": {"commit": commit}})
-        assert not clean(result | {"provenance": record | {"commit": commit}})
-        assert not clean(result | {"provenance": record | {"ancestors": [{"run": "one", "commit": commit}]}})
+    assert (
+        has_clean_commits(result)
+        and describe_ancestry(result)
+        == f"one {UNKNOWN_COMMIT} (commit {'b' * 12}) > two {'f' * 12} (commit {'a' * 12})"
+    )
+    assert has_clean_commits(result | {"provenance": {}}) and has_clean_commits({"environment": {"commit": "a" * 12}})
+    for commit in (None, "", UNKNOWN_COMMIT, "a" * 12 + "+", f"{'b' * 12}, {'c' * 12}+"):
+        assert not has_clean_commits(result | {"environment": {"commit": commit}})
+        assert not has_clean_commits(result | {"provenance": record | {"commit": commit}})
+        assert not has_clean_commits(
+            result | {"provenance": record | {"ancestors": [{"run": "one", "commit": commit}]}}
+        )
 
 
 @pytest.mark.parametrize("broken", [
@@ -126,7 +132,7 @@ def test_a_result_is_clean_if_all_that_led_to_it_is():
 ])  # fmt: skip
 def test_what_is_no_record_is_refused(finished, tmp_path, broken):
     result = json.loads((finished / "result.json").read_text())
-    assert lacking(result | {"provenance": broken}) == "a whole provenance"
-    weights, identity = checkpoints.read(finished)
+    assert missing_fields(result | {"provenance": broken}) == "a whole provenance"
+    weights, identity = checkpoints.read_checkpoint(finished)
     with pytest.raises(UsageError, match="can't be read as a checkpoint of lra"):
-        checkpoints.read(save(tmp_path, weights, identity | {"provenance": broken}))
+        checkpoints.read_checkpoint(save(tmp_path, weights, identity | {"provenance": broken}))

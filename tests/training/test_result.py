@@ -11,7 +11,7 @@ from lra import environment
 from lra.kernels import library
 from lra.training import fit
 from lra.training.clock import Clock
-from lra.training.result import _name, facts, sampling_bound, spent
+from lra.training.result import _name, result_costs, result_facts, sampling_bound
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_result_has_the_commit_that_made_it(small, monkeypatch):
 
 def test_a_result_states_what_ran_and_how_long():
     composed = fit.configure(["task=listops", "attn=standard", "recipe=demo", "seed=4", "optim.lr=1e-3", "resume=auto"])
-    _, module = fit.build(composed.config)
+    _, module = fit.build_modules(composed.config)
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
     clock.sharing = 3
@@ -41,7 +41,7 @@ def test_a_result_states_what_ran_and_how_long():
     for name in ("hopper_shared", "hopper_forward", "hopper_shared"):
         library.note_kernel("forward", name)
     clock.elsewhere, clock.seconds, clock.steps, clock.first, clock.validation = 100.0, 20.0, 50, 2.26, 3.34
-    said = facts(composed, module, trainer, clock)
+    said = result_facts(composed, module, trainer, clock)
     assert (said["task"], said["attn"], said["recipe"], said["seed"]) == ("listops@1", "standard", "demo", 4)
     assert "optim.lr=1e-3" in said["overrides"] and "resume=auto" not in said["overrides"]
     assert said["parameters"] == sum(weight.numel() for weight in module.model.parameters())
@@ -51,7 +51,7 @@ def test_a_result_states_what_ran_and_how_long():
     assert (said["first_step_seconds"], said["validation_seconds"]) == (2.3, 3.3)
     assert said["config"] == composed.config.saved()
     assert said["kernels"] == {"forward": ["hopper_forward", "hopper_shared"], "backward": [], "layers": []}
-    unused = facts(composed, module, trainer, Clock())
+    unused = result_facts(composed, module, trainer, Clock())
     assert unused["steps_per_second"] is None and unused["first_step_seconds"] is None
 
 
@@ -68,10 +68,10 @@ def test_what_a_run_took_is_of_all_its_sessions():
     before, after = Clock(), Clock()
     before._wall, before._peak = 100.0, 7
     after.load_state_dict(before.state_dict())
-    took = spent(after)
+    took = result_costs(after)
     assert 100 <= took["wall_seconds"] < 110 and took["peak_gpu_bytes"] == 7
     after._wall = None
-    assert spent(after)["wall_seconds"] is None and spent(Clock())["peak_gpu_bytes"] is None
+    assert result_costs(after)["wall_seconds"] is None and result_costs(Clock())["peak_gpu_bytes"] is None
 
 
 def test_scores_are_beside_the_baselines_and_the_data_that_they_are_of(finished):

@@ -19,7 +19,7 @@ from lra.experiments.grid.grid import read
 from lra.experiments.grid.launch import Local
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
-from lra.training.run import claim
+from lra.training.run_directory import claim_directory
 from tests.composing import composed
 from tests.experiments.runs import made, stub
 from tests.training.conftest import arguments
@@ -167,7 +167,7 @@ def test_what_is_said_of_a_stage_is_said_to_be_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = ("task=pathfinder", *TINY)
     easy = Path(lra.configure((*args, "task.level=intermediate")).config.init or "")
-    held = claim(easy)
+    held = claim_directory(easy)
     assert held is not None
     with pytest.raises(UsageError, match="another process works in .*: wait for it") as error:
         lra.fit(*args, "name=mine")
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     made(last, "finished")
     (last.directory.path / "result.json").unlink()
     assert with_stages(asked) == [first, second, last], "it starts over"
-    held = claim(last.directory.path)
+    held = claim_directory(last.directory.path)
     assert held is not None and with_stages(asked) == [last], "another process has started it"
     os.close(held)
     last.directory.last.touch()
@@ -264,7 +264,7 @@ def test_a_run_of_another_process_is_waited_for_whatever_became_of_its_stage(tmp
     _, second, last = with_stages(read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
     made(second, "failed")
     (second.directory.path / "failed.json").touch()
-    held = claim(last.directory.path)
+    held = claim_directory(last.directory.path)
     assert held is not None
 
     def end() -> None:

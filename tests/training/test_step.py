@@ -16,10 +16,10 @@ from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training import step as step_module
-from lra.training.checkpoints import read
-from lra.training.fit import build, configure
+from lra.training.checkpoints import read_checkpoint
+from lra.training.fit import build_modules, configure
 from lra.training.optim import learning_rate
-from lra.training.seeding import derive
+from lra.training.seeding import derive_seed
 from lra.training.step import Step
 from tests.training.conftest import arguments
 from tests.training.test_fit import interrupt_at
@@ -28,9 +28,11 @@ ONE = ("trainer.steps=1", "trainer.eval_every=1", "trainer.log_every=1")
 
 
 def test_seeds_differ_by_purpose_and_step_and_stay_put():
-    seeds = {derive(0, p, s) for p in ("dropout", "attention") for s in range(100)} | {derive(1, "dropout", 0)}
+    seeds = {derive_seed(0, p, s) for p in ("dropout", "attention") for s in range(100)} | {
+        derive_seed(1, "dropout", 0)
+    }
     assert len(seeds) == 201 and all(0 <= seed < 1 << 62 for seed in seeds)
-    assert derive(0, "dropout", 7) == 1856790709148308229
+    assert derive_seed(0, "dropout", 7) == 1856790709148308229
 
 
 def test_every_step_draws_dropout_of_its_own_and_a_resumed_run_the_same(small, monkeypatch):
@@ -45,7 +47,7 @@ def test_every_step_draws_dropout_of_its_own_and_a_resumed_run_the_same(small, m
     monkeypatch.setattr(TaskModule, "loss", loss)
     small("name=unbroken", "batch.micro=4")
     unbroken = seeds.copy()
-    assert unbroken[::2] == unbroken[1::2] == [derive(0, "attention", step) for step in range(12)]
+    assert unbroken[::2] == unbroken[1::2] == [derive_seed(0, "attention", step) for step in range(12)]
     assert len({*unbroken}) == 12, "one for both micro-batches of a step"
     seeds.clear()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
@@ -60,7 +62,7 @@ def test_ranks_share_the_seed_of_batches_and_have_generators_of_their_own():
     step = Step(configure(arguments("seed=5")).config)
     seeds = [step.seeds(number, rank) for number in (3, 4) for rank in (0, 1)]
     assert len({generator for generator, _ in seeds}) == 4
-    assert [of_batches for _, of_batches in seeds] == [derive(5, "attention", number) for number in (3, 3, 4, 4)]
+    assert [of_batches for _, of_batches in seeds] == [derive_seed(5, "attention", number) for number in (3, 3, 4, 4)]
 
 
 def test_accumulation_does_not_change_the_run(small):
@@ -68,7 +70,7 @@ def test_accumulation_does_not_change_the_run(small):
     # would make steps without a larger eps
     shared = ("model.attn_dropout=0", "optim.eps=1e-5")
     whole, parts = small(*shared, "name=whole", "trainer.log_every=1"), small(*shared, "batch.micro=3", "name=parts")
-    a, b = (read(result["directory"])[0] for result in (whole, parts))
+    a, b = (read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert all(torch.allclose(a[key], b[key], atol=1e-6) for key in a)
     each, pairs = (losses(result) for result in (whole, parts))
     assert pairs == pytest.approx([(one + two) / 2 for one, two in zip(each[::2], each[1::2], strict=True)], rel=1e-4)
@@ -76,7 +78,7 @@ def test_accumulation_does_not_change_the_run(small):
 
 def losses(result: dict[str, Any]) -> list[float]:
     """As a run has logged them."""
-    rows = curves.read(Path(result["directory"], "metrics.csv"))
+    rows = curves.read_curves(Path(result["directory"], "metrics.csv"))
     return [float(row["train/loss"]) for row in rows if row["train/loss"]]
 
 
@@ -85,7 +87,7 @@ def test_steps_are_those_of_plain_adamw(one_thread):
     fields = ("attn=standard", "batch.size=6", "optim.betas=[0.7,0.8]", "optim.eps=1e-4", "optim.clip=0.5",
               "optim.weight_decay=0.2", "optim.lr=0.01", "optim.warmup=2", "seed=7")  # fmt: skip
     run = configure(arguments(*fields)).config
-    ours, theirs = (build(run)[1].train() for _ in range(2))
+    ours, theirs = (build_modules(run)[1].train() for _ in range(2))
     rng = torch.Generator().manual_seed(0)
     split = Split.from_offsets(
         torch.randint(15, (180,), generator=rng).numpy().astype("uint8"), torch.arange(0, 181, 10).numpy(),
@@ -102,8 +104,8 @@ def test_steps_are_those_of_plain_adamw(one_thread):
         rate = step.forward_backward(parts, number)
         step.engine.update()
         assert rate == learning_rate(run.optim, number, run.trainer.steps)
-        torch.manual_seed(derive(7, "dropout", number, 0))
-        seed = torch.tensor(derive(7, "attention", number))
+        torch.manual_seed(derive_seed(7, "dropout", number, 0))
+        seed = torch.tensor(derive_seed(7, "attention", number))
         batches = [part.to("cpu").with_seed(seed) for part in parts]
         total = torch.stack([F.cross_entropy(theirs(batch), batch.label, reduction="sum") for batch in batches]).sum()
         plain.zero_grad()
@@ -126,7 +128,7 @@ def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
 
     genuine = Step.forward_backward
     monkeypatch.setattr(Step, "forward_backward", noted)
-    monkeypatch.setattr(step_module, "record", lambda trainer, metrics, step: done.append(f"log {step}"))
+    monkeypatch.setattr(step_module, "log_row", lambda trainer, metrics, step: done.append(f"log {step}"))
     small("trainer.steps=8")
     assert done[:8] == ["step 1", "step 2", "step 3", "log 2", "step 4", "log 4", "step 5", "step 6"]
     assert done[8:] == ["step 7", "log 6", "step 8", "log 8"]
@@ -135,10 +137,11 @@ def test_a_step_is_logged_when_the_next_one_is_on_its_way(small, monkeypatch):
 def test_clipping_bounds_the_update(small):
     # with a large eps AdamW's update is proportional to the gradient
     clipped = small("name=clipped", "optim.clip=1e-9", "optim.eps=1", "optim.weight_decay=0")
-    start = build(lra.load(clipped["directory"]).run)[1].model.state_dict()
+    start = build_modules(lra.load(clipped["directory"]).run)[1].model.state_dict()
     free = small("name=free", "optim.clip=null", "optim.eps=1", "optim.weight_decay=0")
     moved = {
-        r["directory"]: sum((w - start[k]).norm() for k, w in read(r["directory"])[0].items()) for r in (clipped, free)
+        r["directory"]: sum((w - start[k]).norm() for k, w in read_checkpoint(r["directory"])[0].items())
+        for r in (clipped, free)
     }
     assert moved[clipped["directory"]] < 1e-6 < moved[free["directory"]]
 
@@ -174,7 +177,7 @@ def test_one_score_that_is_no_number_is_enough(small, monkeypatch):
 def test_a_run_has_the_rates_of_its_schedule_and_says_the_mean_loss(small):
     """AdamW and clipping would hide a factor of the loss."""
     result = small("optim.warmup=2", "trainer.steps=4", "trainer.eval_every=4", "trainer.log_every=1")
-    logged = [row for row in curves.read(Path(result["directory"], "metrics.csv")) if row["train/loss"]]
+    logged = [row for row in curves.read_curves(Path(result["directory"], "metrics.csv")) if row["train/loss"]]
     config = OptimConfig(**result["config"]["optim"])
     assert [float(row["lr"]) for row in logged] == pytest.approx([learning_rate(config, step, 4) for step in range(4)])
     assert abs(float(logged[0]["train/loss"]) - math.log(10)) < 0.7
@@ -183,7 +186,7 @@ def test_a_run_has_the_rates_of_its_schedule_and_says_the_mean_loss(small):
 def test_weight_decay_takes_its_share_of_the_weights(small):
     one = (*ONE, "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0")
     runs = [small(*one, f"optim.weight_decay={decay}") for decay in (0.0, 0.5)]
-    start = build(lra.load(runs[0]["directory"]).run)[1].model.state_dict()
-    free, decayed = (read(run["directory"])[0] for run in runs)
+    start = build_modules(lra.load(runs[0]["directory"]).run)[1].model.state_dict()
+    free, decayed = (read_checkpoint(run["directory"])[0] for run in runs)
     assert all(torch.allclose(decayed[key], free[key] - 0.1 * 0.5 * start[key], atol=1e-6) for key in free)
     assert any(not torch.equal(decayed[key], free[key]) for key in free)

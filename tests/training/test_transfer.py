@@ -7,7 +7,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
-from lra.models.positions import resize
+from lra.models.positions import resize_table
 from lra.training import checkpoints, fit, transfer
 
 MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "trainer.accelerator=cpu")
@@ -19,7 +19,7 @@ def build(task: str, *args: str):
     """An untrained module; later arguments replace earlier ones."""
     shared = (f"task={task}", "attn=flash", *MODEL)
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def saved(tmp_path):
 def moved(task: str, path: Path, *args: str):
     """A module that started from `path`, and what was moved."""
     module = build(task, f"init={path}", *args)
-    return module, transfer.start(module, path)
+    return module, transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
 
 
 def refused(message: str, task: str, path: Path, *args: str) -> None:
@@ -58,10 +58,10 @@ HOW = ("gridwise", "bilinear", "bicubic")
 def test_a_table_of_pixels_is_resized_as_an_image(saved, how, pooling):
     path = saved("pathfinder", f"model.pooling={pooling}")
     module, said = moved("path64", path, f"model.pooling={pooling}", f"positions.resize={how}")
-    weights, first = checkpoints.read(path)[0], int(pooling == "cls")
+    weights, first = checkpoints.read_checkpoint(path)[0], int(pooling == "cls")
     before, (after,) = weights["encoder.positions.tables.0"], tables(module)
     assert torch.equal(after[:first], before[:first])
-    assert torch.equal(after[first:], resize(before[first:], (32, 32), (64, 64), how))
+    assert torch.equal(after[first:], resize_table(before[first:], (32, 32), (64, 64), how))
     rest = module.model.state_dict()
     assert all(torch.equal(rest[key], value) for key, value in weights.items() if "tables" not in key)
     assert said.same == len(weights) - 1 and said.resized == f"{how}, 32x32 pixels to 64x64 pixels"
@@ -78,7 +78,7 @@ def test_two_axes_are_resized_each(saved):
     path = saved("pathfinder", "model.axes=2")
     module, _ = moved("path64", path, "model.axes=2", "positions.resize=gridwise")
     for axis, table in enumerate(tables(module)):
-        before = checkpoints.read(path)[0][f"encoder.positions.tables.{axis}"]
+        before = checkpoints.read_checkpoint(path)[0][f"encoder.positions.tables.{axis}"]
         assert torch.equal(table, before.repeat_interleave(2, 0))
 
 
@@ -86,7 +86,7 @@ def test_there_and_back_is_the_same_model(saved, tmp_path):
     path, large = saved("pathfinder"), tmp_path / "large.safetensors"
     checkpoints.save_weights(moved("path64", path, "positions.resize=gridwise")[0], large)
     module, said = moved("pathfinder", large, "positions.resize=gridwise")
-    weights = checkpoints.read(path)[0]
+    weights = checkpoints.read_checkpoint(path)[0]
     assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
     assert said.task == "path64@2" and said.resized == "gridwise, 64x64 pixels to 32x32 pixels"
 
@@ -95,7 +95,7 @@ def test_a_sequence_is_stretched_only_where_asked(saved):
     path = saved("listops", "task.max_length=32")
     refused("learned positions of 32 tokens for 64 tokens: positions.resize=bilinear", "listops", path)
     module, said = moved("listops", path, "positions.resize=gridwise")
-    before = checkpoints.read(path)[0]["encoder.positions.tables.0"]
+    before = checkpoints.read_checkpoint(path)[0]["encoder.positions.tables.0"]
     assert torch.equal(tables(module)[0], before.repeat_interleave(2, 0))
     assert said.resized == "gridwise, 32 tokens to 64 tokens"
 
@@ -146,7 +146,10 @@ def test_another_attention_is_said_and_its_own_parameters_are_fresh(saved):
     assert "trained with attn=flash, here butterfly" in said.describe(path)
     module, said = moved("path64", path, "attn=linformer", "attn.k=8")
     assert said.fresh == ["blocks.*.attention.projections.0", "blocks.*.attention.projections.1"]
-    fresh, weights = build("path64", "attn=linformer", "attn.k=8").model.state_dict(), checkpoints.read(path)[0]
+    fresh, weights = (
+        build("path64", "attn=linformer", "attn.k=8").model.state_dict(),
+        checkpoints.read_checkpoint(path)[0],
+    )
     for key, value in module.model.state_dict().items():
         if "tables" not in key:  # the fresh ones are those of the seed, so of every rank
             assert torch.equal(value, fresh[key] if ".attention." in key else weights[key])
@@ -179,7 +182,7 @@ def test_what_has_the_size_of_the_longest_sequence_is_fresh_for_another(saved, a
     module, said = moved("path64", path, f"attn={attn}")
     assert f"blocks.*.attention.{part}" in said.fresh and not said.left
     assert f"fresh: blocks.*.attention.{part}" in said.describe(path)
-    own, weights = build("path64", f"attn={attn}").model.state_dict(), checkpoints.read(path)[0]
+    own, weights = build("path64", f"attn={attn}").model.state_dict(), checkpoints.read_checkpoint(path)[0]
     for key, value in module.model.state_dict().items():
         if "tables" not in key:
             assert torch.equal(value, own[key] if part.partition(".")[0] in key else weights[key])
@@ -209,14 +212,14 @@ def test_a_test_set_that_was_trained_on_is_refused(saved):
 def test_of_what_is_only_scored_the_test_set_alone_must_not_be_seen(saved):
     """It follows validation, which is then not scored."""
     path = saved("listops", "task.train=100")
-    weights, identity = checkpoints.read(path)
+    weights, identity = checkpoints.read_checkpoint(path)
     for val, fine in ((50, True), (49, False)):
         into = build("listops", "task.train=50", f"task.val={val}")
         if fine:
-            transfer.apply(into, weights, identity, path, score=True)
+            transfer.transfer_weights(into, weights, identity, path, score=True)
         else:
             with pytest.raises(UsageError, match="test would be of the examples that .* was trained on"):
-                transfer.apply(into, weights, identity, path, score=True)
+                transfer.transfer_weights(into, weights, identity, path, score=True)
 
 
 def test_a_validation_set_that_was_trained_on_is_refused(saved):
@@ -228,7 +231,7 @@ def test_a_validation_set_that_was_trained_on_is_refused(saved):
     moved("text", saved("text"), "task.protocol=lra")
     moved("text", saved("text", "task.data_seed=2"), "task.data_seed=2")
     path = saved("text", "task.data_seed=2")  # of a test set there is one
-    transfer.apply(build("text"), *checkpoints.read(path), path, score=True)
+    transfer.transfer_weights(build("text"), *checkpoints.read_checkpoint(path), path, score=True)
 
 
 def test_what_an_earlier_run_was_trained_on_is_remembered(saved, tmp_path):
@@ -237,7 +240,7 @@ def test_what_an_earlier_run_was_trained_on_is_remembered(saved, tmp_path):
     module, _ = moved("path64", first, *few)
     checkpoints.save_weights(module, tmp_path / "64.safetensors")
     again = build("path64", *few)
-    checkpoints.load(again, *checkpoints.read(tmp_path / "64.safetensors"), tmp_path)
+    checkpoints.load_into(again, *checkpoints.read_checkpoint(tmp_path / "64.safetensors"), tmp_path)
     checkpoints.save_weights(again, tmp_path / "on.safetensors")
     for path in (tmp_path / "64.safetensors", tmp_path / "on.safetensors"):
         refused("as task.train=10 is not its 100", "pathfinder", path, *few)
@@ -247,7 +250,7 @@ def test_what_an_earlier_run_was_trained_on_is_remembered(saved, tmp_path):
 
 def test_the_head_is_kept_or_fresh(saved):
     path = saved("pathfinder")
-    weights, own = checkpoints.read(path)[0], build("path64").model.state_dict()
+    weights, own = checkpoints.read_checkpoint(path)[0], build("path64").model.state_dict()
     for choice, source, names in (("kept", weights, []), ("fresh", own, ["head"])):
         module, said = moved("path64", path, f"head={choice}")
         state = module.model.state_dict()
@@ -283,13 +286,13 @@ def test_pixel_changes_nothing(saved):
     path = saved("pathfinder", "model.positions=rotary")
     module, said = moved("path64", path, "model.positions=rotary")
     assert said.scale == [1.0] and said.describe("there") == f"init: {said.same} tensors of there, all of this model's"
-    weights = checkpoints.read(path)[0]
+    weights = checkpoints.read_checkpoint(path)[0]
     assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
 
 
 def test_an_older_checkpoint_has_no_factor(saved, monkeypatch, tmp_path):
     path, model = saved("pathfinder", "model.positions=rotary"), ("model.positions=rotary", "positions.scale=image")
-    weights, identity = checkpoints.read(path)
+    weights, identity = checkpoints.read_checkpoint(path)
     del weights["encoder.positions.scale"]
     for field in ("head", "positions"):
         del identity["config"][field]
@@ -307,7 +310,7 @@ EMBEDDING, TABLE, SIZE = "encoder.embedding.weight", "encoder.positions.tables.0
 def test_from_a_pretraining(saved, before, after, positions):
     args = f"model.positions={positions}", f"model.pooling={after}"
     path = saved("pathfinder", args[0], f"model.pooling={before}", "pretrain=masked")
-    weights, own = checkpoints.read(path)[0], build("pathfinder", *args).model.state_dict()
+    weights, own = checkpoints.read_checkpoint(path)[0], build("pathfinder", *args).model.state_dict()
     own = {key: value.clone() for key, value in own.items()}
     module, said = moved("pathfinder", path, *args)
     state = module.model.state_dict()
@@ -335,10 +338,10 @@ def test_from_a_pretraining(saved, before, after, positions):
 
 def test_a_pretraining_of_another_resolution(saved):
     path = saved("pathfinder", "model.pooling=mean", "pretrain=masked", "mask=0.3")
-    weights = checkpoints.read(path)[0]
+    weights = checkpoints.read_checkpoint(path)[0]
     module, said = moved("path64", path, "model.pooling=cls", "positions.resize=gridwise")
     (table,) = tables(module)
-    assert torch.equal(table[1:], resize(weights[TABLE], (32, 32), (64, 64), "gridwise"))
+    assert torch.equal(table[1:], resize_table(weights[TABLE], (32, 32), (64, 64), "gridwise"))
     assert torch.equal(table[:1], tables(build("path64", "model.pooling=cls"))[0][:1])
     assert said.resized and said.fresh == ["head", "CLS"]
     module, said = moved("path64", path, "pretrain=masked", "positions.resize=gridwise")  # it goes on
@@ -348,7 +351,7 @@ def test_a_pretraining_of_another_resolution(saved):
 
 def test_a_pretraining_from_a_run(saved):
     path = saved("pathfinder", "model.pooling=cls")
-    weights = checkpoints.read(path)[0]
+    weights = checkpoints.read_checkpoint(path)[0]
     module, said = moved("path64", path, "pretrain=masked", "model.pooling=cls")
     assert said.changed == {"pretrain": ["none", "masked"]} and said.resized
     assert said.fresh == ["decoder", "MASK"] and said.left == ["head"]
@@ -371,7 +374,7 @@ def test_what_a_pretraining_does_not_have_is_refused(saved):
 
 def test_another_difference_of_pairs_is_said(saved):
     older = saved("retrieval")
-    assert "difference" not in checkpoints.read(older)[1]["config"]["task"]
+    assert "difference" not in checkpoints.read_checkpoint(older)[1]["config"]["task"]
     assert moved("retrieval", older, "task.difference=absolute")[1].changed == {
         "task.difference": ["signed", "absolute"]
     }

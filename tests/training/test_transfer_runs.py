@@ -85,7 +85,7 @@ def test_resuming_after_a_transfer_changes_nothing(small, tmp_path, monkeypatch,
     unbroken = lra.fit(*args, "name=unbroken")
     interrupted(monkeypatch, *args, "name=broken")
     resumed = lra.fit(*args, "name=broken", "resume=auto")
-    a, b = (checkpoints.read(Path(result["directory"], "last.ckpt"))[0] for result in (unbroken, resumed))
+    a, b = (checkpoints.read_checkpoint(Path(result["directory"], "last.ckpt"))[0] for result in (unbroken, resumed))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
     assert resumed["resumed"] and unbroken["transfer"] == resumed["transfer"] is not None
     assert unbroken["test"] == resumed["test"]

@@ -39,7 +39,7 @@ def test_what_the_machine_says_is_told(weights, monkeypatch, number, name):
 
     monkeypatch.setattr(Path, "read_bytes", fails)
     monkeypatch.setattr(zipfile, "ZipFile", fails)
-    for reader in (checkpoints.verify, checkpoints.read):
+    for reader in (checkpoints.verify_checkpoint, checkpoints.read_checkpoint):
         with pytest.raises(OSError) as caught:
             reader(path)
         assert caught.value.errno == number and caught.value.filename == str(path)
@@ -48,4 +48,4 @@ def test_what_the_machine_says_is_told(weights, monkeypatch, number, name):
 def test_a_short_file_is_damaged(tmp_path):
     """Looking for its end is a call that is not valid, which says nothing of the machine."""
     (tmp_path / "best.ckpt").write_bytes(b"PK")
-    assert checkpoints.fault(tmp_path / "best.ckpt") == "BadZipFile"
+    assert checkpoints.find_damage(tmp_path / "best.ckpt") == "BadZipFile"

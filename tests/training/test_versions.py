@@ -6,10 +6,10 @@ import pytest
 
 import lra
 from lra.errors import UsageError
-from lra.tasks import TASKS, version_of, versioned
-from lra.training.data import task_data
+from lra.tasks import TASKS, task_version, versioned_name
+from lra.training.data_verbs import task_data
 from lra.training.fit import configure
-from lra.training.run import RunDirectory, read_config
+from lra.training.run_directory import RunDirectory, read_config
 from tests.training.test_transfer import FEW, MODEL, STEPS
 
 RUN = ("task=pathfinder", "attn=flash", *MODEL, *FEW, *STEPS)
@@ -79,8 +79,8 @@ def test_what_is_imported_has_not_changed(tmp_path):
 
 def test_a_version_is_of_a_configuration():
     config = TASKS.get("path256").Config
-    assert [versioned(config(version=number)) for number in (1, 2)] == ["path256@1", "path256@2"]
-    assert version_of(config()) == TASKS.get("path256").facts.version == 2
-    assert versioned(TASKS.get("listops").Config()) == "listops@1"
+    assert [versioned_name(config(version=number)) for number in (1, 2)] == ["path256@1", "path256@2"]
+    assert task_version(config()) == TASKS.get("path256").facts.version == 2
+    assert versioned_name(TASKS.get("listops").Config()) == "listops@1"
     with pytest.raises(UsageError, match="task.version=3: write 1 or 2"):
         configure(["task=path256", "attn=flash", "task.version=3"])

@@ -33,7 +33,7 @@ from lra.kernels import device
 from lra.kernels.flash import tuning
 from lra.kernels.flash.dispatch import shared_kernel
 from lra.kernels.testing import NAMES, Case, check
-from lra.training.run import write as replace_file
+from lra.training.run_directory import write_text as replace_file
 from tests.kernels.cases import random_case, random_hopper_case, random_sparse_case
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

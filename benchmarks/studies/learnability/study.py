@@ -26,7 +26,7 @@ from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.data.split import Split
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 
 
 class Residual(nn.Module):

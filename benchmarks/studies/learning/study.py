@@ -146,7 +146,7 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
 
 def losses_of(path: Path) -> list[float]:
     """Of a run's curves."""
-    return [float(row["train/loss"]) for row in curves.read(path) if row["train/loss"]]
+    return [float(row["train/loss"]) for row in curves.read_curves(path) if row["train/loss"]]
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:

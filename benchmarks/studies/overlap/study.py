@@ -18,7 +18,7 @@ from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.data.store import Store
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 
 
 def count(fields: Sequence[str]) -> dict[str, Any]:

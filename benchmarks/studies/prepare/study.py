@@ -21,7 +21,7 @@ from benchmarks.command import command
 from lra import environment
 from lra.bench.files import write
 from lra.data import store
-from lra.training.data import task_data
+from lra.training.data_verbs import task_data
 
 
 def measure(fields: Sequence[str]) -> dict[str, Any]:

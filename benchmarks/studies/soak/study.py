@@ -51,7 +51,7 @@ def sample(process: int, run: Path) -> dict[str, float]:
 
 def step(file: Path) -> int:
     """The last one that a run has logged."""
-    rows = curves.read(file) if file.exists() else []
+    rows = curves.read_curves(file) if file.exists() else []
     return int(rows[-1]["step"]) if rows else 0
 
 

@@ -12,11 +12,11 @@ from lra.config.compose import differences
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell
 from lra.training import curves
-from lra.training.run import COMPUTING, FIRST_FAILURE, claimed, unshared, vacant
-from lra.training.saved import End, read_config, read_result
+from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, is_claimed, is_vacant
+from lra.training.run_files import EndStatus, read_config, read_result
 
 Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
-SHOWN: dict[End, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
+SHOWN: dict[EndStatus, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,29 @@ def look(cell: Cell) -> State:
     Raises UsageError if the directory holds a run of another configuration.
     """
     state = settled(cell)
-    return state if state.final or not claimed(cell.directory.path) else State("running elsewhere")
+    return state if state.final or not is_claimed(cell.directory.path) else State("running elsewhere")
 
 
 def settled(cell: Cell) -> State:
     """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
     directory = cell.directory
-    if vacant(directory.path):
+    if is_vacant(directory.path):
         return _stopped(cell) or State("open")
     result = read_result(directory.path / "result.json")
     same = _check(cell, result)
     if result is None or not (same or result["status"] == "finished"):
         return State("interrupted", resumes=directory.last.exists())
     status = SHOWN[result["status"]]
-    final = {"done": True, "OOM": unshared(result), "failed": (directory.path / FIRST_FAILURE).exists()}[status]
+    final = {"done": True, "OOM": had_gpu_alone(result), "failed": (directory.path / FIRST_FAILURE_FILE).exists()}[
+        status
+    ]
     return State(status, result, final, directory.last.exists())
 
 
 def _stopped(cell: Cell) -> State | None:
     """Out of memory, if the last stage with anything to show was, of which this cell would need the weights."""
     for stage in reversed(cell.stages):
-        if vacant(path := stage.directory.path):
+        if is_vacant(path := stage.directory.path):
             continue
         state = settled(stage)
         if state.status != "OOM" or not state.final:
@@ -98,7 +100,7 @@ def clear(cell: Cell) -> None:
     """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
     file = cell.directory.path / "result.json"
     if (result := read_result(file)) and result["status"] == "failed":
-        file.replace(file.with_name(FIRST_FAILURE))
+        file.replace(file.with_name(FIRST_FAILURE_FILE))
     else:
         file.unlink(missing_ok=True)
 
@@ -143,7 +145,7 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
     """
     step, validated, best = 0, 0, None
     try:
-        rows = curves.read(cell.directory.curves)
+        rows = curves.read_curves(cell.directory.curves)
     except (OSError, UsageError):
         return 0, 0, None
     for row in rows:
@@ -165,7 +167,7 @@ def _check(cell: Cell, result: Mapping[str, Any] | None) -> bool:
     if found is None:
         raise UsageError(f"{file} is damaged: remove the directory")
     cell.directory.refuse_version("run", cell.directory.task_of(found))
-    if changed := differences(found, cell.directory.config, COMPUTING):
+    if changed := differences(found, cell.directory.config, HARDWARE_FIELDS):
         raise UsageError(
             f"{path} holds a run with another configuration ({'; '.join(changed)}): move it away, or choose name="
         )

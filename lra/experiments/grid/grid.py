@@ -21,7 +21,7 @@ from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
 from lra.tasks import TASKS
 from lra.training.fit import configure
-from lra.training.run import RunDirectory
+from lra.training.run_directory import RunDirectory
 
 # fields of a task that leave what its scores mean: where its data lies, which part is held out, from which stream it is
 # drawn, how much there is, and how its classifier compares two texts

@@ -26,7 +26,7 @@ from lra.experiments.grid import cells
 from lra.experiments.grid.cells import State
 from lra.experiments.grid.grid import Cell
 from lra.training.clock import RUNS_PER_DEVICE
-from lra.training.run import CLAIMED, LOG, claim
+from lra.training.run_directory import CLAIM_VARIABLE, LOG_FILE, claim_directory
 
 FIT = (sys.executable, "-m", "lra", "fit")
 TICK_S, LOOK_S = 0.2, 1.0  # between looks at the own processes, and at cells that others work on
@@ -163,7 +163,7 @@ class Local:
 
     def _start(self, cell: Cell, room: Sequence[Slot]) -> None:
         path = cell.directory.path
-        held = claim(path)
+        held = claim_directory(path)
         if held is None:
             self.states[cell] = State("running elsewhere")
             return
@@ -173,12 +173,12 @@ class Local:
                 return
             cells.clear(cell)
             arguments = [*self.command, *map(str, cell.args), "resume=auto"]
-            with (path / LOG).open("ab") as log:
+            with (path / LOG_FILE).open("ab") as log:
                 log.write(f"$ {shlex.join(arguments)}\n".encode())
                 log.flush()
                 process = subprocess.Popen(
-                    arguments, env=self._environment(room) | {CLAIMED: str(path)}, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, pass_fds=(held,),
+                    arguments, env=self._environment(room) | {CLAIM_VARIABLE: str(path)}, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=subprocess.STDOUT, pass_fds=(held,),
                     start_new_session=True,  # the terminal's Ctrl-C is for the command
                 )  # fmt: skip
             for slot in room:
@@ -244,13 +244,13 @@ def _ending(cell: Cell, code: int) -> str:
     """How a process ended, and the last it said."""
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     said = _said(cell)
-    return f"{how}, {cell.directory.path / LOG}" + (f": {said}" if said else "")
+    return f"{how}, {cell.directory.path / LOG_FILE}" + (f": {said}" if said else "")
 
 
 def _said(cell: Cell) -> str:
     """The last line of its process; empty if that said nothing, or its folder is gone."""
     try:
-        log = (cell.directory.path / LOG).read_text(errors="replace")
+        log = (cell.directory.path / LOG_FILE).read_text(errors="replace")
     except OSError:
         return ""
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")

@@ -16,9 +16,9 @@ from lra.experiments.grid.grid import SAME, Cell
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
-from lra.training.output import duration
-from lra.training.run import RUNS, unshared
-from lra.training.saved import read_result
+from lra.training.output import format_duration
+from lra.training.run_directory import RUNS_FOLDER, had_gpu_alone
+from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
 NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
@@ -67,7 +67,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
             if known is not None:
                 pace, source = known
                 seconds = _steps(cell, state) / pace
-                text = duration(seconds)
+                text = format_duration(seconds)
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
                     sources[source] = None
@@ -77,7 +77,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
         # one run is in one place, and a chain of stages one after the other
         waits = times | elsewhere
         chains = [sum(waits.get(run.directory.path, 0.0) for run in (*cell.stages, cell)) for cell in left]
-        spent = duration(max(*chains, sum(times.values()) / places))
+        spent = format_duration(max(*chains, sum(times.values()) / places))
         lines.append(
             f"time for {len(times)} of them, from steps per second of {' and of '.join(sources)}: {spent} of training"
         )
@@ -94,7 +94,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
 def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
     """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
     run = cell.composed.config
-    results = map(read_result, sorted((RUNS / run.task.name / run.attn.name).glob("*/result.json")))
+    results = map(read_result, sorted((RUNS_FOLDER / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
         result
         for result in results
@@ -102,7 +102,7 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         and result["steps_per_second"] > 0
         and _same(result["config"], cell)
     ]  # fmt: skip
-    if single := [result for result in found if unshared(result)]:
+    if single := [result for result in found if had_gpu_alone(result)]:
         return statistics.median(result["steps_per_second"] for result in single), _finished(single)
     if (pace := alone.pace(cell)) is not None:
         return pace, alone.source
@@ -129,5 +129,5 @@ def _steps(cell: Cell, state: State) -> int:
         done = cells.reached(cell)[0]
     elif state.resumes:
         with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
-            done = checkpoints.behind(cell.directory.last)[0]
+            done = checkpoints.read_progress(cell.directory.last)[0]
     return cell.composed.config.trainer.steps - done

@@ -31,9 +31,9 @@ from lra.experiments.grid import cells
 from lra.experiments.grid.grid import Cell
 from lra.experiments.grid.launch import FIT, Local, States, caught, slots
 from lra.reading import read_json
-from lra.training.run import RUNS, write
+from lra.training.run_directory import RUNS_FOLDER, write_text
 
-FOLDER = RUNS.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
+FOLDER = RUNS_FOLDER.parent / "slurm"  # records of arrays, and submitit's files: what tasks print is <task>_0_log.out
 PATIENCE_S = 10.0  # for another command that submits, before a line says so
 LOOK_S = 5.0  # between looks at the queue and at the run directories
 TIME_LIMITS = 1000  # of one run, each followed by a requeue; submitit asks for some number
@@ -220,7 +220,7 @@ class Slurm:
         ids = [job.job_id for job in jobs]
         array = ids[0].partition("_")[0]
         owners = {task: str(cell.directory.path) for task, cell in zip(ids, new, strict=True)}
-        write(FOLDER / f"{array}.json", json.dumps(owners, indent=2) + "\n")
+        write_text(FOLDER / f"{array}.json", json.dumps(owners, indent=2) + "\n")
         self.say(f"submitted: array {array}, {len(new)} tasks, at most {min(self.most or len(new), len(new))} at once")
         return dict(zip(new, ids, strict=True))
 

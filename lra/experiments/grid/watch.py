@@ -18,8 +18,8 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.grid.launch import States
 from lra.experiments.reproduction import spread
 from lra.terminal import Terminal
-from lra.training.output import duration
-from lra.training.run import RUNS, write
+from lra.training.output import format_duration
+from lra.training.run_directory import RUNS_FOLDER, write_text
 
 FILE_S = 3.0  # between two versions of the text file
 
@@ -57,7 +57,7 @@ class Pace:
         if self.best is not None:
             parts.append(f"val {100 * self.best:.2f}")
         if rate := self.rate:
-            parts += [f"{rate:,.1f}/s", f"{duration((steps - self.step) / rate)} left"]
+            parts += [f"{rate:,.1f}/s", f"{format_duration((steps - self.step) / rate)} left"]
         return ", ".join(parts)
 
     def _written(self) -> float | None:
@@ -79,7 +79,7 @@ class Watch:
     def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
         self.console = console or Terminal()
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self.file, self.title = RUNS.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
+        self.file, self.title = RUNS_FOLDER.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
         self.say = self.console.print if self.live else say  # above the table
         self.paces: dict[Cell, Pace] = {}
         self.seen: States = {}
@@ -149,7 +149,7 @@ class Watch:
         plain = "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write(self.file, plain)
+            write_text(self.file, plain)
         except OSError as error:  # not worth stopping the runs for
             if not self.failing:
                 self.say(f"{self.file} can't be written: {error.strerror}")

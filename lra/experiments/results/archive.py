@@ -23,19 +23,19 @@ from lra.config.options import parse
 from lra.errors import UsageError, disk_full
 from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
 from lra.training import checkpoints, curves
-from lra.training.run import (
-    CLAIM,
-    COMPUTING,
-    FIRST_FAILURE,
-    RUNS,
-    at_rest,
-    claim,
-    claimed,
-    replacing,
-    unshared,
-    vacant,
+from lra.training.run_directory import (
+    CLAIM_FILE,
+    FIRST_FAILURE_FILE,
+    HARDWARE_FIELDS,
+    RUNS_FOLDER,
+    claim_directory,
+    had_gpu_alone,
+    is_claimed,
+    is_vacant,
+    locked_shared,
+    replace_file,
 )
-from lra.training.saved import ENDS, End, read_config, whole_result
+from lra.training.run_files import END_STATUSES, EndStatus, read_config, read_whole_result
 
 ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
@@ -48,7 +48,7 @@ BUSY: Decision = ("kept", "a process works on it here")
 @dataclass(frozen=True)
 class PackOptions:
     out: str = ""
-    runs: str = str(RUNS)
+    runs: str = str(RUNS_FOLDER)
     # of finished runs: nothing, what others start from, or what goes on
     checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
 
@@ -59,7 +59,7 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    runs: str = str(RUNS)
+    runs: str = str(RUNS_FOLDER)
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """None of a run that has not ended; UsageError if it can't be read."""
-        return self._ended("result.json", ENDS)
+        return self._ended("result.json", END_STATUSES)
 
     def failure(self) -> dict[str, Any] | None:
         """The first result of a run that failed and was tried again; UsageError if it is another one."""
-        return self._ended(FIRST_FAILURE, ("failed",))
+        return self._ended(FIRST_FAILURE_FILE, ("failed",))
 
-    def _ended(self, name: str, ends: Sequence[End]) -> dict[str, Any] | None:
+    def _ended(self, name: str, ends: Sequence[EndStatus]) -> dict[str, Any] | None:
         try:
-            result = whole_result(self.path / name)
+            result = read_whole_result(self.path / name)
             if result["status"] not in ends:
                 raise ValueError(f"it lacks a status of {', '.join(ends)}")
         except FileNotFoundError:
@@ -112,20 +112,20 @@ class Run:
         """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
         if (result := self.result()) is None:
             return 0
-        again = {"finished": False, "failed": self.failure() is None, "oom": not unshared(result)}
+        again = {"finished": False, "failed": self.failure() is None, "oom": not had_gpu_alone(result)}
         return 1 if again[result["status"]] else 2
 
     def steps(self) -> int:
         """Up to where it can be continued: those behind its last.ckpt."""
         try:
-            return checkpoints.behind(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
+            return checkpoints.read_progress(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 
     def check_curves(self) -> None:
         """UsageError if it has a metrics.csv that reports could not read."""
         try:
-            curves.read(self.path / "metrics.csv")
+            curves.read_curves(self.path / "metrics.csv")
         except FileNotFoundError:
             return
         except UsageError:
@@ -134,10 +134,10 @@ class Run:
     def check_weights(self, config: dict[str, Any]) -> None:
         """UsageError if its model.safetensors is damaged, or another run's."""
         try:
-            _, identity = checkpoints.read(self.path / "model.safetensors")
+            _, identity = checkpoints.read_checkpoint(self.path / "model.safetensors")
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
-        if changed := differences(config, identity["config"], COMPUTING):
+        if changed := differences(config, identity["config"], HARDWARE_FIELDS):
             raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
 
     def check(self, names: Sequence[str]) -> None:
@@ -149,8 +149,8 @@ class Run:
             raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew") from None
         if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
             raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
-        for name, result in (("result.json", self.result()), (FIRST_FAILURE, self.failure())):
-            if result and (changed := differences(config, result["config"], COMPUTING)):
+        for name, result in (("result.json", self.result()), (FIRST_FAILURE_FILE, self.failure())):
+            if result and (changed := differences(config, result["config"], HARDWARE_FIELDS)):
                 raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
         self.check_curves()
         if "last.ckpt" in names:
@@ -184,7 +184,7 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
         raise UsageError(f"runs={folder} has no run that can be packed: {why}")
     try:
         with (
-            replacing(out) as plain,
+            replace_file(out) as plain,
             lzma.open(plain, "wb", preset=1) as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
         ):
@@ -258,7 +258,7 @@ def _runs(folder: Path) -> Iterator[Run]:
 def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
     """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
     try:
-        if not run.finished() and not held.enter_context(at_rest(run.path)):  # a finished one changes no more
+        if not run.finished() and not held.enter_context(locked_shared(run.path)):  # a finished one changes no more
             return (), f"left out: {run.name}, a process works on it: pack it when that has ended"
         names, note = _wanted(run, checkpoints)
         run.check(names)  # or no machine would merge the archive
@@ -309,12 +309,12 @@ def _checked(run: Run, file: Path) -> Run:
 
 def _look(new: Run, old: Run) -> Decision:
     """What would become of a run; changes nothing."""
-    return BUSY if old.path.is_dir() and claimed(old.path) else _decide(new, old)
+    return BUSY if old.path.is_dir() and is_claimed(old.path) else _decide(new, old)
 
 
 def _settle(new: Run, old: Run, aside: Path) -> Decision:
     """Does what becomes of a run; what was there before goes `aside`."""
-    if (held := claim(old.path)) is None:
+    if (held := claim_directory(old.path)) is None:
         return BUSY
     try:
         action, why = _decide(new, old)  # once more: a process may have gone on, or ended, until the claim was held
@@ -331,10 +331,10 @@ def _settle(new: Run, old: Run, aside: Path) -> Decision:
 def _decide(new: Run, old: Run) -> Decision:
     """Of a run that no process works on."""
     if not (old.path / "config.yaml").exists():
-        if vacant(old.path):
+        if is_vacant(old.path):
             return "added", ""
         return "refused", f"{old.path} is no run's directory: move it away"
-    if changed := differences(old.config(), new.config(), COMPUTING):
+    if changed := differences(old.config(), new.config(), HARDWARE_FIELDS):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
     if ours and theirs and ours != theirs:
@@ -358,7 +358,7 @@ def _lacking(old: Run, new: Run) -> list[str]:
 def _place(new: Path, target: Path, aside: Path) -> None:
     """Moves the files of a run into a claimed directory, and all that was there, but for the claim, `aside`."""
     aside.mkdir(parents=True)
-    moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM]
+    moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM_FILE]
     moves += [(file, target / file.name) for file in _in_order(new)]
     try:
         for source, to in moves:

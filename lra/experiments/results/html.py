@@ -107,7 +107,7 @@ def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mappin
 def _validation(path: Path) -> Points | str:
     """(step, accuracy in %) of a file, thinned; or what is wrong with it."""
     try:
-        validated = [row for row in curves.read(path) if row.get("val/accuracy")]
+        validated = [row for row in curves.read_curves(path) if row.get("val/accuracy")]
     except (OSError, UsageError) as error:
         return str(error)
     points = [(float(row["step"]), 100 * float(row["val/accuracy"])) for row in validated]

@@ -20,14 +20,14 @@ from lra.config.schema import LATER, RunConfig
 from lra.errors import UsageError, first_line
 from lra.experiments.grid.grid import Cell, Grid
 from lra.reading import read_json
-from lra.tasks import versioned
-from lra.training.run import COMPUTING, FIRST_FAILURE, spent, unshared
-from lra.training.saved import chain, clean, lacking, mapping
+from lra.tasks import versioned_name
+from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, time_and_memory
+from lra.training.run_files import as_mapping, describe_ancestry, has_clean_commits, missing_fields
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
 NOT_COMPARED = (
     "name", "resume", "draws",  # where a run writes, and how it was called
-    *COMPUTING,
+    *HARDWARE_FIELDS,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
 NAMED = 5  # results of no cell, at most
@@ -126,7 +126,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         if cell is None:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
-        if entry.result["status"] == "oom" and not unshared(entry.result):
+        if entry.result["status"] == "oom" and not had_gpu_alone(entry.result):
             ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
             continue
         if entry.task != tasks[cell]:
@@ -156,7 +156,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
     """Every result below `folder`, and a note for each file that is none and should be one."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
-        if path.name == FIRST_FAILURE or any(part.startswith(".") for part in path.relative_to(folder).parts):
+        if path.name == FIRST_FAILURE_FILE or any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue  # of a first try, or being written
         try:
             content = read_json(path)
@@ -165,7 +165,7 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
             continue
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
             continue  # some other measurement
-        if lacks := lacking(content):
+        if lacks := missing_fields(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
         else:
             entries.append(Entry(path, content))
@@ -186,24 +186,29 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
-        known |= {"status": "oom", "clean": clean(stage.result), "date": stage.date, "result": str(stage.path)}
+        known |= {
+            "status": "oom",
+            "clean": has_clean_commits(stage.result),
+            "date": stage.date,
+            "result": str(stage.path),
+        }
     if (entry := found.entries.get(cell)) is None:
         return Row(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
-    made_with, (_, peak) = result["environment"], spent(result)
-    micro = mapping(result["config"].get("batch")).get("micro")
+    made_with, (_, peak) = result["environment"], time_and_memory(result)
+    micro = as_mapping(result["config"].get("batch")).get("micro")
     known |= {
         "status": result["status"],
         "steps": result.get("steps"),
-        "train_seconds": result.get("train_seconds") if unshared(result) else None,
-        "steps_per_second": result.get("steps_per_second") if unshared(result) else None,
+        "train_seconds": result.get("train_seconds") if had_gpu_alone(result) else None,
+        "steps_per_second": result.get("steps_per_second") if had_gpu_alone(result) else None,
         "memory_gb": None if peak is None else peak / 1e9,
         "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
         "micro": micro,
         "commit": made_with.get("commit") or "",
-        "clean": clean(result),
-        "chain": chain(result),
+        "clean": has_clean_commits(result),
+        "chain": describe_ancestry(result),
         "date": entry.date,
         "result": str(entry.path),
     }
@@ -260,7 +265,7 @@ def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entr
         wanted, defaults, _ = _identities(cell.stages)
         newest = {owner: entry for entry in entries if (owner := _owner(entry, wanted, defaults)[0])}
         last = next((newest[stage] for stage in reversed(cell.stages) if stage in newest), None)
-        if last and last.result["status"] == "oom" and unshared(last.result):
+        if last and last.result["status"] == "oom" and had_gpu_alone(last.result):
             found[cell] = last
     return found
 
@@ -281,7 +286,7 @@ def _identities(
         run = composed[args] if args in composed else composed.setdefault(args, cell.composed.config)
         default = to_dict(RunConfig(task=type(run.task)(), attn=type(run.attn)()))
         defaults[run.task.name, run.attn.name] = default
-        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned(run.task)
+        saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned_name(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
         own = identity(saved, default)

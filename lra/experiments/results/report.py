@@ -27,14 +27,14 @@ from lra.experiments.results import html, ledger
 from lra.experiments.results.ledger import Entry, Row, hardware, mean, values
 from lra.experiments.speed import STANDARD, mean_ratio
 from lra.terminal import visible
-from lra.training.run import RUNS, write
+from lra.training.run_directory import RUNS_FOLDER, write_text
 
 
 @dataclass(frozen=True)
 class Options:
     """What is shown; by default the whole grid, under its own recipe. What is not a field here is one of `lra fit`."""
 
-    results: str = str(RUNS)  # folder
+    results: str = str(RUNS_FOLDER)  # folder
     recipe: str | None = None
     tasks: tuple[str, ...] | None = None  # columns
     attns: tuple[str, ...] | None = None
@@ -262,7 +262,7 @@ def _write(table: Grid, report: Report, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            write(path, text)
+            write_text(path, text)
     except OSError as error:
         raise UsageError(f"out={folder} can't be written to ({error.strerror}): name another folder") from None
     return list(texts)

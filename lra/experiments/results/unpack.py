@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from lra.errors import UsageError
-from lra.training.run import FIRST_FAILURE
+from lra.training.run_directory import FIRST_FAILURE_FILE
 
-SMALL = ("config.yaml", "env.json", FIRST_FAILURE, "metrics.csv", "result.json")
+SMALL = ("config.yaml", "env.json", FIRST_FAILURE_FILE, "metrics.csv", "result.json")
 CHECKPOINTS = {
     "none": (), "weights": ("model.safetensors",), "last": ("last.ckpt",), "best": ("best.ckpt",),
     "all": ("best.ckpt", "last.ckpt", "model.safetensors"),

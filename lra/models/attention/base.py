@@ -1,4 +1,4 @@
-"""What every attention declares and receives."""
+"""The base class of all attentions, and what a layer tells its attention."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ from lra.models.attention import ATTENTIONS, Capabilities
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What the model asks of one layer's attention."""
+    """What one layer of the model requires of its attention."""
 
     heads: int
     head_dim: int
-    max_length: int  # longest sequence, a prefixed CLS token included
+    max_length: int  # longest sequence, including a CLS token
     dropout: float = 0.0
     layer: int = 0
 
 
-MOST = 1 << 16  # tokens, blocks or features that an option counts: a whole sequence of Path-256
+LARGEST_COUNT = 1 << 16  # largest number of tokens, blocks or features in an option: a sequence of Path-256
 
 
-def check_count(config: Any, least: int, *names: str) -> None:
-    """UsageError if an option of `attn.*` is smaller than `least` or larger than MOST; null is neither."""
+def check_option_counts(config: Any, least: int, *names: str) -> None:
+    """Raises a UsageError if an option of `attn.*` is below `least` or above LARGEST_COUNT. null is allowed."""
     for name in names:
-        if (value := getattr(config, name)) is not None and not least <= value <= MOST:
-            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {MOST}")
+        if (value := getattr(config, name)) is not None and not least <= value <= LARGEST_COUNT:
+            raise UsageError(f"attn.{name}={value} must be at least {least} and at most {LARGEST_COUNT}")
 
 
 class Attention(nn.Module):
-    """Base class: `forward(q, k, v, batch)` maps three `[T, H, D]` tensors of any strides to `[T, H, D]`."""
+    """Base class of attentions.
+
+    A subclass defines `forward(q, k, v, batch)`, which maps three `[T, H, D]` tensors of any strides to one. The model
+    calls `attend`. An attention with an option `impl` names its path for all devices in `fallback`, and `choose_impl`
+    decides between Triton and that path. `resolve` describes for the user what will compute.
+    """
 
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
-    layout: Layout | None = None  # which keys a query sees; None: all
-    elsewhere: ClassVar[str] = ""  # where `attn.impl` chooses triton on a GPU: the path for any device
-    decides_on_host: str = ""  # why its training steps can't be captured in a CUDA graph
+    layout: Layout | None = None  # the keys that a query sees; None: all
+    fallback: ClassVar[str] = ""  # for attentions with `attn.impl`: the path that runs on any device
+    decides_on_host: str = ""  # why a CUDA graph can't capture its training steps
 
     @dataclass(frozen=True)
     class Config:
@@ -64,9 +69,9 @@ class Attention(nn.Module):
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:
-        """Options with which a query costs about what `keys` keys do; none where its cost is no option.
+        """Returns options with which a query costs about as much as `keys` keys; empty if no option sets the cost.
 
-        So attentions are compared at equal compression (appendix E.6 of FlashAttention, arXiv 2205.14135).
+        They serve to compare attentions at equal compression (appendix E.6 of FlashAttention, arXiv 2205.14135).
         """
         return {}
 
@@ -74,7 +79,7 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """As `forward`, in the padded form where that is the only one it reads."""
+        """Calls `forward`, with padded tensors if the attention reads no packed ones."""
         if self.facts.ragged or batch.padded:
             return self._shaped(self(q, k, v, batch), v)
         q, k, v = (batch.pad(x).flatten(0, 1) for x in (q, k, v))
@@ -82,14 +87,14 @@ class Attention(nn.Module):
         return batch.unpad(padded.pad(self._shaped(self(q, k, v, padded), v)))
 
     def _shaped(self, out: Tensor, v: Tensor) -> Tensor:
-        """`out`; UsageError where it has not the heads and features of v, as the residual would take some others."""
+        """Returns `out`. UsageError if its heads and features differ from v, as some could still be added to x."""
         if out.shape[1:] != v.shape[1:]:
             rows, wanted = ("[T, " + ", ".join(map(str, x.shape[1:])) + "]" for x in (out, v))
             raise UsageError(f"attn={self.name} returns {rows} for values of {wanted}: its forward must return that")
         return out
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        """What computes this attention on the device, for the user; UsageError if nothing does in this precision."""
+        """Describes what computes this attention on a device. UsageError if nothing does in this precision."""
         if self.facts.needs_gpu and device.type != "cuda":
             self._refuse("GPUs only", lambda facts: not facts.needs_gpu)
         if precision not in self.facts.dtypes:
@@ -97,28 +102,28 @@ class Attention(nn.Module):
             self._refuse(supported, lambda facts: precision in facts.dtypes)
         return self.name
 
-    def path(self, device: torch.device) -> str:
-        """What `attn.impl` comes to on the device, triton or `elsewhere`; UsageError if it can't run there."""
+    def choose_impl(self, device: torch.device) -> str:
+        """Returns the path that `attn.impl` gives: triton or `fallback`. UsageError if it can't run on the device."""
         try:
             deterministic = getattr(self.config, "deterministic", False)
-            return resolve_impl(self.config.impl, device, deterministic, self.elsewhere, "attn.")
+            return resolve_impl(self.config.impl, device, deterministic, self.fallback, "attn.")
         except ValueError as error:
             raise UsageError(str(error)) from None
 
     @property
     def dropout_rate(self) -> float:
-        """The share of probabilities that is dropped now: 0 at evaluation."""
+        """The share of probabilities that is dropped. It is 0 in evaluation."""
         return effective_dropout(self.spec.dropout) if self.training else 0.0
 
     def dropout_seed(self, batch: Batch) -> Tensor | None:
-        """The seed of this layer's dropout in this step, int64 on the device; None where nothing is dropped."""
+        """Returns the seed of this layer's dropout in this step, int64 on the device; None without dropout."""
         if not self.training or not self.spec.dropout:
             return None
         assert batch.seed is not None, "a training batch carries its step's seed"
         return batch.seed + self.spec.layer
 
     def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
-        """UsageError, with those that are installed and can do all that this one is asked for."""
+        """Raises a UsageError that names the installed attentions which can do what was asked."""
         there = {e.name: ATTENTIONS.declared(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
         fit = (name for name, facts in there.items() if facts.fits(self.spec.head_dim, self.spec.dropout))
         others = [name for name in fit if able(there[name])]

@@ -11,7 +11,7 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_count
+from lra.models.attention.base import AttentionSpec, check_option_counts
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
@@ -43,8 +43,8 @@ class BigBirdAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_count(self, 1, "window")
-            check_count(self, 0, "globals", "random")
+            check_option_counts(self, 1, "window")
+            check_option_counts(self, 0, "globals", "random")
             at_least(0, "attn", self, "seed")
             if self.window % 2 == 0:
                 raise UsageError(f"attn.window={self.window} must be odd: a block and as many to either side")

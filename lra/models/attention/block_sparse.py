@@ -16,7 +16,7 @@ from lra.batch import Batch
 from lra.errors import UsageError
 from lra.kernels import block_sparse_attention
 from lra.kernels.flash.layout import Layout
-from lra.models.attention.base import MOST, Attention, AttentionSpec
+from lra.models.attention.base import LARGEST_COUNT, Attention, AttentionSpec
 
 MOST_BLOCKS = 1 << 24  # of a layout, which is made from a table of them: 65,536 tokens in blocks of 16
 
@@ -25,7 +25,7 @@ class BlockSparseAttention(Attention):
     """Base class: an heir declares its options and gives `make_layout`."""
 
     layout: Layout
-    elsewhere = "gather"
+    fallback = "gather"
     sized_by: ClassVar[str] = "block"  # the option that sets the sides of the blocks
     by_layer: ClassVar[bool] = False  # whether layers see different keys
 
@@ -45,7 +45,7 @@ class BlockSparseAttention(Attention):
         self.layout, self._built = _build(type(self), config, spec)
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        name, impl = super().resolve(device, precision), self.path(device)
+        name, impl = super().resolve(device, precision), self.choose_impl(device)
         if impl == "triton" and any(side % 16 for side in self.layout.block):
             size = f"attn.{self.sized_by}={getattr(self.config, self.sized_by)}"
             raise UsageError(f"{size}: Triton takes multiples of 16; give one, or attn.impl=gather")
@@ -75,8 +75,8 @@ class BlockConfig(BlockSparseAttention.Config):
     def __post_init__(self) -> None:
         if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)?", self.block):
             raise UsageError(f"attn.block={self.block} is no block: give a side, 128, or queries by keys, 16x256")
-        if max(self.sides) > MOST:
-            raise UsageError(f"attn.block={self.block}: a side is at most {MOST}")
+        if max(self.sides) > LARGEST_COUNT:
+            raise UsageError(f"attn.block={self.block}: a side is at most {LARGEST_COUNT}")
         if max(self.sides) % min(self.sides):
             raise UsageError(f"attn.block={self.block}: one side must divide the other")
 

@@ -9,7 +9,7 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_count
+from lra.models.attention.base import AttentionSpec, check_option_counts
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
@@ -32,7 +32,7 @@ class ButterflyAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_count(self, 0, "factors", "local", "globals")
+            check_option_counts(self, 0, "factors", "local", "globals")
             if self.density is not None and not 0 < self.density <= 1:
                 raise UsageError(f"attn.density={self.density} must be above 0 and at most 1")
             if self.density is not None and self.factors is not None:

@@ -24,7 +24,7 @@ from lra.models.attention.base import Attention
 class FlashAttention(Attention):
     """FlashAttention: exact attention in tiles, without the N x N scores in memory."""
 
-    elsewhere = "sdpa"
+    fallback = "sdpa"
 
     @dataclass(frozen=True)
     class Config:
@@ -32,7 +32,7 @@ class FlashAttention(Attention):
         deterministic: bool = False  # gradients bitwise equal over runs, at some cost in speed
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        return f"{super().resolve(device, precision)} by {self.path(device)}"
+        return f"{super().resolve(device, precision)} by {self.choose_impl(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)

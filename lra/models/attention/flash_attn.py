@@ -21,15 +21,15 @@ from lra.batch import Batch
 from lra.errors import UsageError, first_line
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
-from lra.models.attention.sdpa import Varlen, attend_packed, last_dim_contiguous
+from lra.models.attention.sdpa import VarlenFunction, attend_packed, last_dim_contiguous
 
 
-class Library(NamedTuple):
+class FlashAttnLibrary(NamedTuple):
     """One version of FlashAttention."""
 
     name: str
     dense: Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, N, H, D] -> [B, N, H, D]
-    varlen: Varlen
+    varlen: VarlenFunction
 
 
 @ATTENTIONS.register(
@@ -48,20 +48,20 @@ class FlashAttnAttention(Attention):
     """The flash-attn package: FlashAttention-3, 4 or 2, the first that is there."""
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        return f"{super().resolve(device, precision)} by {library().name}"
+        return f"{super().resolve(device, precision)} by {import_flash_attn().name}"
 
     @torch.compiler.disable  # version 3's operators have no meta kernels to trace with
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        return attend_packed(library().varlen, q, k, v, batch)
+        return attend_packed(import_flash_attn().varlen, q, k, v, batch)
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same."""
-        return library().dense(*(last_dim_contiguous(x) for x in (q, k, v)))
+        return import_flash_attn().dense(*(last_dim_contiguous(x) for x in (q, k, v)))
 
 
 @functools.cache
-def library() -> Library:
+def import_flash_attn() -> FlashAttnLibrary:
     """What is installed; UsageError with each one's reason if nothing can be imported. FA3_LIB allows no other."""
     reasons = []
     for load in (_version_3,) if os.environ.get("FA3_LIB") else (_version_3, _version_4, _version_2):
@@ -73,7 +73,7 @@ def library() -> Library:
     raise UsageError(f"attn=flash_attn can't be imported ({'; '.join(reasons)}): use attn=sdpa, or install another")
 
 
-def _version_3() -> Library:
+def _version_3() -> FlashAttnLibrary:
     """FlashAttention-3"""
     if extension := os.environ.get("FA3_LIB"):
         if runtime := os.environ.get("FA3_CUDART"):
@@ -89,10 +89,10 @@ def _version_3() -> Library:
         }  # fmt: skip
         return FlashAttention3.apply(q, k, v, sequences)
 
-    return Library("FlashAttention-3", lambda q, k, v: FlashAttention3.apply(q, k, v, {}), varlen)
+    return FlashAttnLibrary("FlashAttention-3", lambda q, k, v: FlashAttention3.apply(q, k, v, {}), varlen)
 
 
-def _version_4() -> Library:
+def _version_4() -> FlashAttnLibrary:
     """FlashAttention-4"""
     package = importlib.import_module("flash_attn.cute")
 
@@ -100,10 +100,10 @@ def _version_4() -> Library:
         sequences = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=max_length, max_seqlen_k=max_length)
         return _first(package.flash_attn_varlen_func(q, k, v, **sequences))
 
-    return Library("FlashAttention-4", lambda q, k, v: _first(package.flash_attn_func(q, k, v)), varlen)
+    return FlashAttnLibrary("FlashAttention-4", lambda q, k, v: _first(package.flash_attn_func(q, k, v)), varlen)
 
 
-def _version_2() -> Library:
+def _version_2() -> FlashAttnLibrary:
     """FlashAttention-2"""
     package = importlib.import_module("flash_attn")
     if not hasattr(package, "flash_attn_func"):  # the namespace that version 4 alone leaves
@@ -112,7 +112,7 @@ def _version_2() -> Library:
     def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
         return package.flash_attn_varlen_func(q, k, v, bounds, bounds, max_length, max_length)
 
-    return Library("FlashAttention-2", package.flash_attn_func, varlen)
+    return FlashAttnLibrary("FlashAttention-2", package.flash_attn_func, varlen)
 
 
 class FlashAttention3(torch.autograd.Function):

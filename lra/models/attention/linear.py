@@ -10,7 +10,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 from lra.models.positions import rotate
 
-EPS = 1e-6  # the normaliser is at least this, so that a query whose features are all 0 gives zeros
+LEAST_NORMALISER = 1e-6  # the normaliser is at least this, so that a query whose features are all 0 gives zeros
 
 
 @ATTENTIONS.register(
@@ -44,7 +44,7 @@ class LinearAttention(Attention):
                 q_THD, k_THD = rotate(q_THD, *rotary), rotate(k_THD, *rotary)
             keys_BHND = padded(k_THD).masked_fill(past_B1N1, 0).to(v.dtype)
             weighted_BHND = padded(q_THD).to(v.dtype) @ (keys_BHND.transpose(2, 3) @ padded(v))
-            o_BHND = (weighted_BHND / total_BHN1.clamp(min=EPS)).to(v.dtype).masked_fill(past_B1N1, 0)
+            o_BHND = (weighted_BHND / total_BHN1.clamp(min=LEAST_NORMALISER)).to(v.dtype).masked_fill(past_B1N1, 0)
         return batch.unpad(o_BHND.transpose(1, 2))
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_count
+from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
 
 @ATTENTIONS.register("linformer", exact=False, cost="N · k", paper="Wang et al. 2020, arXiv 2006.04768")
@@ -24,7 +24,7 @@ class LinformerAttention(Attention):
         share: Literal["headwise", "kv"] = "headwise"  # a layer's heads share projections; kv: keys and values too
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "k")
+            check_option_counts(self, 1, "k")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

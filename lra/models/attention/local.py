@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_count
+from lra.models.attention.base import AttentionSpec, check_option_counts
 from lra.models.attention.block_sparse import BlockSparseAttention, check_blocks
 
 
@@ -36,7 +36,7 @@ class LocalAttention(BlockSparseAttention):
         pattern: Literal["sliding", "blocks"] = "sliding"
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "window")
+            check_option_counts(self, 1, "window")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_count
+from lra.models.attention.base import AttentionSpec, check_option_counts
 from lra.models.attention.block_sparse import BlockSparseAttention
 
 
@@ -33,8 +33,8 @@ class LongformerAttention(BlockSparseAttention):
         globals: int = 1  # the first tokens, which see all and are seen by all
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "window")
-            check_count(self, 0, "globals")
+            check_option_counts(self, 1, "window")
+            check_option_counts(self, 0, "globals")
 
     @classmethod
     def budget(cls, keys: int) -> dict[str, Any]:

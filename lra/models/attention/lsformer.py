@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_count
+from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
 
 @ATTENTIONS.register(
@@ -35,7 +35,7 @@ class LongShortAttention(Attention):
         window: int = 8  # tokens of a segment, w in the paper; a query sees twice as many
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "landmarks", "window")
+            check_option_counts(self, 1, "landmarks", "window")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)

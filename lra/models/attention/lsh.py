@@ -26,14 +26,14 @@ def unpad_rows(x_BHMD: Tensor, batch: Batch) -> Tensor:
     return batch.unpad(x_BNHD.masked_fill(~batch.mask()[:, :, None, None], 0))
 
 
-def real_rows(batch: Batch, rows: int) -> Tensor:
+def real_row_mask(batch: Batch, rows: int) -> Tensor:
     """Which of so many rows are real, before and after sorting, bool `[B, rows]`."""
     return torch.arange(rows, device=batch.length.device) < batch.length[:, None]
 
 
 def sort_rows(hashes_BHRM: Tensor, batch: Batch) -> Tensor:
     """The row at each place, int64 `[B, H, R, M]`: in the order of finite hashes, then of position; padding last."""
-    padding_BM = ~real_rows(batch, hashes_BHRM.shape[-1])
+    padding_BM = ~real_row_mask(batch, hashes_BHRM.shape[-1])
     return stable_order(hashes_BHRM.masked_fill(padding_BM[:, None, None], torch.inf))
 
 
@@ -49,7 +49,7 @@ def sorted_chunks(x_BHMD: Tensor, order_BHRM: Tensor, size: int) -> Tensor:
     return x_BHMD[:, :, None].take_along_dim(order_BHRM[..., None], 3).unflatten(3, (-1, size))
 
 
-def attend(scores_BHRCSK: Tensor, v_BHRCKD: Tensor, seen: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+def attend_chunks(scores_BHRCSK: Tensor, v_BHRCKD: Tensor, seen: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
     """Softmax attention of each chunk to its keys.
 
     Args:
@@ -66,7 +66,7 @@ def attend(scores_BHRCSK: Tensor, v_BHRCKD: Tensor, seen: Tensor, dropout: float
     return p_BHRCSK.to(v_BHRCKD.dtype) @ v_BHRCKD, total_BHRCS1.squeeze(-1)
 
 
-def merge(o_BHRCSD: Tensor, total_BHRCS: Tensor, order_BHRM: Tensor) -> Tensor:
+def merge_rounds(o_BHRCSD: Tensor, total_BHRCS: Tensor, order_BHRM: Tensor) -> Tensor:
     """Rows back in their places, and rounds averaged by the sums of their exponentials: `[B, H, M, D]`."""
     o_BHRMD, total_BHRM = o_BHRCSD.flatten(3, 4), total_BHRCS.flatten(3)
     o_BHRMD = torch.zeros_like(o_BHRMD).scatter(3, order_BHRM[..., None].expand_as(o_BHRMD), o_BHRMD)

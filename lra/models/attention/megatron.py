@@ -20,14 +20,14 @@ from lra.models.attention.base import Attention
 class MegatronAttention(Attention):
     """Softmax attention that materialises the N x N scores; scale, mask, softmax and dropout are one kernel."""
 
-    elsewhere = "torch"
+    fallback = "torch"
 
     @dataclass(frozen=True)
     class Config:
         impl: Literal["auto", "triton", "torch"] = "auto"  # auto: triton on a GPU, torch elsewhere
 
     def resolve(self, device: torch.device, precision: str) -> str:
-        return f"{super().resolve(device, precision)} by {self.path(device)}"
+        return f"{super().resolve(device, precision)} by {self.choose_impl(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)

@@ -9,7 +9,7 @@ from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import AttentionSpec, check_count
+from lra.models.attention.base import AttentionSpec, check_option_counts
 from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
 
 
@@ -39,7 +39,7 @@ class OpenAISparseAttention(BlockSparseAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_count(self, 1, "stride", "summary")
+            check_option_counts(self, 1, "stride", "summary")
             for name in ("stride", "summary"):
                 if (getattr(self, name) or 0) % max(self.sides):
                     raise UsageError(

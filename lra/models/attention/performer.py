@@ -12,7 +12,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.config.schema import at_least
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, AttentionSpec, check_count
+from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
 
 @ATTENTIONS.register(
@@ -35,7 +35,7 @@ class PerformerAttention(Attention):
         redraw: int | None = None  # training steps between new features; by default they stay
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "features")
+            check_option_counts(self, 1, "features")
             at_least(1, "attn", self, "redraw")  # steps, as many as there may be
 
     @classmethod

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS
-from lra.models.attention.base import Attention, check_count
+from lra.models.attention.base import Attention, check_option_counts
 
 
 @ATTENTIONS.register("rabe_staats", exact=True, cost="N²", ragged=False, paper="Rabe and Staats 2021, arXiv 2112.05682")
@@ -29,7 +29,7 @@ class RabeStaatsAttention(Attention):
         key_chunk: int = 4096  # keys at a time
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "query_chunk", "key_chunk")
+            check_option_counts(self, 1, "query_chunk", "key_chunk")
 
     def resolve(self, device: torch.device, precision: str) -> str:
         config = self.config

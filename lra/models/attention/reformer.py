@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_count
+from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
-SELF = -5e4  # logit of a token with itself: it counts only where nothing else is seen
+SELF_LOGIT = -5e4  # logit of a token with itself: it counts only where nothing else is seen
 HASHED_ROWS = 4096  # at a time: a row is compared with all buckets, so all rows at once would take N^2 / bucket memory
 
 
@@ -44,7 +44,7 @@ class ReformerAttention(Attention):
         hashes: int = 2  # rounds
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "bucket", "hashes")
+            check_option_counts(self, 1, "bucket", "hashes")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
@@ -69,12 +69,12 @@ class ReformerAttention(Attention):
             k = F.normalize(q.float(), dim=-1)
             q, k, v = (lsh.sorted_chunks(x.to(v.dtype), order, size) for x in (q, k, v))
             k, v = _with_previous(k), _with_previous(v)
-            real_BCS1 = lsh.real_rows(batch, order.shape[-1]).unflatten(1, (-1, size))[..., None]
+            real_BCS1 = lsh.real_row_mask(batch, order.shape[-1]).unflatten(1, (-1, size))[..., None]
             scores = (q @ k.mT).float() * self.spec.head_dim**-0.5
             place = torch.arange(2 * size, device=q.device)
-            scores = scores.masked_fill(place == place[size:, None], SELF)
-            o, total = lsh.attend(scores, v, _with_previous(real_BCS1).squeeze(-1), self.dropout_rate)
-            o = lsh.merge(o, total, order)
+            scores = scores.masked_fill(place == place[size:, None], SELF_LOGIT)
+            o, total = lsh.attend_chunks(scores, v, _with_previous(real_BCS1).squeeze(-1), self.dropout_rate)
+            o = lsh.merge_rounds(o, total, order)
         return lsh.unpad_rows(o, batch)
 
     @torch.no_grad()

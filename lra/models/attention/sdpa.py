@@ -17,7 +17,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 
 # (q, k, v [T, H, D], bounds int32 [B + 1], max_length) -> [T, H, D]: sequence b is the rows bounds[b] : bounds[b + 1]
-Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @ATTENTIONS.register("sdpa", exact=True, cost="N²", head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
@@ -64,7 +64,7 @@ def last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def attend_packed(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+def attend_packed(varlen: VarlenFunction, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
     """`varlen` of a batch in either layout, `[T, H, D]` to `[T, H, D]`. Waits for no device.
 
     The rows of a padded batch are moved together, and back. `varlen` sees T rows also then: what it returns for

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.models.attention import ATTENTIONS, lsh
-from lra.models.attention.base import Attention, AttentionSpec, check_count
+from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 
 
 @ATTENTIONS.register(
@@ -32,7 +32,7 @@ class SmyrfAttention(Attention):
         hashes: int = 2  # rounds
 
         def __post_init__(self) -> None:
-            check_count(self, 1, "cluster", "hashes")
+            check_option_counts(self, 1, "cluster", "hashes")
 
     def __init__(self, config: Any, spec: AttentionSpec):
         super().__init__(config, spec)
@@ -56,9 +56,9 @@ class SmyrfAttention(Attention):
             q = lsh.sorted_chunks(q.to(v.dtype), q_order, size)
             k, v = (lsh.sorted_chunks(x.to(v.dtype), k_order, size) for x in (k, v))
             scores = (q @ k.mT).float() * self.spec.head_dim**-0.5
-            real_BCS = lsh.real_rows(batch, q_order.shape[-1]).unflatten(1, (-1, size))
-            o, total = lsh.attend(scores, v, real_BCS, self.dropout_rate)
-            o = lsh.merge(o, total, q_order)
+            real_BCS = lsh.real_row_mask(batch, q_order.shape[-1]).unflatten(1, (-1, size))
+            o, total = lsh.attend_chunks(scores, v, real_BCS, self.dropout_rate)
+            o = lsh.merge_rounds(o, total, q_order)
         return lsh.unpad_rows(o, batch)
 
     @torch.no_grad()

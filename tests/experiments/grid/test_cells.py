@@ -9,7 +9,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments.grid import grid
 from lra.experiments.grid.cells import State, clear, counted, look, reached, settled, with_stages
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim_directory, is_claimed
 from tests.experiments.runs import GRID, cells, command, made, stub, until
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -126,14 +126,14 @@ def test_another_configuration_is_refused_with_its_fields(cell):
 
 def test_a_claim_is_held_once_and_until_it_is_closed(cell):
     path = made(cell)
-    assert not claimed(path)
-    held = claim(path)
-    assert held is not None and claim(path) is None
+    assert not is_claimed(path)
+    held = claim_directory(path)
+    assert held is not None and claim_directory(path) is None
     assert look(cell) == State("running elsewhere") and settled(cell) == State("interrupted")
     os.close(held)
     assert look(cell) == State("interrupted")
     made(cell, "finished")
-    held = claim(path)
+    held = claim_directory(path)
     assert look(cell).status == "done"  # its process is just ending
     os.close(held or 0)
 
@@ -147,7 +147,7 @@ def test_a_claim_is_that_of_the_process_that_works(cell):
     assert look(cell) == State("running elsewhere")  # the process works on
     (cell.directory.path.parents[4] / "gate").touch()
     until(lambda: look(cell).status == "done")
-    until(lambda: not claimed(cell.directory.path))
+    until(lambda: not is_claimed(cell.directory.path))
 
 
 def test_steps_and_accuracy_are_those_of_the_curves(cell):

@@ -16,7 +16,7 @@ from lra.errors import UsageError
 from lra.experiments.grid import launch
 from lra.experiments.grid.cells import look, with_stages
 from lra.experiments.grid.launch import Local, slots
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim_directory, is_claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 
 
@@ -76,12 +76,12 @@ def test_what_another_command_has_done_just_before_the_claim_stays(monkeypatch):
 
     def late(path):
         made(cell, "finished", 0.4)
-        return claim(path)
+        return claim_directory(path)
 
-    monkeypatch.setattr(launch, "claim", late)
+    monkeypatch.setattr(launch, "claim_directory", late)
     (state,), said = work(todo, stub(todo, "finish"))
     assert state.accuracy == look(cell).accuracy == 0.4 and not started() and not said
-    assert not claimed(cell.directory.path)
+    assert not is_claimed(cell.directory.path)
 
 
 def test_a_failing_run_is_retried_once_and_keeps_both_tracebacks():
@@ -185,7 +185,7 @@ def test_kill_a_run_then_the_command_and_the_next_call_completes():
     first.join()
     assert [look(cell).status for cell in todo] == ["running elsewhere"] * 2  # they work on
     os.kill(worker(todo[0]), signal.SIGKILL)
-    until(lambda: not claimed(todo[0].directory.path))
+    until(lambda: not is_claimed(todo[0].directory.path))
     second = command(todo, stub(todo, "wait", "finish"))
     until(lambda: look(todo[0]).status == "done")
     assert second.is_alive() and len(started()) == 3  # it waits for the other
@@ -215,7 +215,7 @@ def test_what_a_dead_run_leaves_behind_does_not_keep_its_claim(here):
     )
     (state,), said = work(todo, [*stub(todo, "finish")[:1], "child.py"])
     assert state.status == "open" and len(said) == 2
-    until(lambda: not claimed(todo[0].directory.path))
+    until(lambda: not is_claimed(todo[0].directory.path))
 
 
 def test_slots_are_the_gpus_that_are_seen(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.grid import grid
-from lra.training.run import claim
+from lra.training.run_directory import claim_directory
 from tests.experiments.runs import made
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
@@ -130,7 +130,7 @@ def test_a_stage_that_runs_elsewhere_is_waited_for():
     write(OWN)
     args = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash", "seeds=1")
     (alone,) = planned(*args)[1]
-    held = claim(made(grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]))
+    held = claim_directory(made(grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]))
     (waiting,) = planned(*args)[1]
     os.close(held or 0)
     assert alone.rpartition(": ")[2] == waiting.rpartition(": ")[2] == "5.9 h of training"
@@ -149,7 +149,7 @@ def test_what_runs_elsewhere_has_less_left():
     made(done, "finished", steps_per_second=100.0)
     path = made(going)
     (path / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n500,1,1,,\n")
-    held = claim(path)
+    held = claim_directory(path)
     left, lines = planned("recipe=demo", "tasks=listops", "attns=flash", "seeds=2", table="table3")
     os.close(held or 0)
     assert left["listops flash"] == "10 s" and not lines, "1,000 steps, which are not for this command"

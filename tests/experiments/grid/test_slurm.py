@@ -22,7 +22,7 @@ from lra.experiments.grid import launch, slurm
 from lra.experiments.grid.cells import look
 from lra.experiments.grid.slurm import FOLDER, Resources, Slurm, Task
 from lra.training.fit import fit
-from lra.training.run import claim, claimed
+from lra.training.run_directory import claim_directory, is_claimed
 from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
 
 submitit = pytest.importorskip("submitit", reason="needs submitit: pip install submitit")
@@ -109,7 +109,7 @@ def test_what_is_queued_or_worked_on_is_not_submitted_again(here):
         ends(array(todo[:2], said), interrupt)
     assert left.value.code == 130
     assert said[1] == "array 1 goes on: the same command watches it again, scancel 1 ends it"
-    held = claim(todo[2].directory.path)
+    held = claim_directory(todo[2].directory.path)
     with pytest.raises(SystemExit):
         ends(array(todo, said := []), interrupt)
     assert said[0] == "submitted: array 2, 1 tasks, at most 1 at once"
@@ -349,9 +349,9 @@ def test_tasks_are_requeued_in_mid_training_and_end_as_if_unbroken(cluster, tmp_
     # each at once when it can be, for it is short: as ahead of the time limit, and as a preemption begins
     for task, (run, name) in enumerate(zip(runs, ("USR2", "TERM"), strict=True)):
         until((run / "last.ckpt").exists, 120)
-        assert claimed(run) and not (run / "result.json").exists()
+        assert is_claimed(run) and not (run / "result.json").exists()
         control(cluster, "scancel", f"--signal={name}", f"{record.stem}_{task}")
-    until(lambda: not any(map(claimed, runs)), 30)
+    until(lambda: not any(map(is_claimed, runs)), 30)
     planned = Command(cluster, *args, "--dry-run").end(0)
     assert f"in the queue: {record.stem}_0, {record.stem}_1" in planned and "nothing would be submitted" in planned
     second = Command(cluster, *args).end(0)
@@ -385,9 +385,9 @@ def test_a_cancelled_task_is_not_requeued_and_the_next_call_submits_it(cluster, 
     (record,) = (tmp_path / FOLDER).glob("*.json")
     (run,) = directories(tmp_path)
     control(cluster, "scontrol", "requeue", record.stem)
-    until(lambda: (run / "log.txt").read_text().count("$ ") == 2 and claimed(run), 60)
+    until(lambda: (run / "log.txt").read_text().count("$ ") == 2 and is_claimed(run), 60)
     control(cluster, "scancel", record.stem)
     assert f"task {record.stem} ended without a result" in first.end(1)
-    assert not claimed(run) and not (run / "result.json").exists()
+    assert not is_claimed(run) and not (run / "result.json").exists()
     second = Command(cluster, *args).end(0)
     assert "submitted: array" in second and json.loads((run / "result.json").read_text())["resumed"]

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import pack
-from lra.training.curves import COLUMNS
-from lra.training.run import CLAIM, FIRST_FAILURE
+from lra.training.curves import CURVE_COLUMNS
+from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE
 from tests.experiments.results.test_ledger import cell, result
 
 DONE, FAILED, GOING = (
@@ -31,7 +31,7 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
     (folder / "config.yaml").write_text(yaml.safe_dump(made["config"], sort_keys=False))
     (folder / "env.json").write_text(json.dumps(made["environment"]))
     with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, CURVE_COLUMNS)
         writer.writeheader()
         writer.writerows({"step": step, "val/accuracy": 0.1} for step in range(250, steps + 1, 250))
         writer.writerow({"step": steps + 50, "train/loss": 1.0})
@@ -47,7 +47,7 @@ def make(runs: Path, name: str, status: str | None = "finished", steps: int = 50
 
 def listed(folder: Path) -> dict[str, bytes]:
     """The files below a folder, but for claims, which say nothing of a run."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CLAIM]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CLAIM_FILE]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -68,4 +68,4 @@ def names(file: Path) -> dict[str, set[str]]:
     return found
 
 
-SMALL = set(unpack.SMALL) - {FIRST_FAILURE}
+SMALL = set(unpack.SMALL) - {FIRST_FAILURE_FILE}

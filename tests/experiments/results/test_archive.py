@@ -21,7 +21,7 @@ from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments.results import archive
 from lra.experiments.results.archive import merge, pack
-from lra.training.run import CLAIM, FIRST_FAILURE, LOG, claim
+from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE, LOG_FILE, claim_directory
 from tests.experiments.results.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
 
 CONTINUED = SMALL - {"result.json"} | {"best.ckpt", "last.ckpt"}
@@ -70,7 +70,7 @@ def test_an_archive_that_is_there_is_not_replaced(runs):
 
 
 def test_a_run_that_a_process_works_on_is_left_out(runs):
-    held = [claim(runs / name) for name in (DONE, FAILED, GOING)]  # the second one is tried again
+    held = [claim_directory(runs / name) for name in (DONE, FAILED, GOING)]  # the second one is tried again
     out = packed(runs, "checkpoints=last")
     assert names(out) == {DONE: SMALL | {"last.ckpt"}}
     lines = pack([f"runs={runs}", f"out={runs.parent}/2.tar.xz", "checkpoints=last"])
@@ -83,9 +83,9 @@ def test_a_run_that_a_process_works_on_is_left_out(runs):
 
 def test_nobody_begins_with_a_run_while_it_is_packed(runs, monkeypatch):
     begun, add = [], tarfile.TarFile.addfile
-    started = lambda: [claim(runs / name) for name in (FAILED, GOING)]  # noqa: E731
+    started = lambda: [claim_directory(runs / name) for name in (FAILED, GOING)]  # noqa: E731
     monkeypatch.setattr(tarfile.TarFile, "addfile", lambda *args: begun.append(started()) or add(*args))
-    monkeypatch.setattr("lra.training.run.PATIENCE_S", 0)
+    monkeypatch.setattr("lra.training.run_directory.CLAIM_PATIENCE_S", 0)
     packed(runs, "checkpoints=last")
     assert len(begun) > 10 and all(found == [None, None] for found in begun)
     for file in started():
@@ -93,7 +93,7 @@ def test_nobody_begins_with_a_run_while_it_is_packed(runs, monkeypatch):
 
 
 def test_runs_in_which_nothing_may_be_written_are_packed(runs):
-    (runs / GOING / CLAIM).mkdir()  # root may write everywhere
+    (runs / GOING / CLAIM_FILE).mkdir()  # root may write everywhere
     assert GOING in names(packed(runs, "checkpoints=last"))
 
 
@@ -174,7 +174,7 @@ def test_of_two_unfinished_runs_the_one_with_more_steps_stays(runs, target, step
 
 def test_a_run_that_a_process_works_on_stays(runs, target):
     make(target, GOING, None, 250)
-    held = [claim(target / name) for name in (GOING, DONE)]  # the other one has just been begun
+    held = [claim_directory(target / name) for name in (GOING, DONE)]  # the other one has just been begun
     before, file = listed(target), packed(runs, "checkpoints=last")
     lines = merge(file, [f"runs={target}"])
     assert {f"{name}: kept, a process works on it here" for name in (GOING, DONE)} < set(lines)
@@ -191,34 +191,35 @@ def test_a_run_that_a_process_begins_meanwhile_stays(runs, target, monkeypatch):
     def begun(new, old):
         decided = decide(new, old)
         if old.name == GOING and not held:
-            held.append(claim(target / GOING))
+            held.append(claim_directory(target / GOING))
             make(target, GOING, None, 750)
         return decided
 
     file = packed(runs, "checkpoints=last")
     monkeypatch.setattr(archive, "_decide", begun)
     assert f"{GOING}: kept, a process works on it here" in merge(file, [f"runs={target}"])
-    assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750 and claim(target / GOING) is None
+    assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750 and claim_directory(target / GOING) is None
     os.close(held[0])
 
 
 def test_a_run_that_a_process_has_worked_on_meanwhile_is_looked_at_again(runs, target, monkeypatch):
     make(target, GOING, None, 250)
     file = packed(runs, "checkpoints=last")
-    monkeypatch.setattr(archive, "claim", lambda path: make(target, GOING, None, 750) and claim(path))
+    late = lambda path: make(target, GOING, None, 750) and claim_directory(path)  # noqa: E731
+    monkeypatch.setattr(archive, "claim_directory", late)
     assert f"{GOING}: kept, 750 steps here, 500 there" in merge(file, [f"runs={target}"])
     assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750
 
 
 def test_who_opened_the_claim_before_a_merge_has_it_after(runs, target):
     make(target, GOING, None, 250)
-    os.close(claim(target / GOING) or 0)
-    with (target / GOING / CLAIM).open() as opened:
+    os.close(claim_directory(target / GOING) or 0)
+    with (target / GOING / CLAIM_FILE).open() as opened:
         assert f"{GOING}: replaced, 250 steps here, 500 there" in merge(
             packed(runs, "checkpoints=last"), [f"runs={target}"]
         )
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert claim(target / GOING) is None
+        assert claim_directory(target / GOING) is None
 
 
 def test_a_merge_that_is_killed_loses_nothing_and_mixes_no_checkpoints(runs, target, monkeypatch):
@@ -254,7 +255,7 @@ def test_what_cannot_be_continued_replaces_nothing(runs, target):
     assert f"{FAILED}: kept, 250 steps here, 0 there" in merge(packed(runs), [f"runs={target}"])
 
 
-@pytest.mark.parametrize("marks", [(), (CLAIM, LOG)])
+@pytest.mark.parametrize("marks", [(), (CLAIM_FILE, LOG_FILE)])
 def test_what_a_cell_refused_early_leaves_gives_way(runs, target, marks):
     (target / DONE).mkdir(parents=True)
     for name in marks:
@@ -272,9 +273,9 @@ def test_a_place_with_something_else_is_refused(runs, target):
 
 def test_a_run_that_failed_twice_stays_so(runs, target):
     folder = make(runs, FAILED, "failed")
-    shutil.copy(folder / "result.json", folder / FIRST_FAILURE)
+    shutil.copy(folder / "result.json", folder / FIRST_FAILURE_FILE)
     merge(packed(runs), [f"runs={target}"])
-    assert set(listed(target / FAILED)) == SMALL | {FIRST_FAILURE}
+    assert set(listed(target / FAILED)) == SMALL | {FIRST_FAILURE_FILE}
 
 
 @pytest.mark.parametrize("steps", [0, 500])

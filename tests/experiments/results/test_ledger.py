@@ -14,7 +14,7 @@ from lra.errors import UsageError
 from lra.experiments.grid import grid
 from lra.experiments.grid.grid import Cell
 from lra.experiments.results import ledger
-from lra.tasks import versioned
+from lra.tasks import versioned_name
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 REAL = json.loads((RESULTS / "runs/listops/linear/xiong2021-s0/result.json").read_text())
@@ -26,7 +26,7 @@ def result(cell: Cell, accuracy: float = 0.36, **changes: Any) -> dict[str, Any]
     """A finished result of a cell, in the shape of a real one."""
     made = copy.deepcopy(REAL)
     run = cell.composed.config
-    made |= {"task": versioned(run.task), "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
+    made |= {"task": versioned_name(run.task), "attn": run.attn.name, "recipe": run.recipe, "seed": run.seed}
     made["runs_per_device"] = 1
     made["environment"]["commit"] = "5577a9a5dedc"
     made["config"] = json.loads(json.dumps(run.saved()))

@@ -14,7 +14,7 @@ import pytest
 from lra.errors import UsageError
 from lra.experiments.results import unpack
 from lra.experiments.results.archive import merge
-from lra.training.run import FIRST_FAILURE
+from lra.training.run_directory import FIRST_FAILURE_FILE
 from tests.experiments.results.archives import DONE, SMALL, packed
 
 
@@ -109,10 +109,10 @@ def test_a_damaged_archive_is_refused(runs, target):
         ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
-        ({FIRST_FAILURE: b"{}"}, "failed.json is no whole result"),
-        ({FIRST_FAILURE: json.dumps(OTHER | {"status": "failed"}).encode()}, "config.yaml and failed.json of"),
+        ({FIRST_FAILURE_FILE: b"{}"}, "failed.json is no whole result"),
+        ({FIRST_FAILURE_FILE: json.dumps(OTHER | {"status": "failed"}).encode()}, "config.yaml and failed.json of"),
         (
-            {FIRST_FAILURE: json.dumps(OTHER | {"status": "oom"}).encode()},
+            {FIRST_FAILURE_FILE: json.dumps(OTHER | {"status": "oom"}).encode()},
             r"failed.json is no whole result \(it lacks a status of failed\)",
         ),
         ({"metrics.csv": b"\xff\xfe", "last.ckpt": b""}, "metrics.csv can't be read"),

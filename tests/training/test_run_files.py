@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lra.training.saved import read_config, read_result
+from lra.training.run_files import read_config, read_result
 
 SCORES: dict[str, Any] = {"accuracy": 0.5, "plus_minus": 0.1, "n": 10, "baselines": {"majority": 0.1}}
 WHOLE: dict[str, Any] = {

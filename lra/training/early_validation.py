@@ -1,4 +1,4 @@
-"""A look, early in a run, at the memory that validation needs."""
+"""Tests early in a run whether validation has enough memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lra.tasks.base import TaskData, TaskModule
 from lra.training.clock import Clock, synchronize
 
 
-class Rehearsal(pl.Callback):
-    """Scores a batch of validation soon after the start: if there is no memory for it, an hour is not lost first.
+class EarlyValidation(pl.Callback):
+    """Scores a batch of validation soon after the start, so that a run without memory for it fails at once.
 
-    Before training there would be room: what its steps hold comes with them.
+    A test before training would not show this, because the steps allocate their memory later.
     """
 
-    STEPS = 20  # before the line that says what the run will cost
+    STEPS = 20  # so it comes before the line that says what the run will cost
 
     def __init__(self, clock: Clock):
         self.clock = clock
-        self.due = math.inf  # the step after which it is
+        self.due = math.inf  # the step after which a batch is scored
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         self.due = trainer.global_step + self.STEPS if trainer.enable_validation else math.inf
@@ -47,6 +47,6 @@ class Rehearsal(pl.Callback):
                 synchronize(trainer)
                 self.clock.example = (time.perf_counter() - began) / len(batch.label)
         module.train()
-        torch.cuda.empty_cache()  # graphs that are captured later can't have what lies there
-        trainer.strategy.barrier()  # or the next step is what waits for the rank that compiled longest
+        torch.cuda.empty_cache()  # graphs that are captured later can't use the cache
+        trainer.strategy.barrier()  # otherwise the next step waits for the slowest rank
         self.clock.on_validation_end(trainer, module)

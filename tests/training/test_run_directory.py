@@ -12,16 +12,16 @@ import yaml
 
 from lra.errors import UsageError
 from lra.training import fit
-from lra.training.run import (
+from lra.training.run_directory import (
     RunDirectory,
-    at_rest,
-    claim,
-    claimed,
-    replacing,
-    spent,
-    unshared,
-    vacant,
-    write,
+    claim_directory,
+    had_gpu_alone,
+    is_claimed,
+    is_vacant,
+    locked_shared,
+    replace_file,
+    time_and_memory,
+    write_text,
 )
 
 TINY = ("task=listops", "attn=flash", "recipe=demo")
@@ -49,7 +49,7 @@ def calls(monkeypatch) -> list[str]:
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path, calls):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"old" and not calls
@@ -60,7 +60,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path, calls):
 def test_all_that_was_written_is_on_the_disk_before_the_file_is_replaced(tmp_path, monkeypatch):
     sizes: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
-    with replacing(tmp_path / "file") as file:
+    with replace_file(tmp_path / "file") as file:
         file.write(b"four")  # which Python keeps in a buffer
     assert sizes == [4]
 
@@ -69,7 +69,7 @@ def test_all_that_was_written_is_on_the_disk_before_the_file_is_replaced(tmp_pat
 def test_an_error_leaves_the_old_file_alone(tmp_path, calls, error):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(type(error)), replacing(path) as file:
+    with pytest.raises(type(error)), replace_file(path) as file:
         file.write(b"half of the ne")
         raise error
     assert path.read_bytes() == b"old" and [*tmp_path.iterdir()] == [path] and not calls
@@ -77,7 +77,7 @@ def test_an_error_leaves_the_old_file_alone(tmp_path, calls, error):
 
 def test_a_file_that_can_not_be_replaced_leaves_nothing_beside_it(tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError), replacing(tmp_path / "folder") as file:
+    with pytest.raises(OSError), replace_file(tmp_path / "folder") as file:
         file.write(b"new")
     assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
 
@@ -85,18 +85,18 @@ def test_a_file_that_can_not_be_replaced_leaves_nothing_beside_it(tmp_path):
 def test_two_processes_write_beside_each_other(tmp_path, monkeypatch):
     """Each has a file of its own, which a cleaner knows by its name."""
     path = tmp_path / "file"
-    with replacing(path) as one:
+    with replace_file(path) as one:
         one.write(b"one")
         (aside,) = tmp_path.glob(".file.[0-9]*")
         monkeypatch.setattr(os, "getpid", lambda: int(aside.suffix[1:]) + 1)
-        with replacing(path) as other:
+        with replace_file(path) as other:
             other.write(b"other")
         assert path.read_bytes() == b"other"
     assert path.read_bytes() == b"one" and [*tmp_path.iterdir()] == [path]
 
 
 def test_text_is_written_as_utf8(tmp_path):
-    write(tmp_path / "file", "9 × π\n")
+    write_text(tmp_path / "file", "9 × π\n")
     assert (tmp_path / "file").read_bytes() == "9 × π\n".encode()
 
 
@@ -119,7 +119,7 @@ def test_a_long_name_is_cut_and_says_which_it_is(directory):
 def touch(directory: RunDirectory, *names: str) -> None:
     """An unfinished run with these files."""
     directory.path.mkdir(parents=True, exist_ok=True)
-    write(directory.path / "config.yaml", yaml.safe_dump(directory.config))
+    write_text(directory.path / "config.yaml", yaml.safe_dump(directory.config))
     for name in names:
         (directory.path / name).touch()
 
@@ -182,12 +182,12 @@ def test_a_directory_is_opened_by_one_process_and_cleaned(directory):
     with run.opened(None):
         assert yaml.safe_load((run.path / "config.yaml").read_text()) == run.config
         assert json.loads((run.path / "env.json").read_text())[0]["versions"]["python"]
-        assert claimed(run.path)
+        assert is_claimed(run.path)
         with pytest.raises(UsageError, match="another process works in"), run.opened(None):
             pass
         ended(run, "failed")
         (run.path / ".last.ckpt.123").touch()
-    assert not claimed(run.path)
+    assert not is_claimed(run.path)
     with run.opened(None):
         assert {each.name for each in run.path.iterdir()} == {"claim", "config.yaml", "env.json"}
     run.last.touch()
@@ -197,37 +197,41 @@ def test_a_directory_is_opened_by_one_process_and_cleaned(directory):
         ended(run)
     with pytest.raises(UsageError, match="another process has finished .*: the same command again prints its result"):
         run.opened(run.last).__enter__()
-    assert not claimed(run.path), "who was refused holds nothing"
+    assert not is_claimed(run.path), "who was refused holds nothing"
 
 
 def test_a_claim_is_of_one_process_and_ends_with_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("lra.training.run.PATIENCE_S", 0.0)
-    assert not claimed(tmp_path / "none")
-    held = claim(tmp_path / "run")
-    assert held is not None and claim(tmp_path / "run") is None and claimed(tmp_path / "run")
-    with at_rest(tmp_path / "run") as rests:
+    monkeypatch.setattr("lra.training.run_directory.CLAIM_PATIENCE_S", 0.0)
+    assert not is_claimed(tmp_path / "none")
+    held = claim_directory(tmp_path / "run")
+    assert held is not None and claim_directory(tmp_path / "run") is None and is_claimed(tmp_path / "run")
+    with locked_shared(tmp_path / "run") as rests:
         assert not rests
     os.close(held)
-    assert not claimed(tmp_path / "run")
-    with at_rest(tmp_path / "run") as rests:
-        assert rests and claim(tmp_path / "run") is None
-    assert vacant(tmp_path / "run")
+    assert not is_claimed(tmp_path / "run")
+    with locked_shared(tmp_path / "run") as rests:
+        assert rests and claim_directory(tmp_path / "run") is None
+    assert is_vacant(tmp_path / "run")
 
 
 def test_a_folder_without_a_run_is_vacant(tmp_path):
-    assert vacant(tmp_path / "none") and vacant(tmp_path)
+    assert is_vacant(tmp_path / "none") and is_vacant(tmp_path)
     for name, left in (("claim", True), ("log.txt", True), ("config.yaml", False)):
         (tmp_path / name).touch()
-        assert vacant(tmp_path) == left
-    assert not vacant(tmp_path / "claim"), "a file"
+        assert is_vacant(tmp_path) == left
+    assert not is_vacant(tmp_path / "claim"), "a file"
 
 
 def test_what_a_run_took_is_said_where_it_is_known():
     new = {"wall_seconds": 9.0, "train_seconds": 5.0, "peak_gpu_bytes": 7, "session_seconds": 2.0}
     old = {"session_seconds": 2.0, "peak_gpu_bytes": 7}
-    assert spent(new) == spent(new | {"resumed": True}) == (9.0, 7)
-    assert spent(old) == (2.0, 7) and spent(old | {"resumed": True}) == (None, None)
-    assert [unshared(each) for each in ({"runs_per_device": 1}, {"runs_per_device": 2}, {})] == [True, False, False]
+    assert time_and_memory(new) == time_and_memory(new | {"resumed": True}) == (9.0, 7)
+    assert time_and_memory(old) == (2.0, 7) and time_and_memory(old | {"resumed": True}) == (None, None)
+    assert [had_gpu_alone(each) for each in ({"runs_per_device": 1}, {"runs_per_device": 2}, {})] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_what_was_opened_can_be_taken_back(directory):

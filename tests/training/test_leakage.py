@@ -7,7 +7,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
-from lra.training import checkpoints, fit, seen, transfer
+from lra.training import checkpoints, fit, leakage, transfer
 
 MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "model.positions=rotary", "trainer.accelerator=cpu")
 FEW = ("task.train=10", "task.val=4")
@@ -15,7 +15,7 @@ FEW = ("task.train=10", "task.val=4")
 
 def build(task: str, *args: str):
     given = {arg.partition("=")[0]: arg for arg in (f"task={task}", "attn=flash", *MODEL, *args)}
-    return fit.build(fit.configure(list(given.values())).config)[1]
+    return fit.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def chain(tmp_path):
         for task, *args in runs:
             module = build(task, *args, *([] if path is None else [f"init={path}"]))
             if path is not None:
-                transfer.start(module, path)
+                transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path)
             path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"
             checkpoints.save_weights(module, path)
         assert path is not None
@@ -39,7 +39,7 @@ def chain(tmp_path):
 def asked(path: Path, task: str, *args: str, score: bool = False) -> transfer.Transfer:
     """What is said of weights for a run, or with `score` for a test."""
     module = build(task, *args, *([] if score else [f"init={path}"]))
-    return transfer.apply(module, *checkpoints.read(path), path, score=score)
+    return transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path, score=score)
 
 
 def refused(message: str, *args, **options) -> None:
@@ -50,7 +50,7 @@ def refused(message: str, *args, **options) -> None:
 
 def forget(path: Path, **changes) -> Path:
     """The weights as an older lra wrote them: without a word of what they have seen, or with other words."""
-    weights, identity = checkpoints.read(path)
+    weights, identity = checkpoints.read_checkpoint(path)
     del identity["seen"]
     old = path.with_suffix(".ckpt")
     torch.save({"state_dict": {f"model.{k}": v for k, v in weights.items()}, "lra": identity | changes}, old)
@@ -148,7 +148,7 @@ def test_what_is_not_known_is_said(chain, tmp_path):
 )
 def test_the_words_of_an_older_checkpoint_are_read(chain, name, now):
     path = forget(chain(("pathfinder", *FEW)), seen={name: 300})
-    assert seen.seen_before(checkpoints.read(path)[1]) == {now: 300}
+    assert leakage.sets_before_run(checkpoints.read_checkpoint(path)[1]) == {now: 300}
     asked(path, "path64", *FEW)
 
 
@@ -157,6 +157,6 @@ def test_released_weights_say_what_they_do_not_know():
     folder = Path(__file__).parents[2] / "checkpoints" / "pathfinder"
     module = lra.load(folder)
     assert module.run.task.version == 1 and module.identity()["task"] == "pathfinder@1"
-    known = seen.seen_by(checkpoints.read(folder)[1])
+    known = leakage.sets_of_checkpoint(checkpoints.read_checkpoint(folder)[1])
     assert known["pathfinder@1, data_seed=0"] == 160000
-    assert str(known[seen.UNSTATED]).endswith("intermediate,task.tokens=lit-s0")
+    assert str(known[leakage.UNSTATED_SET]).endswith("intermediate,task.tokens=lit-s0")

@@ -65,7 +65,7 @@ def parse_show(args: Iterable[str]) -> tuple[ShowOptions, TaskData]:
     return options, task_data(fields)
 
 
-def prepare(args: Sequence[str]) -> str:
+def prepare_store(args: Sequence[str]) -> str:
     """Prepares the store."""
     options, data = parse_prepare(args)
     data.prepare_data(force=options.force)
@@ -73,14 +73,14 @@ def prepare(args: Sequence[str]) -> str:
     return f"{data.config.name} is ready in {data.content().path}{notes}"
 
 
-def verify(args: Sequence[str]) -> str:
+def verify_store(args: Sequence[str]) -> str:
     """Reads every byte; UsageError naming the first file that differs from the manifest."""
     store = task_data(args).open()
     store.verify()
     return f"{store.path}: every file is as the manifest says"
 
 
-def info(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+def describe_store(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What the manifest says, as rows of a table."""
     store = task_data(args).open()
     m = store.manifest
@@ -112,7 +112,7 @@ def _describe(part: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def show(args: Sequence[str]) -> str:
+def draw_examples(args: Sequence[str]) -> str:
     """Draws the first examples of a split into a PNG file."""
     options, data = parse_show(args)
     data.setup()
@@ -121,14 +121,11 @@ def show(args: Sequence[str]) -> str:
     split = data.parts[options.split]
     labels = np.unique(split.labels)
     rows = np.concatenate([np.flatnonzero(split.labels == label)[: options.count] for label in labels])
-    captions = [f"{options.split} {row}: {_label(data, int(split.labels[row]))}" for row in rows]
+    names = data.label_names or range(int(labels.max()) + 1)
+    captions = [f"{options.split} {row}: {names[int(split.labels[row])]}" for row in rows]
     examples = [data.depict(split[int(row)]) for row in rows]
     texts = isinstance(examples[0], str)
     drawn = picture.page(examples, captions) if texts else picture.grid(examples, captions)  # type: ignore[arg-type]
     path = Path(options.out or f"{data.config.name}-{options.split}.png")
     picture.save(drawn, path)
     return f"{len(rows)} examples of {options.split} are drawn in {path}"
-
-
-def _label(data: TaskData, label: int) -> str:
-    return data.label_names[label] if data.label_names else str(label)

@@ -1,8 +1,8 @@
-"""TensorBoard's file of a run's curves, written by the thread that trains.
+"""Writes TensorBoard's file of a run's curves, in the thread that trains.
 
 The writers of tensorboardX and PyTorch hand events to a thread through a queue of limited size. When that thread
-fails, on a full disk say, the run waits for ever to put its next event there. Here a failure is raised where the row is
-logged.
+fails, for example on a full disk, the run waits for ever to queue its next event. Here a failure is raised where the
+row is logged.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
-PATTERN = "events.out.tfevents.*"
+EVENT_FILES = "events.out.tfevents.*"
 
 
-def opening(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
-    """The beginning of a file: rows of earlier sessions, in place of all that TensorBoard has read of the run.
+def start_events(rows: Sequence[Mapping[str, str]], times: Mapping[int, float]) -> bytes:
+    """Returns the beginning of a file. Its rows replace all that TensorBoard has read of the run.
 
     Args:
-        rows: those of metrics.csv.
-        times: by step, when they were logged, in seconds since 1970, where that is known.
+        rows: the rows of metrics.csv from earlier sessions.
+        times: for each step, when it was logged, in seconds since 1970, if known.
     """
     now = time.time()
     start = Event(wall_time=now, session_log=SessionLog(status=SessionLog.START))
-    events = [record(Event(wall_time=now, file_version="brain.Event:2")), record(start)]
+    events = [frame_event(Event(wall_time=now, file_version="brain.Event:2")), frame_event(start)]
     for each in rows:
         values = {tag: float(value) for tag, value in each.items() if tag != "step" and value}
-        events.append(row(values, int(each["step"]), times.get(int(each["step"]), now)))
+        events.append(encode_row(values, int(each["step"]), times.get(int(each["step"]), now)))
     return b"".join(events)
 
 
-def row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
-    """One step's values."""
+def encode_row(values: Mapping[str, float], step: int, when: float | None = None) -> bytes:
+    """Encodes the values of one step."""
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-    return record(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
+    return frame_event(Event(wall_time=time.time() if when is None else when, step=step, summary=summary))
 
 
-def record(event: Event) -> bytes:
-    """An event as the file has it: length and content, each with its checksum."""
+def frame_event(event: Event) -> bytes:
+    """Encodes an event: length and content, each with its checksum."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
     return length + checks[0] + content + checks[1]
 
 
-def times(folder: Path) -> dict[int, float]:
-    """When each step was logged, as the files of a folder say; damaged parts are passed over."""
+def read_times(folder: Path) -> dict[int, float]:
+    """Reads from the files of a folder when each step was logged. Skips damaged parts."""
     found: dict[int, float] = {}
-    for file in sorted(folder.glob(PATTERN)):
+    for file in sorted(folder.glob(EVENT_FILES)):
         content, place = file.read_bytes(), 0
         while place + 16 <= len(content):
             end = place + 12 + int.from_bytes(content[place : place + 8], "little")
@@ -68,6 +68,6 @@ def times(folder: Path) -> dict[int, float]:
     return found
 
 
-def file_name() -> str:
-    """The name of a session's file; TensorBoard looks for its second word."""
-    return PATTERN.replace("*", f"{int(time.time())}.{socket.gethostname()}")
+def event_file_name() -> str:
+    """Names the file of a session. TensorBoard looks for `tfevents` in it."""
+    return EVENT_FILES.replace("*", f"{int(time.time())}.{socket.gethostname()}")

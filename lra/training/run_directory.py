@@ -1,7 +1,7 @@
-"""A run's directory: its name, who works there, what state it is in, and the files it ends with.
+"""A run's directory: its name, the process that works there, its state, and its files.
 
-The claim on a directory is a lock (flock) on its file `claim`. It belongs to the open file: whoever inherits that holds
-the claim too, and it ends with the last of them, however that one ends.
+A process claims a directory by a lock (flock) on its file `claim`. The lock belongs to the open file. A process that
+inherits the file also holds the claim. The claim ends when the last of them ends, for any reason.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lra import environment
 from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
 from lra.errors import UsageError, naming, unusable
-from lra.tasks import TASKS, versioned
-from lra.training.saved import End, read_config, read_environments, whole_result
+from lra.tasks import TASKS, versioned_name
+from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
-RUNS = Path("checkpoints") / "runs"
-CURVES = "metrics.csv"
-# what a directory holds beside a run's own files: who works there, what its processes said, and the first failure
-CLAIM, LOG, FIRST_FAILURE = "claim", "log.txt", "failed.json"
-CLAIMED = "LRA_CLAIMED"  # the run's directory whose claim a process has inherited
-PATIENCE_S = 0.5  # `claimed` is in a claim's way for an instant
-# fields of what computes, in which portions: the same steps of the same global batches, and the same scores
-COMPUTING = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
-# fields that choose or continue a run, or that may be others when it goes on: none of them names its directory. The
-# version of the task does not either: a run of an older one stays where it is
-NOT_NAMED = ("seed", "name", "resume", "draws", "task.version", *COMPUTING)
+RUNS_FOLDER = Path("checkpoints") / "runs"
+CURVES_FILE = "metrics.csv"
+# files beside those of the run: its claim, the output of its processes, and the first failure
+CLAIM_FILE, LOG_FILE, FIRST_FAILURE_FILE = "claim", "log.txt", "failed.json"
+CLAIM_VARIABLE = "LRA_CLAIMED"  # names the directory whose claim a process has inherited
+CLAIM_PATIENCE_S = 0.5  # `is_claimed` holds the lock for an instant
+# fields of hardware and micro-batching: they change neither the steps nor the scores
+HARDWARE_FIELDS = ("engine", "trainer.accelerator", "trainer.devices", "batch.micro", "batch.eval")
+# fields that are no part of a directory's name: they choose or continue a run, or may change when it resumes. The
+# version of the task is one of them, so a run of an older version keeps its directory
+UNNAMED_FIELDS = ("seed", "name", "resume", "draws", "task.version", *HARDWARE_FIELDS)
 
 
 class RunDirectory:
@@ -44,13 +44,13 @@ class RunDirectory:
 
     def __init__(self, composed: Composed):
         run = composed.config
-        overrides = [str(override) for override in composed.overrides if override.field not in NOT_NAMED]
+        overrides = [str(override) for override in composed.overrides if override.field not in UNNAMED_FIELDS]
         middle = run.name or "+".join([run.recipe, *([_short(",".join(overrides))] if overrides else [])])
-        self.path = RUNS / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
+        self.path = RUNS_FOLDER / run.task.name / run.attn.name / f"{middle}-s{run.seed}"
         self.best, self.last = self.path / "best.ckpt", self.path / "last.ckpt"
-        self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES
+        self.weights, self.curves = self.path / "model.safetensors", self.path / CURVES_FILE
         self.config = run.saved()
-        self.task = versioned(run.task)
+        self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
         self.asked = f"the task is {self.task} by now" if newest else f"{self.task} is asked for"
@@ -58,10 +58,10 @@ class RunDirectory:
         self._before: dict[Path, bytes | None] = {}  # what `opened` has replaced
 
     def result(self) -> dict[str, Any] | None:
-        """The result of a run that ended by itself, which lies here now; UsageError if it is not whole."""
+        """Returns the result of a run that has ended, or None. UsageError if the file is not whole."""
         file = self.path / "result.json"
         try:
-            return whole_result(file) | {"directory": str(self.path)}
+            return read_whole_result(file) | {"directory": str(self.path)}
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -75,7 +75,7 @@ class RunDirectory:
         return result is not None and result["status"] == "finished"
 
     def check(self) -> None:
-        """Refuses to go on in a directory that belongs to another configuration or holds an unfinished run."""
+        """Raises a UsageError if the directory has another configuration, or an unfinished run that is not resumed."""
         if len(os.fsencode(self.path.name)) > 255:
             raise UsageError(f"{self.path.name} is too long for a folder: choose a name=")
         path = Path(self.resume)
@@ -91,7 +91,7 @@ class RunDirectory:
                     f"{file} is damaged or no configuration of a run: move {self.path} away, or choose another name="
                 )
             self.refuse_version("run", self.task_of(saved))
-            if changed := differences(saved, self.config, COMPUTING):
+            if changed := differences(saved, self.config, HARDWARE_FIELDS):
                 more = f", with resume={self.last} to go on from it" if self.last.exists() else ""
                 raise UsageError(
                     f"{self.path} holds a run with another configuration ({'; '.join(changed)}): "
@@ -114,7 +114,7 @@ class RunDirectory:
             )
 
     def refuse_version(self, what: str, task: str) -> None:
-        """UsageError if a run or a result is of another version of the task: of other data, or another protocol."""
+        """Raises a UsageError if a run or a result is of another version of the task."""
         if task != self.task:
             raise UsageError(
                 f"{self.path} holds a {what} of {task}, and {self.asked}: "
@@ -122,16 +122,16 @@ class RunDirectory:
             )
 
     def mend(self, task: str) -> str:
-        """The beginning of a mend, where a field of the task chooses the version that `task` names."""
+        """Returns the beginning of a mend if a field of the task chooses the version that `task` names."""
         same, (_, _, number) = self.same_task(task), task.partition("@")
         return f"give task.version={number} to go on with it, " if self.versions and same else ""
 
     def same_task(self, task: str) -> bool:
-        """Whether it is this one, of any version."""
+        """Whether `task` is the task of this run, in any version."""
         return task.partition("@")[0] == self.task.partition("@")[0]
 
     def task_of(self, saved: Mapping[str, Any]) -> str:
-        """The task and version of a saved configuration, which is ours where it states none."""
+        """Returns task and version of a saved configuration; those of this run if it states none."""
         task = saved.get("task")
         if not self.versions or not isinstance(task, dict) or not self.same_task(str(task.get("name"))):
             return self.task
@@ -139,25 +139,28 @@ class RunDirectory:
         return f"{task['name']}@{number}" if isinstance(number, int) else self.task
 
     def checkpoint(self) -> Path | None:
-        """Where training starts: a checkpoint, or None for the beginning."""
+        """Returns the checkpoint from which training resumes; None if it starts anew."""
         if self.resume in ("true", "auto"):
             return self.last if self.last.exists() else None
         return None if self.resume == "false" else Path(self.resume)
 
     @contextmanager
     def opened(self, checkpoint: Path | None, step: int = 0) -> Iterator[None]:
-        """The directory with its configuration and environment, claimed; UsageError if somebody works there.
+        """Claims the directory and writes its configuration and environment.
 
         Args:
-            checkpoint: what `checkpoint` said when the run was prepared, which may have taken hours.
-            step: how many steps it has behind it.
+            checkpoint: the result of `checkpoint` before the run was prepared, which may have taken hours.
+            step: number of steps that this checkpoint has completed.
+
+        Raises:
+            UsageError: another process works in the directory, or has changed it.
         """
-        inherited = os.environ.get(CLAIMED) == str(self.path)
-        held = None if inherited else claim(self.path)
+        inherited = os.environ.get(CLAIM_VARIABLE) == str(self.path)
+        held = None if inherited else claim_directory(self.path)
         if held is None and not inherited:
             raise UsageError(f"another process works in {self.path}: wait for it, or choose another name=")
         try:
-            if self.finished:  # since it was looked at
+            if self.finished:  # since the last check
                 raise UsageError(f"another process has finished {self.path}: the same command again prints its result")
             self.check()
             if self.checkpoint() != checkpoint:
@@ -171,12 +174,12 @@ class RunDirectory:
                 os.close(held)
 
     def withdraw(self) -> None:
-        """Takes back what `opened` wrote: nothing of the run has happened."""
+        """Takes back what `opened` wrote, because the run did not begin."""
         for file, content in self._before.items():
             if content is None:
                 file.unlink(missing_ok=True)
             else:
-                with replacing(file) as out:
+                with replace_file(file) as out:
                     out.write(content)
 
     def _open(self, step: int) -> None:
@@ -184,34 +187,36 @@ class RunDirectory:
         sessions.append({"step": step} | environment.describe())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for aside in self.path.glob(".*.[0-9]*"):  # of processes that were killed
+            for aside in self.path.glob(".*.[0-9]*"):  # left by killed processes
                 aside.unlink()
             files = (self.path / name for name in ("result.json", "env.json", "config.yaml"))
             self._before = {file: file.read_bytes() if file.exists() else None for file in files}
             (self.path / "result.json").unlink(missing_ok=True)
-            write(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
-            write(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+            write_text(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
+            write_text(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
             raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
 
-    def finish(self, status: End, result: dict[str, Any]) -> dict[str, Any]:
-        """Writes result.json, last and whole."""
+    def finish(self, status: EndStatus, result: dict[str, Any]) -> dict[str, Any]:
+        """Writes result.json, as the last file of a run."""
         result = {"status": status, "directory": str(self.path)} | result
-        write(self.path / "result.json", json.dumps(result, indent=2) + "\n")
+        write_text(self.path / "result.json", json.dumps(result, indent=2) + "\n")
         return result
 
 
-def claim(path: Path) -> int | None:
-    """The descriptor of a file that holds the claim on a run's directory, or None if somebody works there.
+def claim_directory(path: Path) -> int | None:
+    """Claims a run's directory and creates it if it is missing.
 
-    Creates the directory. Close it, or hand it to the process that does the work.
+    Returns:
+        The descriptor of the file that holds the claim, or None if another process works there. Close it, or hand it to
+        the process that does the work.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UsageError(f"cannot write to {path} ({error.strerror}): start in another folder") from None
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + CLAIM_PATIENCE_S
     while not _lock(file, fcntl.LOCK_EX, path):
         if time.monotonic() > until:
             os.close(file)
@@ -220,23 +225,23 @@ def claim(path: Path) -> int | None:
     return file
 
 
-def claimed(path: Path) -> bool:
-    """Whether somebody works in a run's directory."""
+def is_claimed(path: Path) -> bool:
+    """Whether a process works in a run's directory."""
     try:
-        file = os.open(path / CLAIM, os.O_RDONLY)
+        file = os.open(path / CLAIM_FILE, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        return not _lock(file, fcntl.LOCK_SH, path)  # shared: two that look don't see each other
+        return not _lock(file, fcntl.LOCK_SH, path)  # shared, so that two checks do not see each other
     finally:
         os.close(file)
 
 
 @contextmanager
-def at_rest(path: Path) -> Iterator[bool]:
+def locked_shared(path: Path) -> Iterator[bool]:
     """Whether nobody works in a run's directory; then nobody begins to until the end."""
     try:
-        file = os.open(path / CLAIM, os.O_RDONLY | os.O_CREAT, 0o666)
+        file = os.open(path / CLAIM_FILE, os.O_RDONLY | os.O_CREAT, 0o666)
     except OSError:  # there is no claim, and none can be made: of somebody else's runs, which may only be read
         yield True
         return
@@ -252,46 +257,48 @@ def _lock(file: int, kind: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
-        raise UsageError(f"{path}/{CLAIM} can't be locked ({error.strerror}): start on another file system") from None
+        raise UsageError(
+            f"{path}/{CLAIM_FILE} can't be locked ({error.strerror}): start on another file system"
+        ) from None
     return True
 
 
-def vacant(path: Path) -> bool:
-    """Whether there is no run: nothing at all, or what a process leaves that was refused before it began one."""
-    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM, LOG})
+def is_vacant(path: Path) -> bool:
+    """Whether a directory has no run: it is missing, or has only the claim and log of a refused one."""
+    return not path.exists() or (path.is_dir() and {each.name for each in path.iterdir()} <= {CLAIM_FILE, LOG_FILE})
 
 
-def unshared(result: Mapping[str, Any]) -> bool:
-    """Whether a run had its GPU to itself: its speed and its want of memory are its own. Not known of old results."""
+def had_gpu_alone(result: Mapping[str, Any]) -> bool:
+    """Whether a run had its GPU alone, so that its speed and memory are its own. False for old results."""
     return result.get("runs_per_device") == 1
 
 
-def spent(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """(seconds of the whole run, most bytes of a GPU). Old results of resumed runs know those of the last session."""
+def time_and_memory(result: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Returns (seconds of the whole run, peak bytes on a GPU). Old results of resumed runs do not know them."""
     if "wall_seconds" in result:
         return result["wall_seconds"], result.get("peak_gpu_bytes")
     return (None, None) if result.get("resumed") else (result.get("session_seconds"), result.get("peak_gpu_bytes"))
 
 
-def write(path: Path, text: str) -> None:
-    """Replaces a file of text, as `replacing` does."""
-    with replacing(path) as file:
+def write_text(path: Path, text: str) -> None:
+    """Replaces a text file in one step, like `replace_file`."""
+    with replace_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` in one step when all is written: a reader sees the old or the new one."""
+def replace_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that replaces `path` in one step at the end, so that a reader sees the old file or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with naming(path):
             with aside.open("wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())  # else a power cut may leave the name without the content
+                os.fsync(file.fileno())  # without it a power cut may leave an empty file
             os.replace(aside, path)
     finally:
-        with suppress(OSError):  # there is none: it is in place, or could not be opened
+        with suppress(OSError):  # it is already in place, or could not be opened
             aside.unlink()
 
 
