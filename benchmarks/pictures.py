@@ -25,11 +25,11 @@ from benchmarks.command import command
 from benchmarks.pages.cards import RELEASES, released
 from benchmarks.pages.pictures import FOLDER
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.config.options import parse
 from lra.data import picture
-from lra.data.pathfinder.generate import draw, generate
-from lra.data.pathfinder.law import law
+from lra.data.pathfinder.generate import draw_image, generate_images
+from lra.data.pathfinder.law import image_law
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
@@ -47,7 +47,7 @@ QUERY = (0, 200, 255)
 
 
 @dataclass(frozen=True)
-class Options:
+class PictureOptions:
     init: str = ""  # a released folder
     count: int = 512  # test images, of which the sheet shows the first of each kind
 
@@ -58,22 +58,24 @@ class Options:
 
 @command
 def main(arguments: Sequence[str]) -> None:
-    depict(parse(Options, arguments))
+    depict(parse(PictureOptions, arguments))
     print("make docs shows them in docs/pictures.md")
 
 
-def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
+def depict(options: PictureOptions, folder: Path = FOLDER) -> dict[str, Any]:
     """Draws the sheet and the attention of a released model, and returns what it wrote of them."""
     path = Path(options.init)
     if path.name not in released() or path.resolve() != RELEASES / path.name:
-        raise UsageError(f"init={options.init} is no released folder: python -m benchmarks.release makes one of a run")
+        raise UsageError(
+            f"init={options.init} is not a released folder: python -m benchmarks.release makes one of a run"
+        )
     module = lra.load(path)
     task = module.run.task
     if not isinstance(module, Pathfinder) or task.source != "generate":
         raise UsageError(f"init={path} is of {task.name}, source={task.source}: choose a model of generated Pathfinder")
     first, count = task.train + task.val, min(options.count, task.test)
     stream = {"seed": task.data_seed, "version": task.version}
-    images = list(generate(law(task.resolution, task.level), **stream, first=first, count=count))
+    images = list(generate_images(image_law(task.resolution, task.level), **stream, first=first, count=count))
     pixels, labels = (np.concatenate([getattr(i, name) for i in images]) for name in ("pixels", "labels"))
     shares = connected(module, pixels)
     right = (shares > 0.5) == (labels == 1)
@@ -81,7 +83,7 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     if not chosen[0]:
         raise UsageError(f"of {count} images there is none with one path that it gets right: raise count=")
     one = chosen[0][0]
-    drawing = draw(law(task.resolution, task.level), **stream, index=first + one)
+    drawing = draw_image(image_law(task.resolution, task.level), **stream, index=first + one)
     row, column = drawing.markers[0].tolist()
     attention = [layer.reshape(task.resolution, -1) for layer in attentions(module, pixels[one], (row, column))]
     names = PathfinderData.label_names
@@ -113,9 +115,9 @@ def depict(options: Options, folder: Path = FOLDER) -> dict[str, Any]:
     rows = [
         (name, [(grey[s["image"]], s["connected"]) for s in kind]) for name, kind in record["sheet"].items() if kind
     ]
-    picture.save(sheet(rows), folder / f"{path.name}-samples.png")
-    picture.save(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
-    write(folder / f"{path.name}.json", record)
+    picture.save_png(sheet(rows), folder / f"{path.name}-samples.png")
+    picture.save_png(overlays(grey[one], attention, (row, column)), folder / f"{path.name}-attention.png")
+    write_measurement(folder / f"{path.name}.json", record)
     return record
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lra.training.fit import configure, fit, load, test
 
 environment.ensure_user()
-# Threads of PyTorch on a CPU wait for each other by spinning and take the cores from whoever works there. After 1,000
-# turns they sleep. libgomp reads this as it is loaded: so it is set before PyTorch is imported.
+# On a CPU, threads of PyTorch spin while they wait for each other, which takes the cores from other work. With this,
+# they sleep after 1,000 turns. libgomp reads the variable when it is loaded, so it is set before PyTorch is imported.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -24,10 +24,10 @@ __all__ = ["configure", "fit", "load", "test"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # imported when asked for: `lra ls` needs none of it
+    if name in __all__:  # imported only when it is used: `lra ls` needs none of it
         from lra import ranks
 
-        ranks.check()
+        ranks.check_variables()
         from lra.training import fit
 
         return getattr(fit, name)

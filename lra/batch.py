@@ -1,4 +1,4 @@
-"""A ragged batch of token sequences: what data makes, models read and attention relies on."""
+"""A ragged batch of token sequences: data makes it, models read it, and attention relies on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """`B` sequences of different lengths laid end to end in `T` token rows.
+    """`B` sequences of different lengths, laid end to end in `T` token rows.
 
-    Sequence `b` owns the rows `start[b] : start[b] + length[b]`. Two layouts exist, and everything
-    downstream reads both through the same fields: *packed* has no gaps (`T = sum(length)`), *padded* gives
-    every sequence `max_length` rows (`start = b * max_length`, `T = B * max_length`). Rows past a length
-    hold arbitrary ids and influence nothing.
+    Sequence `b` owns the rows `start[b] : start[b] + length[b]`. There are two layouts, and all code reads both through
+    the same fields. *Packed* has no gaps (`T = sum(length)`). *Padded* gives every sequence `max_length` rows
+    (`start = b * max_length`, `T = B * max_length`). Rows past a length hold arbitrary ids and influence nothing.
     """
 
     tokens: Tensor  # int [T]
@@ -39,21 +38,21 @@ class Batch:
 
     @property
     def padded_length(self) -> int:
-        """Rows that each sequence owns at least: 0 in the packed layout."""
+        """The least number of rows that each sequence owns: 0 in the packed layout."""
         return self.max_length if self.padded else 0
 
     def with_seed(self, seed: Tensor) -> Batch:
         return dataclasses.replace(self, seed=seed)
 
     def token_positions(self) -> Tensor:
-        """Position of every row within its sequence, int64 `[T]`."""
+        """The position of every row within its sequence, int64 `[T]`."""
         if self.positions is not None:
             return self.positions.long()
         rows = torch.arange(self.tokens.numel(), device=self.tokens.device)
         return rows % self.max_length if self.padded else rows - self.per_row(self.start.long())
 
     def per_row(self, values: Tensor) -> Tensor:
-        """Each sequence's value `[B]` for each of its rows, `[T]`."""
+        """Each sequence's value `[B]`, repeated for each of its rows, `[T]`."""
         if self.padded:
             return values.repeat_interleave(self.max_length)
         return values.repeat_interleave(self.length.long(), output_size=self.tokens.numel())
@@ -63,7 +62,9 @@ class Batch:
         return torch.arange(self.max_length, device=self.length.device) < self.length[:, None]
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Token rows `[T, ...]` to the padded form `[B, max_length, ...]`, zeros past each length if packed."""
+        """Token rows `[T, ...]` in the padded form `[B, max_length, ...]`. If packed, there are zeros past each
+        length.
+        """
         shape = (self.size, self.max_length, *rows.shape[1:])
         if self.padded:
             return rows.reshape(shape)
@@ -85,10 +86,10 @@ class Batch:
 
     @property
     def _slots(self) -> Tensor:
-        """Row of each packed token in the padded form, int64 `[T]`.
+        """The row of each packed token in the padded form, int64 `[T]`.
 
-        Kept, as an attention that needs the padded form asks four times in every layer; not by cached_property, whose
-        lock torch.compile does not enter.
+        It is kept, as an attention that needs the padded form asks four times in every layer. cached_property has a
+        lock that torch.compile does not enter.
         """
         if "_kept" not in self.__dict__:
             total = self.tokens.numel()

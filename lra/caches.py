@@ -1,7 +1,7 @@
-"""Damaged files in a compile cache: Triton's, that of torch.compile, numba's.
+"""Damaged files in a compile cache of Triton, torch.compile or numba.
 
-`damaged` recognises the error that reading such a file ends in. A GPU's code that was cut short gives no error: the
-driver ends the process when it loads it. So `watch_kernels` looks at such files before they are loaded.
+`explain_damage` recognises the error of reading such a file. A GPU's code that was cut short gives no error: the driver
+ends the process when it loads the code. So `watch_kernels` checks such files before they are loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from lra.errors import UsageError
 
 ELF_HEADER = 64  # bytes, of the 64-bit form
-# where each library reads what it has compiled, by the end of the file's path, and the variable that names its folder
-READERS = {
+# The end of the path of each source file that reads a cache, and the variable that names the cache's folder.
+CACHE_READERS = {
     "triton/runtime/cache.py": "TRITON_CACHE_DIR",
     "triton/runtime/build.py": "TRITON_CACHE_DIR",
     "triton/runtime/autotuner.py": "TRITON_CACHE_DIR",
@@ -32,16 +32,17 @@ READERS = {
     "torch/_inductor/runtime/static_triton_launcher.py": "TORCHINDUCTOR_CACHE_DIR",
     "numba/core/caching.py": "NUMBA_CACHE_DIR",
 }
-UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)  # nothing else there does so
-# functions that do nothing but make something of a file's content: whatever they find wrong is of the file
-READING = (
+# nothing but a damaged file raises these there
+UNREADABLE_ERRORS = (json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)
+# These functions only process a file's content, so any error in them is the file's.
+READING_FUNCTIONS = (
     "CompiledKernel.__init__",
     "_CacheImpl.rebuild",
     "IndexDataCacheFile._load_index",
     "IndexDataCacheFile._load_data",
 )
-# of a library or a GPU's code that can't be loaded
-WORDS = (
+# messages for a library or a GPU's code that can't be loaded
+DAMAGE_WORDS = (
     "file too short",
     "invalid ELF",
     "image is invalid",
@@ -51,16 +52,17 @@ WORDS = (
 )
 
 
-def damaged(error: BaseException | None) -> str | None:
-    """What is said of an error that comes out of reading a compile cache, with the mend; None of any other error."""
+def explain_damage(error: BaseException | None) -> str | None:
+    """The message for an error that comes from reading a compile cache, with the mend; None for any other error."""
     while error is not None:
         for frame in _innermost_first(error):
             code = frame.f_code
-            variable = next((READERS[end] for end in READERS if Path(code.co_filename).as_posix().endswith(end)), None)
+            source = Path(code.co_filename).as_posix()
+            variable = next((name for end, name in CACHE_READERS.items() if source.endswith(end)), None)
             if variable and _of_a_file(error, code.co_qualname):
                 file = next(_files(frame), None)
                 where = f"{file.parent}" if file else f"the folder that {variable} names, or its default,"
-                return _line(where, str(error).partition("\n")[0] or type(error).__name__)
+                return _message(where, str(error).partition("\n")[0] or type(error).__name__)
         error = error.__cause__ or error.__context__
     return None
 
@@ -68,24 +70,24 @@ def damaged(error: BaseException | None) -> str | None:
 def watch_kernels(device: int) -> None:
     """From now on a GPU binary that was cut short raises UsageError instead of ending the process.
 
-    Triton's kernels are looked at when they are loaded. torch.compile tells nobody of a load, so what it keeps for
-    this CUDA device is looked at here.
+    Triton's kernels are checked when they are loaded. torch.compile announces no load, so its files for this CUDA
+    device are checked here.
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
     from triton import knobs
 
     knobs.runtime.kernel_load_start_hook.add(_before_load)
     for path in Path(triton_cache_dir(device)).glob("*/*.cubin"):
-        _check(path)
+        _check_binary(path)
 
 
 def _before_load(module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str) -> None:
     for file in metadata_group.values():
         if str(file).endswith(".cubin"):
-            _check(Path(file))
+            _check_binary(Path(file))
 
 
-def _check(path: Path) -> None:
+def _check_binary(path: Path) -> None:
     """Raises UsageError if the file is shorter than its header says (ELF-64, "File header")."""
     with open(path, "rb") as file:
         header = file.read(ELF_HEADER)
@@ -96,19 +98,19 @@ def _check(path: Path) -> None:
         segment, segment_count, section, section_count = struct.unpack_from("<HHHH", header, 54)
         wanted = max(segments + segment * segment_count, sections + section * section_count)
     if size < wanted:
-        raise UsageError(_line(str(path.parent), f"{path.name} has {size} bytes of {wanted}"))
+        raise UsageError(_message(str(path.parent), f"{path.name} has {size} bytes of {wanted}"))
 
 
-def _line(folder: str, said: str) -> str:
+def _message(folder: str, said: str) -> str:
     return f"the compile cache is damaged: {folder} has a file that can't be read ({said}); remove that folder"
 
 
 def _of_a_file(error: BaseException, function: str) -> bool:
-    if isinstance(error, UNREADABLE):
+    if isinstance(error, UNREADABLE_ERRORS):
         return True
-    if isinstance(error, ImportError | OSError | RuntimeError) and any(word in str(error) for word in WORDS):
+    if isinstance(error, ImportError | OSError | RuntimeError) and any(word in str(error) for word in DAMAGE_WORDS):
         return True
-    return function in READING and not isinstance(error, OSError | RuntimeError | MemoryError)
+    return function in READING_FUNCTIONS and not isinstance(error, OSError | RuntimeError | MemoryError)
 
 
 def _innermost_first(error: BaseException) -> list[FrameType]:
@@ -120,7 +122,7 @@ def _innermost_first(error: BaseException) -> list[FrameType]:
 
 
 def _files(frame: FrameType) -> Iterator[Path]:
-    """The files that a function was at: those in its variables and in those of its object."""
+    """The files that a function worked on: those in its variables and in those of its object."""
     values: list[Any] = [*frame.f_locals.values(), *getattr(frame.f_locals.get("self"), "__dict__", {}).values()]
     for value in values:
         for each in value.values() if isinstance(value, dict) else (value,):

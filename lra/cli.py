@@ -15,10 +15,10 @@ from rich.text import Text
 from lra import caches, ranks
 from lra.commands import app, bench_app, config_app, data_app, ls_app, results_app, verb
 from lra.completion import complete
-from lra.errors import UsageError, unusable
+from lra.errors import UsageError, explain_system_error
 from lra.help import FitCommand
-from lra.streams import guarded
-from lra.terminal import Terminal, visible
+from lra.streams import guard_streams
+from lra.terminal import Terminal, make_visible
 
 # a pipe has no width, so nothing is cut or folded there; what is printed may contain [brackets]
 console = Terminal(soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 1000)
@@ -63,10 +63,10 @@ def test(
 @verb(app)
 def doctor() -> None:
     """What this machine has: GPU, versions, usable kernels, prepared data."""
-    from lra.doctor import report
+    from lra.doctor import diagnose
 
     table = Table(show_header=False, box=None)
-    for name, state in report():
+    for name, state in diagnose():
         table.add_row(name, state)
     console.print(table)
 
@@ -79,7 +79,7 @@ def tune(
     ] = None,
 ) -> None:
     """Measure the attention kernels' tiles on this GPU and keep the fastest for every later run: minutes, once."""
-    from lra.bench.tune import tune as run
+    from lra.bench.tune import tune_tiles as run
 
     written = run(fields or (), progress=lambda trial: console.print(str(trial)))
     console.print(f"written: {written}")
@@ -93,17 +93,17 @@ def reproduce(
     ] = False,
 ) -> None:
     """Measure what a paper states, and say whether it holds here; without a name, list what there is."""
-    from lra.experiments import experiments, find
+    from lra.experiments import find_experiment, list_experiments
 
     if dry_run and not fields:
         raise UsageError("--dry-run of what? lra reproduce lists the names")
     if not fields:
         table = Table("experiment", "what")
-        for name, what in experiments().items():
+        for name, what in list_experiments().items():
             table.add_row(name, what)
         console.print(table)
         return
-    run = find(fields[0])
+    run = find_experiment(fields[0])
     if dry_run and "dry_run" not in inspect.signature(run).parameters:
         raise UsageError(f"lra reproduce {fields[0]} has no --dry-run: leave it out")
     report = run(fields[1:], progress=console.print, **({"dry_run": True} if dry_run else {}))
@@ -122,17 +122,17 @@ def report(
 ) -> None:
     """Put the results of runs into a paper's table, beside its figures; without a name, list the tables."""
     from lra.config.recipes import names
-    from lra.experiments import described
+    from lra.experiments import describe_table
 
     if not fields:
         table = Table("table", "what")
         for name in names("table"):
-            table.add_row(name, described(name))
+            table.add_row(name, describe_table(name))
         console.print(table)
         return
-    from lra.experiments.results.report import run
+    from lra.experiments.results.report import make_report
 
-    made = run(fields[0], fields[1:])
+    made = make_report(fields[0], fields[1:])
     _print_measured(made.tables, made.notes)
 
 
@@ -236,21 +236,21 @@ def bench_attention(
     fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
     """Speed and memory of attentions, each checked first; exit code 1 if one is wrong."""
-    from lra.bench.attention import bench, notes, tables
+    from lra.bench.attention import attention_notes, attention_tables, measure_attention
 
-    result = bench(fields or (), progress=console.print)
+    result = measure_attention(fields or (), progress=console.print)
     records = result.cells
     wrong = any(record.failed for record in records)
-    _print_measured(tables(records, result.options["table"]), notes(records), wrong)
+    _print_measured(attention_tables(records, result.options["table"]), attention_notes(records), wrong)
 
 
-@verb(bench_app, "io", "lra.bench.io:IoOptions")
+@verb(bench_app, "io", "lra.bench.traffic:IoOptions")
 def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=value …]")] = None) -> None:
     """Bytes that attention moves to and from HBM, against block size: by formula, and measured where ncu is."""
-    from lra.bench.io import bench, table
+    from lra.bench.traffic import measure_traffic, traffic_table
 
-    result = bench(fields or ())
-    _print_rows(*table(result))
+    result = measure_traffic(fields or ())
+    _print_rows(*traffic_table(result))
     for note in result.notes:
         console.print(note)
 
@@ -262,10 +262,10 @@ def bench_step(
     ] = None,
 ) -> None:
     """Time of a training step of lra fit, beside loops without Lightning, and where it goes."""
-    from lra.bench.step import bench, notes, tables
+    from lra.bench.step import measure_step, step_notes, step_tables
 
-    result = bench(fields or (), progress=console.print)
-    _print_measured(tables(result), notes(result), any(record.failed for record in result.loops))
+    result = measure_step(fields or (), progress=console.print)
+    _print_measured(step_tables(result), step_notes(result), any(record.failed for record in result.loops))
 
 
 @verb(results_app, "pack", "lra.experiments.results.archive:PackOptions")
@@ -276,9 +276,9 @@ def results_pack(
     ] = None,
 ) -> None:
     """Put the results of runs into an archive; with checkpoints, unfinished runs at rest too."""
-    from lra.experiments.results.archive import pack
+    from lra.experiments.results.archive import pack_runs
 
-    for line in pack(fields or ()):
+    for line in pack_runs(fields or ()):
         console.print(line)
 
 
@@ -288,9 +288,9 @@ def results_merge(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[runs=<folder>]")] = None,
 ) -> None:
     """Add the runs of an archive, or released weights, to those that are here; what is finished stays."""
-    from lra.experiments.results.archive import merge
+    from lra.experiments.results.archive import merge_runs
 
-    for line in merge(file, fields or ()):
+    for line in merge_runs(file, fields or ()):
         console.print(line)
 
 
@@ -346,7 +346,7 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
-    with guarded() as output:
+    with guard_streams() as output:
         try:
             _main()
         except SystemExit as ended:
@@ -361,7 +361,7 @@ def main() -> None:
 def _main() -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no word of its caches where HOME can't be written to
     try:
-        ranks.check()
+        ranks.check_variables()
         for argument in sys.argv[1:]:
             if not argument.isprintable():
                 raise UsageError(f"'{argument}' has a character that is no printable text: leave it out")
@@ -373,7 +373,7 @@ def _main() -> None:
     except (KeyboardInterrupt, typer.Abort):  # which one depends on Typer's version
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if not (said := unusable(error) or caches.damaged(error)):
+        if not (said := explain_system_error(error) or caches.explain_damage(error)):
             raise
         _complain(said)
     except SystemExit as ended:
@@ -392,5 +392,5 @@ def _refuse(error: Any) -> NoReturn:
 
 def _complain(text: str) -> NoReturn:
     with suppress(OSError):  # a full disk may have the standard error, too
-        Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {visible(text)}"))
+        Terminal(stderr=True, soft_wrap=True).print(Text.assemble(("lra:", "red"), f" {make_visible(text)}"))
     sys.exit(2)

@@ -11,7 +11,7 @@ import typer.core
 import typer.main
 
 from lra.config.registry import unknown
-from lra.environment import commit, versions
+from lra.environment import current_commit, package_versions
 from lra.errors import UsageError
 
 app = typer.Typer(
@@ -33,9 +33,9 @@ app.add_typer(results_app, name="results")
 def _print_version(asked: bool) -> None:
     if not asked:
         return
-    installed = versions()
+    installed = package_versions()
     stated = [f"{name} {installed[name] or 'not installed'}" for name in ("lra", "python", "torch", "triton")]
-    if found := commit():
+    if found := current_commit():
         stated.insert(1, f"commit {found}")
     typer.echo(", ".join(stated))
     raise typer.Exit

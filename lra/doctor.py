@@ -21,12 +21,12 @@ from lra.reading import read_json
 if TYPE_CHECKING:
     import torch
 
-Row = tuple[str, str]
-PARAMS = {"seed": "data_seed", "folder": "source"}  # a store's parameters whose names are not those of fields
+DoctorRow = tuple[str, str]
+FIELD_OF_PARAM = {"seed": "data_seed", "folder": "source"}  # parameters of a store with other names than their fields
 
 
-def report() -> Iterator[Row]:
-    """Rows of (subject, state). What is missing or broken is a row that says so, never an exception."""
+def diagnose() -> Iterator[DoctorRow]:
+    """Rows of (subject, state). Something missing or broken is a row that says so, never an exception."""
     sections = {
         "platform": _platform,
         "versions": _versions,
@@ -40,26 +40,26 @@ def report() -> Iterator[Row]:
         yield from _guarded(subject, section)
 
 
-def _guarded(subject: str, section: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def _guarded(subject: str, section: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
     try:
         yield from section()
-    except Exception as error:  # whatever a broken installation raises is what this command is asked for
+    except Exception as error:  # this command reports whatever a broken installation raises
         yield subject, f"fails: {first_line(error)}"
 
 
-def _platform() -> Iterator[Row]:
+def _platform() -> Iterator[DoctorRow]:
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     yield "platform", platform.platform()
-    yield "lra", f"{environment.versions()['lra'] or 'not installed, run'} from {Path(__file__).parent}"
+    yield "lra", f"{environment.package_versions()['lra'] or 'not installed, run'} from {Path(__file__).parent}"
 
 
-def _versions() -> Iterator[Row]:
-    for name, version in environment.versions().items():
+def _versions() -> Iterator[DoctorRow]:
+    for name, version in environment.package_versions().items():
         if name not in ("python", "lra"):
             yield name, version or "not installed"
 
 
-def _gpus() -> Iterator[Row]:
+def _gpus() -> Iterator[DoctorRow]:
     import torch
 
     yield "CUDA of PyTorch", torch.version.cuda or "none: this PyTorch is built for the CPU"
@@ -82,7 +82,7 @@ def _why_no_gpu() -> str:
     return "PyTorch sees no device"
 
 
-def _kernels() -> Iterator[Row]:
+def _kernels() -> Iterator[DoctorRow]:
     import torch
 
     if torch.cuda.is_available():
@@ -95,7 +95,7 @@ def _kernels() -> Iterator[Row]:
         yield "layers", "PyTorch (the kernels need a GPU)"
 
 
-def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
+def _flash(device: str, dtype: torch.dtype) -> Iterator[DoctorRow]:
     """Runs the Triton kernels once, forward and backward, and compares them with their reference."""
     from lra.kernels.testing import Case, check
 
@@ -105,15 +105,15 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
     yield "flash", f"{verdict}; largest error in {str(dtype).removeprefix('torch.')}: {measured}"
 
 
-def _ptxas() -> Iterator[Row]:
+def _ptxas() -> Iterator[DoctorRow]:
     from lra.kernels import device
 
     used = device.ptxas(device.capability())
     yield "ptxas", f"{device.dotted(used.version)}, {used.path}"
 
 
-def _choices() -> Iterator[Row]:
-    """The kernels of each kind of call, with the first rows and columns of its tiles, and why these."""
+def _choices() -> Iterator[DoctorRow]:
+    """The kernels for each kind of call, with the rows and columns of their tiles, and why they are chosen."""
     import torch
 
     from lra.kernels import device, table
@@ -125,8 +125,8 @@ def _choices() -> Iterator[Row]:
         yield f"  {layers}", state
 
 
-def _tiles() -> Iterator[Row]:
-    """The tables of tiles in the order in which they are asked."""
+def _tiles() -> Iterator[DoctorRow]:
+    """The tables of tiles, in the order in which they are searched."""
     from lra.kernels.flash import tuning
 
     with warnings.catch_warnings(record=True) as notes:
@@ -142,23 +142,23 @@ def _tiles() -> Iterator[Row]:
         yield "tiles", "defaults, right but not the fastest: lra tune measures this GPU, some minutes"
 
 
-def _flash_attn() -> Iterator[Row]:
+def _flash_attn() -> Iterator[DoctorRow]:
     if importlib.util.find_spec("flash_attn") is None:
         yield "flash-attn", "not installed (optional, for comparison)"
     else:
         yield "flash-attn", importlib.import_module("flash_attn").__version__
 
 
-def _data() -> Iterator[Row]:
+def _data() -> Iterator[DoctorRow]:
     from lra.data import store
 
-    root = store.root()
+    root = store.data_root()
     yield "data", f"{root}" + ("" if root.exists() else " (does not exist yet)")
     for path in sorted(root.glob("[!.]*@*")):
         yield from _guarded(f"  {path.name}", lambda path=path: _store(path))
 
 
-def _store(path: Path) -> Iterator[Row]:
+def _store(path: Path) -> Iterator[DoctorRow]:
     from lra.data.store import Store
 
     manifest = Store.open(path, _command(path)).manifest
@@ -168,7 +168,9 @@ def _store(path: Path) -> Iterator[Row]:
 
 
 def _command(path: Path) -> str:
-    """What prepares the store at `path`, by its manifest's parameters; empty if they are not those of its name."""
+    """The command that prepares the store at `path`, by its manifest; empty if the parameters are not those of its
+    name.
+    """
     from lra.config.schema import RunConfig
     from lra.tasks import TASKS
 
@@ -177,7 +179,7 @@ def _command(path: Path) -> str:
         params = dict(read_json(path / "manifest.json")["params"])
     with suppress(Exception):  # a task that is no more, or what none of its fields can be
         task = TASKS.get(path.name.partition("@")[0])
-        given = {PARAMS.get(name, name): value for name, value in params.items()}
+        given = {FIELD_OF_PARAM.get(name, name): value for name, value in params.items()}
         fields = {field.name: given[field.name] for field in dataclasses.fields(task.Config) if field.name in given}
         data = task.Data(RunConfig(task=task.Config(**fields), attn=None))
         if data.content().path == path:
@@ -185,9 +187,9 @@ def _command(path: Path) -> str:
     return ""
 
 
-def _disk() -> Iterator[Row]:
+def _disk() -> Iterator[DoctorRow]:
     from lra.data import store
 
-    for subject, folder in (("for data", store.root()), ("for runs", Path.cwd())):
+    for subject, folder in (("for data", store.data_root()), ("for runs", Path.cwd())):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
         yield f"disk {subject}", f"{shutil.disk_usage(there).free / 1e9:.1f} GB free in {there}"

@@ -1,4 +1,4 @@
-"""The one error a user can mend."""
+"""The error that a user can mend, and messages for errors of the system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UsageError(Exception):
     The command line prints it without a traceback and exits with code 2.
 
     Args:
-        of_earlier_run: whether it is of a run from which the one that was asked for starts, and the line says so.
+        of_earlier_run: whether it concerns an earlier run, from which the requested run starts. The line says so.
     """
 
     def __init__(self, line: object, of_earlier_run: bool = False):
@@ -49,7 +49,7 @@ _OTHERS = (ConnectionError, BlockingIOError, ChildProcessError, InterruptedError
 
 
 def _behind(error: BaseException | None, *numbers: int) -> OSError | None:
-    """The first OSError with one of these numbers among `error` and those that it was raised from."""
+    """The first OSError with one of these numbers among `error` and its causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in numbers:
             return error
@@ -57,20 +57,20 @@ def _behind(error: BaseException | None, *numbers: int) -> OSError | None:
     return None
 
 
-def disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is behind `error`: libraries wrap it in errors of their own."""
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk caused `error`. Libraries wrap that in their own errors."""
     return _behind(error, errno.ENOSPC, errno.EDQUOT) is not None
 
 
-def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
-    """What is said of a file or folder that the system can't read or write, and how to mend it.
+def explain_system_error(error: BaseException, place: str | Path = "a file") -> str | None:
+    """The message for a file or folder that the system can't read or write, with the mend.
 
     Args:
         error: an OSError, or an error that a library made of one.
-        place: what is named where the error names no file.
+        place: is named if the error names no file.
 
     Returns:
-        One line without a full stop; None if `error` is not the system's word on a file.
+        One line without a full stop; None if `error` is not the system's error on a file.
     """
     if isinstance(error, MemoryError):
         return f"there is not enough memory ({first_line(error)}): free some, or raise its limit"
@@ -83,16 +83,16 @@ def unusable(error: BaseException, place: str | Path = "a file") -> str | None:
     return f"{found.filename or place} can't be used ({found.strerror}): {mend}"
 
 
-def failing(error: BaseException) -> bool:
-    """Whether a machine can't read or write what is there and may be used: nothing is damaged, and nothing denied."""
+def is_disk_failure(error: BaseException) -> bool:
+    """Whether the machine can't read or write a file that exists and may be used, without damage or a denied access."""
     of_users = (*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.EDQUOT)
     known = isinstance(error, OSError) and error.errno in _MENDS and error.errno not in of_users
     return known or isinstance(error, MemoryError)
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Errors of the system inside are raised as OSErrors that name `path`, also where a library has wrapped them."""
+def name_file(path: str | Path) -> Iterator[None]:
+    """Raises errors of the system inside as OSErrors that name `path`, also if a library has wrapped them."""
     try:
         yield
     except UsageError:
@@ -105,9 +105,10 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException | None, file: str | Path | None = None) -> OSError | None:
-    """The operating system's word behind `error`, for `file` if it names none: not what a library says of a file.
+    """The operating system's error behind `error`, with `file` if it names none. A library's opinion of a file does
+    not count.
 
-    Libraries raise an OSError without a number for what they can't make sense of, and make calls that are not valid.
+    Libraries raise an OSError without a number for content that they can't read, and make calls that are not valid.
     """
     while error is not None and not (isinstance(error, OSError) and error.errno not in (None, 0, errno.EINVAL)):
         error = error.__cause__ or error.__context__
@@ -116,8 +117,8 @@ def system_error(error: BaseException | None, file: str | Path | None = None) ->
     return error
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, a GPU's or the machine's: there PyTorch raises a plain RuntimeError."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, a GPU's or the machine's. For the latter PyTorch raises a plain RuntimeError."""
     import torch  # here, as the command line begins without it
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -126,24 +127,24 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; its type where it says nothing."""
+    """The first line of an error's message; its type if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def brief(value: object) -> str:
-    """A value for a message: of a long one the beginning, and its length."""
+def shorten(value: object) -> str:
+    """A value for a message. Of a long one, it is the beginning and the length."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:40]}… ({len(text):,} characters)"
 
 
-def named(error: BaseException) -> str:
-    """Its type, and the first line of what it says."""
+def name_error(error: BaseException) -> str:
+    """An error's type, and the first line of its message."""
     name, said = type(error).__name__, first_line(error)
     return name if said == name else f"{name}: {said}"
 
 
 def refuse_diverged(loss: float, split: str) -> None:
-    """UsageError if a split's loss is not finite: scores that are NaN have an accuracy, that of the first class."""
+    """UsageError if a split's loss is not finite. Scores of NaN have an accuracy: that of the first class."""
     if not math.isfinite(loss):
         raise UsageError(
             f"the loss on {split} is {loss}, these weights have diverged: choose another checkpoint, or train with a "

@@ -1,8 +1,8 @@
-"""Which rank of a run this process is, and who started the ranks: what the environment's variables say.
+"""Which rank of a run this process is, and who started the ranks, according to environment variables.
 
-Three launchers are joined: lra itself, torchrun and srun. The variables of any other launcher, and those that an image
-or a batch job left behind, never change a run: they are ignored where they agree with a process that is alone, and
-refused where they say that there are more ranks.
+Three launchers are supported: lra itself, torchrun and srun. Variables of other launchers, or left behind by an image
+or a batch job, never change a run. They are ignored if they agree with a single process, and refused if they state
+more ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Literal
 
 from lra.errors import UsageError
 
-STARTER = "LRA_STARTER"  # the process that started this one as a rank, by its id
+STARTER_VARIABLE = "LRA_STARTER"  # the process that started this one as a rank, by its id
 # what launchers say of a process: how many ranks there are, and which one it is
-COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
-PLACES = (
+COUNT_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
+PLACE_VARIABLES = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK",
     "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "FLUX_TASK_RANK",
 )  # fmt: skip
-STEP = ("SLURM_STEP_ID", "SLURM_STEPID")  # two names of one variable; a batch script has neither
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")  # two names of one variable; a batch script has neither
 # Lightning reads these as numbers when it is imported
 READ_BY_LIGHTNING = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -32,14 +32,14 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks of a run were started, or will be, and which one this process is.
+    """How the ranks of a run are started, and which one this process is.
 
     Attributes:
-        by: who starts the ranks.
-        local: ranks on this node, and on every other one.
-        local_rank: the place among them.
-        address: where rank 0 is.
-        port: where rank 0 listens; None where it has yet to choose.
+        by: the launcher that starts the ranks.
+        local: number of ranks on this node, and on every other node.
+        local_rank: this rank's place among them.
+        address: the address of rank 0.
+        port: the port on which rank 0 listens; None if rank 0 will choose it.
         name: tells this run from others that meet at the same port.
     """
 
@@ -54,7 +54,7 @@ class Launch:
     name: str = "lra"
 
 
-def check() -> None:
+def check_variables() -> None:
     """UsageError for a variable with which Lightning can't be imported."""
     for name in READ_BY_LIGHTNING:
         try:
@@ -63,23 +63,23 @@ def check() -> None:
             raise UsageError(f"{name}={os.environ[name]} is not a number: unset {name}") from None
 
 
-def detect(devices: int, given: bool = False, started: int | None = None) -> Launch:
-    """The launch that a run with `trainer.devices` belongs to; UsageError where the variables contradict it.
+def detect_launch(devices: int, given: bool = False, started: int | None = None) -> Launch:
+    """The launch to which a run with `trainer.devices` belongs. UsageError if the variables contradict it.
 
     Args:
-        devices: the ranks on each node that the configuration asks for.
-        given: whether the user named them; 1 may else mean that nobody thought of it.
-        started: the ranks of the process group that this process has started already.
+        devices: number of ranks on each node in the configuration.
+        given: whether the user set it. A default of 1 may mean that nobody thought of it.
+        started: number of ranks in the process group that this process has already started.
     """
     environ = os.environ
     if "TORCHELASTIC_RUN_ID" in environ:
         launch = _torchrun(environ)
         _agree(devices, launch.local, given, f"torchrun started {launch.local}")
         return launch
-    if started is not None and environ.get(STARTER) == str(os.getpid()):
+    if started is not None and environ.get(STARTER_VARIABLE) == str(os.getpid()):
         _agree(devices, started, given, f"a run before it in this program started {started}")
         return Launch("lra", 0, started, started, 0)
-    if environ.get(STARTER) == str(os.getppid()):
+    if environ.get(STARTER_VARIABLE) == str(os.getppid()):
         launch = _child(environ)
         if launch.rank:
             _agree(devices, launch.world, given, f"the program was started with {launch.world}")
@@ -95,9 +95,10 @@ def detect(devices: int, given: bool = False, started: int | None = None) -> Lau
     return Launch("lra", 0, devices, devices, 0)
 
 
-def alone(environ: Environment) -> dict[str, str]:
-    """An environment without what launchers say of ranks: for a process that is no rank of this one's run."""
-    of_launchers = {*COUNTS, *PLACES, *STEP, STARTER, "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+def without_ranks(environ: Environment) -> dict[str, str]:
+    """An environment without the variables of launchers, for a process that is no rank of this one's run."""
+    of_launchers = {*COUNT_VARIABLES, *PLACE_VARIABLES, *STEP_VARIABLES, STARTER_VARIABLE}
+    of_launchers |= {"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {
         name: value
         for name, value in environ.items()
@@ -106,7 +107,7 @@ def alone(environ: Environment) -> dict[str, str]:
 
 
 def _agree(devices: int, local: int, given: bool, who: str, otherwise: str = "") -> None:
-    """Refuses a number of devices that differs from that of the ranks which were started."""
+    """Refuses a number of devices that differs from the number of ranks that were started."""
     if devices != local and (given or devices > 1):
         ranks = f"{who} rank{'s' * (local > 1)} on this machine"
         raise UsageError(f"trainer.devices={devices}, but {ranks}: set trainer.devices={local}{otherwise}")
@@ -131,7 +132,7 @@ def _torchrun(environ: Environment) -> Launch:
 
 
 def _child(environ: Environment) -> Launch:
-    mend = f"unset {STARTER}"
+    mend = f"unset {STARTER_VARIABLE}"
     local_rank = _number(environ, "LOCAL_RANK", mend) if "LOCAL_RANK" in environ else 0
     world = _number(environ, "WORLD_SIZE", mend, 1) if local_rank else 1
     if local_rank >= world:
@@ -142,7 +143,7 @@ def _child(environ: Environment) -> Launch:
 def _tasks(environ: Environment) -> int:
     """The tasks of the step of srun that this process is in; 0 outside of one, as in a batch script."""
     counted = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    return _number(environ, counted, _unset(environ)) if counted and _first(environ, *STEP) else 0
+    return _number(environ, counted, _unset(environ)) if counted and _first(environ, *STEP_VARIABLES) else 0
 
 
 def _srun(environ: Environment, tasks: int) -> Launch:
@@ -163,7 +164,7 @@ def _srun(environ: Environment, tasks: int) -> Launch:
             f"{local}, SLURM_NODEID={node} of {nodes}): {mend}"
         )
     job = _number(environ, "SLURM_JOB_ID", mend) if "SLURM_JOB_ID" in environ else 0
-    step = _number(environ, str(_first(environ, *STEP)), mend)
+    step = _number(environ, str(_first(environ, *STEP_VARIABLES)), mend)
     given = "MASTER_PORT" in environ
     port = _port(environ, "unset it, or give a free port") if given else 15000 + (job + 1009 * step) % 10000
     return Launch("srun", rank, tasks, local, local_rank, node, _address(environ, nodes), port, f"lra/{job}.{step}")
@@ -190,7 +191,7 @@ def _refuse_others(environ: Environment, rank: int, world: int, joined: bool) ->
         joined: whether srun started the ranks. What is counted on each node is then no place among all ranks.
     """
     of_node = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK") if joined else ()
-    for names, holds in ((COUNTS, world), (PLACES, rank)):
+    for names, holds in ((COUNT_VARIABLES, world), (PLACE_VARIABLES, rank)):
         for name in names:
             if name in environ and name not in of_node and environ[name].strip() != str(holds):
                 what = f"srun says {holds}" if joined else "lra knows no launcher that started this process as a rank"
@@ -214,12 +215,12 @@ def _number(environ: Environment, name: str, mend: str, least: int = 0) -> int:
 def _port(environ: Environment, mend: str) -> int:
     port = _number(environ, "MASTER_PORT", mend, 1)
     if port > 65535:
-        raise UsageError(f"MASTER_PORT={port} is no port, which is at most 65535: {mend}")
+        raise UsageError(f"MASTER_PORT={port} is not a port, which is at most 65535: {mend}")
     return port
 
 
 def _unset(environ: Environment) -> str:
-    return f"unset {' '.join(name for name in STEP if name in environ)} for a run of this process alone"
+    return f"unset {' '.join(name for name in STEP_VARIABLES if name in environ)} for a run of this process alone"
 
 
 def _shown(value: str) -> str:

@@ -1,7 +1,7 @@
-"""Files that are read back: regular, of a bounded size, UTF-8, without a key twice and a number beyond 64 bits.
+"""Reads files back: regular ones of a bounded size, in UTF-8, without duplicate keys and numbers beyond 64 bits.
 
-What is not so is a ValueError that says in a few words what is wrong. Who reads a file adds its name and the mend.
-Errors of the system pass: a file that may not be read, or is on a disk that fails, is not damaged.
+Any other file raises a ValueError that says briefly what is wrong. The caller adds its name and the mend. Errors of the
+system pass: a file that may not be read, or that lies on a failing disk, is not damaged.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 import yaml
 
-MOST_JSON = 64 << 20  # bytes; the largest manifests have some hundred thousand
+MOST_JSON = 64 << 20  # bytes; the largest manifests have some 100,000
 MOST_YAML = 1 << 18  # bytes; PyYAML reads about 50,000 a second
-MOST_NODES = 100_000  # values of a YAML file, aliases written out; those of lra have some hundred
-MOST_LEVELS = 50  # of values within values; those of lra have up to five
-DEEP = "it is nested too deeply"
+MOST_NODES = 100_000  # values of a YAML file with its aliases written out; lra's files have some hundred
+MOST_LEVELS = 50  # levels of nested values; lra's files have up to five
+TOO_DEEP = "it is nested too deeply"
 MOST_CURVES = 1 << 30  # bytes; a row has about 50
 
 
 def read_text(path: Path, most: int) -> str:
-    """The text of a regular file of at most so many bytes; a byte order mark is left out."""
+    """The text of a regular file of at most `most` bytes, without its byte order mark."""
     try:
         mode = path.stat().st_mode
     except NotADirectoryError:  # a file lies where its folder would
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     if not stat.S_ISREG(mode):  # a pipe would be waited for, and a device may never end
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -49,40 +49,40 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """The value of a JSON text."""
     try:
-        return _shallow(
+        return _check_depth(
             json.loads(text, object_pairs_hook=_mapping, parse_int=_integer, parse_float=_real, parse_constant=_real)
         )
     except RecursionError:
-        raise ValueError(DEEP) from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def read_yaml(path: Path, by_hand: bool = False) -> Any:
     """The value of a YAML file.
 
     Args:
-        by_hand: 1e-4 is a number, and a date is a text, as people mean it. Files that a program wrote have neither.
+        by_hand: people wrote it, so 1e-4 is a number and a date is a text. Files that a program wrote have neither.
     """
     text = read_text(path, MOST_YAML)
     try:
-        loader = (_ByHand if by_hand else _Plain)(text)
+        loader = (_HandWrittenLoader if by_hand else _PlainLoader)(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _count(node, {})
-        return _shallow(loader.construct_document(node))
+        _count_nodes(node, {})
+        return _check_depth(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         where = f" on line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"{error.problem or error.context}{where}") from None
     except (yaml.YAMLError, TypeError) as error:
         raise ValueError(str(error).partition("\n")[0]) from None
     except RecursionError:
-        raise ValueError(DEEP) from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def read_csv(path: Path, required: str) -> list[dict[str, str]]:
-    """The rows of a CSV file by column, of which one is `required`, up to the last line break.
+    """The rows of a CSV file by column, up to the last line break. The column `required` must exist.
 
-    A process that is killed can leave half a row there, and a power cut zeros in place of the last ones.
+    A process that is killed can leave half a row there. A power cut can leave zeros in place of the last rows.
     """
     text = read_text(path, MOST_CURVES)
     if "\0" in text and not text[(cut := text.index("\0")) :].strip("\0\n"):
@@ -97,19 +97,19 @@ def read_csv(path: Path, required: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=len(row) > len(header))) for row in rows if row]
 
 
-def _shallow(value: Any) -> Any:
-    """A value that code which goes through it level by level can be given."""
+def _check_depth(value: Any) -> Any:
+    """The value, if it is not nested too deeply for code that recurses."""
     level = [value]
     for _ in range(MOST_LEVELS):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         level = [part for parts in inner for part in parts]
         if not level:
             return value
-    raise ValueError(DEEP)
+    raise ValueError(TOO_DEEP)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that was read is a number, not true or false."""
+    """Whether a value that was read is a number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -132,8 +132,8 @@ def _real(text: str) -> float:
     return value
 
 
-def _count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """The nodes of a tree in which aliases are written out; a few lines of aliases make a tree of any size."""
+def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
+    """The nodes of a tree with its aliases written out: a few lines of aliases can make a tree of any size."""
     if (known := counts.get(id(node))) is not None:
         if known == 0:
             raise yaml.YAMLError("it has an alias within what it stands for")
@@ -141,14 +141,14 @@ def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     counts[id(node)] = 0  # it is being counted
     inner: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
     parts = [part for pair in inner for part in pair] if isinstance(node, yaml.MappingNode) else inner
-    total = counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
+    total = counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in parts)
     if total > MOST_NODES:
         raise yaml.YAMLError(f"its aliases make more than {MOST_NODES:,} values of it")
     return total
 
 
-class _ByHand(yaml.SafeLoader):
-    """YAML without a key twice and numbers beyond 64 bits."""
+class _HandWrittenLoader(yaml.SafeLoader):
+    """YAML without duplicate keys and numbers beyond 64 bits."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -163,8 +163,8 @@ class _ByHand(yaml.SafeLoader):
         return value
 
 
-class _Plain(_ByHand):
-    """As programs write it, without aliases."""
+class _PlainLoader(_HandWrittenLoader):
+    """YAML as programs write it, without aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -172,14 +172,14 @@ class _Plain(_ByHand):
         return super().compose_node(parent, index)
 
 
-_ByHand.add_constructor("tag:yaml.org,2002:int", _ByHand.construct_yaml_int)
-_Plain.add_constructor("tag:yaml.org,2002:int", _Plain.construct_yaml_int)
-_ByHand.yaml_implicit_resolvers = {
+_HandWrittenLoader.add_constructor("tag:yaml.org,2002:int", _HandWrittenLoader.construct_yaml_int)
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_HandWrittenLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Plain.yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
-_ByHand.add_implicit_resolver(  # YAML 1.1 wants a dot in it, and a sign after the e
+_PlainLoader.yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+_HandWrittenLoader.add_implicit_resolver(  # YAML 1.1 wants a dot in it, and a sign after the e
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),

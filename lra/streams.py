@@ -1,4 +1,6 @@
-"""Standard output and standard error that never end a command: closed, full, without a reader, or of few characters."""
+"""Standard output and standard error that never end a command: if closed, full, without a reader, or with few
+characters.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
-class Output:
-    """A standard stream. What can't be written is lost, and `error` says why; what writes goes on."""
+class GuardedStream:
+    """A standard stream. If text can't be written it is lost, `error` says why, and the program continues."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -34,7 +36,7 @@ class Output:
         return getattr(self.stream, name)
 
     def _lose(self, error: OSError) -> None:
-        """Sends what is still buffered, and all that follows, to nowhere."""
+        """Sends what is still buffered, and all that follows, to the null device."""
         self.error = self.error or error
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -43,17 +45,17 @@ class Output:
 
 
 @contextmanager
-def guarded() -> Iterator[Output]:
-    """Guards the standard streams of a command, and gives standard output.
+def guard_streams() -> Iterator[GuardedStream]:
+    """Guards the standard streams of a command, and yields standard output.
 
-    A character that a stream can't encode is replaced. A stream that was closed takes everything and shows nothing.
+    A character that a stream can't encode is replaced. A closed stream accepts everything and shows nothing.
     """
     _reopen()
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.stdout, sys.stderr = output, _ = Output(before[0]), Output(before[1])
+    sys.stdout, sys.stderr = output, _ = GuardedStream(before[0]), GuardedStream(before[1])
     try:
         yield output
     finally:
@@ -63,7 +65,9 @@ def guarded() -> Iterator[Output]:
 
 
 def _reopen() -> None:
-    """Opens the null device where a stream is closed: the next file would get its number, and what is printed."""
+    """Opens the null device in place of closed streams. Otherwise the next file would get their number, and our
+    output.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""What is printed: no character of it is one that a terminal obeys, wherever the text comes from."""
+"""Printing. No character that is printed controls the terminal, wherever the text comes from."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from rich.console import Console
 from rich.text import Text
 
 
-def visible(text: str, kept: str = "") -> str:
-    r"""A text whose characters can all be seen: others are written as `\x1b`, but for those of `kept`."""
+def make_visible(text: str, kept: str = "") -> str:
+    r"""A text in which all characters can be seen. Others, except those in `kept`, are written as `\x1b`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in kept else ascii(letter)[1:-1] for letter in text)
 
 
 class Terminal(Console):
-    """A console that makes every text visible: what is printed may come from a file of others."""
+    """A console that makes every text visible, as it may come from a file of others."""
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Each text goes through here, cells and titles of tables too."""
-        return super().render_str(visible(text, kept="\n"), **options)
+        """Every text passes here, also cells and titles of tables."""
+        return super().render_str(make_visible(text, kept="\n"), **options)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from lra import caches, cli
-from lra.errors import UsageError, named
+from lra.errors import UsageError, name_error
 from tests.command_line import lra, refused
 
 KERNEL = {"target": {"backend": "cuda", "arch": 90, "warp_size": 32}, "name": "kernel", "shared": 0}
@@ -21,8 +21,8 @@ KERNEL = {"target": {"backend": "cuda", "arch": 90, "warp_size": 32}, "name": "k
 
 def said(error: BaseException, folder: Path) -> None:
     """One line that names the folder."""
-    text = caches.damaged(error)
-    assert text and "\n" not in text and f"{folder} has a file that can't be read" in text, (text, named(error))
+    text = caches.explain_damage(error)
+    assert text and "\n" not in text and f"{folder} has a file that can't be read" in text, (text, name_error(error))
     assert text.endswith("remove that folder")
 
 
@@ -72,7 +72,7 @@ def test_code_that_the_gpu_does_not_load(entry, monkeypatch):
         if "image" in word:
             said(raised.value, entry["kernel.cubin"].parent)
         else:
-            assert caches.damaged(raised.value) is None
+            assert caches.explain_damage(raised.value) is None
 
 
 def gpu_binary(size: int) -> bytes:
@@ -129,7 +129,7 @@ def test_generated_code_that_was_cut_short(tmp_path):
     file.write_text("raise ValueError('of the code itself')")
     with pytest.raises(ValueError, match="itself") as raised:
         PyCodeCache.load_by_key_path("key", str(file))
-    assert caches.damaged(raised.value) is None
+    assert caches.explain_damage(raised.value) is None
 
 
 @pytest.mark.parametrize("ending", [".nbi", ".nbc"])
@@ -152,7 +152,7 @@ def test_other_errors_are_none():
     for make in (lambda: json.loads("{"), lambda: Path("/nowhere").read_text(), lambda: [][0], lambda: int("x")):
         with pytest.raises(Exception) as raised:
             make()
-        assert caches.damaged(raised.value) is None
+        assert caches.explain_damage(raised.value) is None
 
 
 def test_the_command_line_says_it(entry, monkeypatch):

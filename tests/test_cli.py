@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lra.config import registry
-from lra.data.writer import Writer
-from lra.environment import commit, versions
+from lra.data.writer import StoreWriter
+from lra.environment import current_commit, package_versions
 from lra.training.step import Step
 from tests.command_line import DATA, RUN, lra, process, refused
 
@@ -79,11 +79,11 @@ def test_a_catalogue_fits_100_columns(what):
 
 def test_the_versions_are_printed():
     done = lra("--version")
-    installed = versions()
+    installed = package_versions()
     assert done.code == 0 and not done.err
     assert done.out.startswith(f"lra {installed['lra'] or 'not installed'}")
     assert f", torch {installed['torch']}, triton {installed['triton'] or 'not installed'}" in done.out
-    assert commit() is None or f"commit {commit()}" in done.out
+    assert current_commit() is None or f"commit {current_commit()}" in done.out
 
 
 def test_recipes_are_listed():
@@ -121,10 +121,10 @@ def test_data_is_prepared_verified_and_described(here, tmp_path):
     assert re.match(r"50; length \d+ to \d+, mean [\d.]+; labels 0: [\d.]+%, ", rows["train"])
     assert re.search(" sha256 [0-9a-f]{64}$", rows["vocabulary"])
     date = rows["prepared"]
-    with mock.patch.object(Writer, "finish", lambda _: pytest.fail("built again")):
+    with mock.patch.object(StoreWriter, "finish", lambda _: pytest.fail("built again")):
         assert dict(lra("data", "info", *DATA).rows)["prepared"] == date
         assert lra("data", "prepare", *DATA, "force=false").code == 0
-    with mock.patch.object(Writer, "finish", autospec=True, side_effect=Writer.finish) as built:
+    with mock.patch.object(StoreWriter, "finish", autospec=True, side_effect=StoreWriter.finish) as built:
         assert lra("data", "prepare", *DATA, "force=true").code == 0
     assert built.call_count == 1 and not list(here.iterdir())
 
@@ -249,8 +249,8 @@ REFUSED = {
     "data prepare task=listops attn=flash": "attn=flash has no meaning for data",
     "data prepare task=listops force=maybe": "force=maybe: write true or false",
     "data prepare task=listops force": "'force' is not of the form field=value",
-    "data prepare task=listops source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
-    "data prepare task=pathx source=/nowhere": "/nowhere is no file or folder that can be read: name LRA",
+    "data prepare task=listops source=/nowhere": "/nowhere is not a readable file or folder: name LRA",
+    "data prepare task=pathx source=/nowhere": "/nowhere is not a readable file or folder: name LRA",
     "data prepare task=retrieval dataset=scisumm": "papers.parquet and pairs_.* dataset=scisumm source=",
     "data prepare task=pathx data_seed=4294967296": "task.data_seed=4294967296 is out of range",
     "data prepare task=path64 level=harder": "task.level=harder",
@@ -269,7 +269,7 @@ REFUSED = {
 def test_bad_input_is_one_line_and_leaves_nothing(command, here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lra.kernels.impl._interpreted", lambda: False)  # which the tests may be
-    monkeypatch.setattr(Writer, "add", lambda *_: pytest.fail("prepared data before refusing"))
+    monkeypatch.setattr(StoreWriter, "add", lambda *_: pytest.fail("prepared data before refusing"))
     refused(lra(*command.split()), REFUSED[command])
     assert not list(here.iterdir())
 

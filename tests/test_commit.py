@@ -39,38 +39,38 @@ def git(folder: Path, *args: str) -> str:
 
 def test_a_result_names_the_commit_that_made_it(checkout):
     sha = git(checkout, "rev-parse", "HEAD")
-    assert environment.commit() == sha[:12] and environment.describe()["commit"] == sha[:12]
+    assert environment.current_commit() == sha[:12] and environment.describe()["commit"] == sha[:12]
 
 
 @pytest.mark.parametrize("file", ["lra/file.py", "lra/new.py", "benchmarks/run.py"])
 def test_a_plus_says_that_what_computes_was_changed(checkout, file):
     sha = git(checkout, "rev-parse", "--short=12", "HEAD")
     (checkout / file).write_text("2\n")
-    assert environment.commit() == f"{sha}+"
+    assert environment.current_commit() == f"{sha}+"
     git(checkout, "add", ".")
     environment._checkout.cache_clear()
-    assert environment.commit() == f"{sha}+"
+    assert environment.current_commit() == f"{sha}+"
 
 
 def test_what_does_not_compute_may_be_changed(checkout):
     sha = git(checkout, "rev-parse", "--short=12", "HEAD")
     for file in ("docs/file.py", "benchmarks/results/new.json", "new.txt"):
         (checkout / file).write_text("2\n")
-    assert environment.commit() == sha
+    assert environment.current_commit() == sha
 
 
 def test_outside_a_checkout_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "lra" / "environment.py"))
-    assert environment.commit() is None
+    assert environment.current_commit() is None
     (tmp_path / ".git").write_text("gitdir: nowhere")  # git fails
     environment._checkout.cache_clear()
-    assert environment.commit() is None
+    assert environment.current_commit() is None
 
 
 def test_the_commit_is_the_one_that_a_process_began_with(checkout):
-    begun = environment.commit()
+    begun = environment.current_commit()
     (checkout / "lra/file.py").write_text("2\n")
-    assert environment.commit() == begun
+    assert environment.current_commit() == begun
 
 
 @pytest.mark.parametrize(("stated", "clean"), [
@@ -78,11 +78,11 @@ def test_the_commit_is_the_one_that_a_process_began_with(checkout):
     ("0123456789ab, ba9876543210+", False), ("unknown", False), ("unknown, 0123456789ab", False),
 ])  # fmt: skip
 def test_a_commit_is_clean_if_each_is_known_and_unchanged(stated, clean):
-    assert environment.clean(stated) == clean
+    assert environment.is_clean_commit(stated) == clean
 
 
 def warned(capsys, monkeypatch) -> str:
-    monkeypatch.delenv(environment.WARNED, raising=False)
+    monkeypatch.delenv(environment.WARNED_VARIABLE, raising=False)
     environment._checkout.cache_clear()
     environment.warn_unclean()
     said = capsys.readouterr()
@@ -125,7 +125,7 @@ def test_a_shallow_clone_whose_files_are_read_only_has_a_commit(checkout, tmp_pa
     try:
         for folder in folders:
             folder.chmod(0o555)
-        assert environment.commit() == git(checkout, "rev-parse", "--short=12", "HEAD")
+        assert environment.current_commit() == git(checkout, "rev-parse", "--short=12", "HEAD")
     finally:
         for folder in folders:
             folder.chmod(0o755)
@@ -137,4 +137,4 @@ def test_the_command_line_has_no_path_of_this_machine(monkeypatch):
                           (f"{root}/benchmarks/runs.py", "python benchmarks/runs.py"),
                           ("/there/mine.py", "python mine.py")):  # fmt: skip
         monkeypatch.setattr("sys.argv", [program, "fit", "init=/there/best.ckpt", "/here/x", "lr=1/2"])
-        assert environment.command() == f"{name} fit init=best.ckpt x lr=1/2"
+        assert environment.current_command() == f"{name} fit init=best.ckpt x lr=1/2"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lra import doctor
 from lra.cli import app
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.kernels import device
 from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
@@ -26,7 +26,7 @@ from lra.training.data_verbs import task_data
 
 def test_every_subject_has_a_row(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "nowhere" / "yet"))
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert {
         "Python",
         "lra",
@@ -46,7 +46,7 @@ def test_every_subject_has_a_row(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_gpu_is_named_and_the_kernels_are_run():
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert torch.cuda.get_device_name(0) in rows["GPU 0"] and "GB free" in rows["GPU 0"]
     assert rows["flash"].startswith("Triton works; ")
     assert "ptxas" in rows["ptxas"] and rows["tiles"] and "forward " in rows["  16 bits, deterministic"]
@@ -123,15 +123,15 @@ def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):
 def test_stores_are_listed_and_a_broken_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("LRA_DATA", str(tmp_path))
     for version in (1, 2, 3):
-        content = Content("toy", version, {}, "generated", ("a", "b"), "toy@1", 0)
-        store = prepare(content, lambda writer: writer.add("train", [np.zeros(5, np.uint8)] * 3, [0, 1, 0]))
+        content = StoreContent("toy", version, {}, "generated", ("a", "b"), "toy@1", 0)
+        store = prepare_store(content, lambda writer: writer.add("train", [np.zeros(5, np.uint8)] * 3, [0, 1, 0]))
         if version == 2:
             (store.path / "manifest.json").write_text("{")
         if version == 3:
             manifest = json.loads((store.path / "manifest.json").read_text())
             (store.path / "manifest.json").write_text(json.dumps(manifest | {"splits": None}))
     (tmp_path / ".toy@9-00000000.partial").mkdir()
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     sound, unreadable, strange = (state for subject, state in rows.items() if subject.startswith("  toy@"))
     assert sound.endswith("MB: train 3")
     assert "manifest.json is missing or unreadable" in unreadable
@@ -146,9 +146,9 @@ def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypa
         """A data module whose store is damaged, and what is said of that."""
         data = task_data(args)
         rows = [np.zeros(5, np.uint8)] * 3
-        store = prepare(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
+        store = prepare_store(data.content(), lambda writer: writer.add("train", rows, [0, 1, 0]))
         (store.path / ("manifest.json" if unreadable else "train.labels.npy")).write_text("{")
-        return data, dict(doctor.report())[f"  {store.path.name}"]
+        return data, dict(doctor.diagnose())[f"  {store.path.name}"]
 
     for args in (
         ("task=listops", "task.train=50", "task.data_seed=3", "task.max_length=600"),
@@ -166,7 +166,7 @@ def test_the_mend_of_a_damaged_store_prepares_that_very_store(tmp_path, monkeypa
         shutil.rmtree(data.content().path)
     assert broken(True, "task=listops")[1].endswith("; run: lra data prepare task=listops force=true")
     data, said = broken(True, "task=listops", "task.train=50")
-    assert said.endswith(f"; remove {data.content().path}, and what needs it prepares it anew")
+    assert said.endswith(f"; remove {data.content().path}, and the next command that needs it prepares it again")
 
 
 def test_what_raises_is_a_row(tmp_path, monkeypatch):
@@ -176,7 +176,7 @@ def test_what_raises_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_gpus", broken)
     (tmp_path / "flash_attn.py").write_text('raise ImportError("undefined symbol: _ZN3c104cuda9SetDeviceEab")')
     monkeypatch.syspath_prepend(tmp_path)
-    rows = dict(doctor.report())
+    rows = dict(doctor.diagnose())
     assert rows["GPU"] == "fails: libcuda.so: cannot open"
     assert rows["flash-attn"] == "fails: undefined symbol: _ZN3c104cuda9SetDeviceEab"
 

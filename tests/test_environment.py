@@ -42,7 +42,9 @@ def test_a_user_without_name_and_home(nobody):
     with pytest.warns(UserWarning, match=f"no home: data goes to {nobody}/.cache/lra; set HOME or LRA_DATA"):
         environment.ensure_user()
     assert getpass.getuser() == f"uid-{os.getuid()}" and Path.home() == nobody
-    assert environment.cache_root() == nobody / ".cache/lra" and environment.cache("x") == nobody / ".cache/lra/x"
+    assert (
+        environment.cache_root() == nobody / ".cache/lra" and environment.cache_folder("x") == nobody / ".cache/lra/x"
+    )
     assert "TRITON_CACHE_DIR" not in os.environ
 
 
@@ -70,4 +72,4 @@ def test_a_home_that_can_not_be_written_to(nobody, monkeypatch, tmp_path):
     environment.ensure_user()
     assert os.environ["HOME"] == str(tmp_path / "home") and os.environ["TRITON_CACHE_DIR"] == str(nobody / "triton")
     assert environment.cache_root() == tmp_path / "home/.cache/lra"  # where an administrator may have put data
-    assert environment.cache("inductor") == nobody / "inductor"
+    assert environment.cache_folder("inductor") == nobody / "inductor"

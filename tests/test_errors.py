@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lra import cli
-from lra.errors import UsageError, failing, naming, system_error, unusable
+from lra.errors import UsageError, explain_system_error, is_disk_failure, name_file, system_error
 
 MENDS = {
     "ENOSPC": "free some space", "EDQUOT": "free some space", "EFBIG": "ulimit -f", "EMFILE": "ulimit -n",
@@ -27,19 +27,19 @@ def system(name: str, *file: str) -> OSError:
 
 @pytest.mark.parametrize("name", MENDS)
 def test_each_number_has_one_line_that_names_the_file_and_the_mend(name):
-    said = unusable(system(name, "run/last.ckpt"))
+    said = explain_system_error(system(name, "run/last.ckpt"))
     assert said and said.startswith(f"run/last.ckpt can't be used ({os.strerror(getattr(errno, name))}): ")
     assert MENDS[name] in said and "\n" not in said
 
 
 def test_an_error_that_a_library_has_wrapped_is_found_and_named():
-    with pytest.raises(OSError, match="No space left") as caught, naming("run/best.ckpt"):
+    with pytest.raises(OSError, match="No space left") as caught, name_file("run/best.ckpt"):
         try:
             raise system("ENOSPC")
         except OSError:
             raise RuntimeError("file write failed") from None
     assert caught.value.filename == "run/best.ckpt"
-    assert "run/best.ckpt can't be used" in (unusable(caught.value) or "")
+    assert "run/best.ckpt can't be used" in (explain_system_error(caught.value) or "")
 
 
 def test_what_is_no_word_on_a_file_stays_a_bug():
@@ -47,10 +47,10 @@ def test_what_is_no_word_on_a_file_stays_a_bug():
         ValueError("x"), OSError("of a library"), ConnectionResetError(errno.ECONNRESET, "reset"),
         socket.gaierror(-2, "x"), ChildProcessError(errno.ECHILD, "none"), system("EINVAL"),
     ]  # fmt: skip
-    assert not any(unusable(error) for error in others)
-    with pytest.raises(UsageError, match="mine"), naming("file"):
+    assert not any(explain_system_error(error) for error in others)
+    with pytest.raises(UsageError, match="mine"), name_file("file"):
         raise UsageError("mine")
-    with pytest.raises(ValueError, match="mine"), naming("file"):
+    with pytest.raises(ValueError, match="mine"), name_file("file"):
         raise ValueError("mine")
 
 
@@ -93,13 +93,15 @@ def test_what_a_library_makes_of_a_file_is_no_such_word(error):
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ENOLCK, errno.ENODEV])
 def test_a_machine_that_fails_damages_nothing(number):
-    assert failing(OSError(number, os.strerror(number), "/a/file"))
+    assert is_disk_failure(OSError(number, os.strerror(number), "/a/file"))
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "x"), OSError(errno.ENOSPC, "x"), OSError("x"), ValueError()])
 def test_what_users_did_is_no_failure_of_the_machine(error):
-    assert not failing(error)
+    assert not is_disk_failure(error)
 
 
 def test_memory_that_ran_out_is_told():
-    assert "not enough memory (MemoryError)" in str(unusable(MemoryError())) and failing(MemoryError())
+    assert "not enough memory (MemoryError)" in str(explain_system_error(MemoryError())) and is_disk_failure(
+        MemoryError()
+    )

@@ -15,17 +15,17 @@ TORCHRUN = {
 }  # fmt: skip
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-CHILD = {ranks.STARTER: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-LEFT = {ranks.STARTER: str(os.getppid()), "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+CHILD = {ranks.STARTER_VARIABLE: str(os.getppid()), "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+LEFT = {ranks.STARTER_VARIABLE: str(os.getppid()), "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
 def detect(monkeypatch):
-    """`detect(environment, …)` is `ranks.detect` with nothing else in the environment."""
+    """`detect(environment, …)` is `ranks.detect_launch` with nothing else in the environment."""
 
     def found(environment, *args):
         monkeypatch.setattr(os, "environ", dict(environment))
-        return ranks.detect(*args)
+        return ranks.detect_launch(*args)
 
     return found
 
@@ -79,7 +79,7 @@ def test_the_launch_is_what_was_asked_for(detect, environment, devices, by, rank
         (TORCHRUN | {"MASTER_PORT": "70000"}, 1, "at most 65535"),
         ({"TORCHELASTIC_RUN_ID": "left"}, 1, "RANK is not set"),
         (CHILD | {"LOCAL_RANK": "5"}, 2, "LOCAL_RANK=5, but WORLD_SIZE=2"),
-        (CHILD | {ranks.STARTER: "1234567"}, 2, "WORLD_SIZE=2"),
+        (CHILD | {ranks.STARTER_VARIABLE: "1234567"}, 2, "WORLD_SIZE=2"),
     ],
 )
 def test_ranks_that_nobody_asked_for_are_refused(detect, environment, devices, said):
@@ -93,7 +93,7 @@ def test_one_device_that_the_user_named_is_not_several(detect):
 
 
 def test_a_second_run_of_a_program_has_the_ranks_of_the_first(detect):
-    own = {ranks.STARTER: str(os.getpid()), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    own = {ranks.STARTER_VARIABLE: str(os.getpid()), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     assert detect(own, 2, True, 2).world == 2
     assert detect(own, 1, False, 2).world == 2
     with pytest.raises(UsageError, match="trainer.devices=1, but a run before it in this program started 2"):
@@ -116,10 +116,10 @@ def test_rank_0_is_on_the_first_node(detect, nodes, first):
 
 
 def test_a_process_of_a_grid_is_no_rank_of_its_command(detect):
-    assert detect(ranks.alone(TORCHRUN | STEP | CHILD | {"OMPI_COMM_WORLD_SIZE": "2"}), 1).world == 1
+    assert detect(ranks.without_ranks(TORCHRUN | STEP | CHILD | {"OMPI_COMM_WORLD_SIZE": "2"}), 1).world == 1
 
 
 def test_a_rank_that_is_no_number_is_refused_before_lightning_reads_it(monkeypatch):
     monkeypatch.setenv("RANK", "abc")
     with pytest.raises(UsageError, match="RANK=abc is not a number: unset RANK"):
-        ranks.check()
+        ranks.check_variables()

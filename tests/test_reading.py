@@ -91,7 +91,7 @@ def test_yaml_by_hand_is_read_as_people_mean_it(file):
 def test_only_regular_files_are_read(tmp_path, file):
     os.mkfifo(file)  # to open it would wait for a writer
     for path in (file, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ValueError, match="no regular file"):
+        with pytest.raises(ValueError, match="not a regular file"):
             read_text(path, 10)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")

@@ -19,8 +19,8 @@ from benchmarks import pictures, release
 from benchmarks.pages import cards, measured
 from benchmarks.pages.pictures import FOLDER, curve
 from benchmarks.studies.rescoring import study as rescoring
-from lra.data.pathfinder.generate import draw
-from lra.data.pathfinder.law import law
+from lra.data.pathfinder.generate import draw_image
+from lra.data.pathfinder.law import image_law
 from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.results import archive
@@ -158,15 +158,15 @@ def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, result in RELEASED.items():
         place = result["directory"].removeprefix("checkpoints/runs/")
-        assert archive.merge(folder(name))[0] == f"{place}: added"
+        assert archive.merge_runs(folder(name))[0] == f"{place}: added"
         for file in release.FILES:
             assert (Path(result["directory"]) / file).read_bytes() == (folder(name) / file).read_bytes()
-        assert archive.merge(folder(name))[0] == f"{place}: kept, it is finished here"
+        assert archive.merge_runs(folder(name))[0] == f"{place}: kept, it is finished here"
     fields = ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"]
-    plan = accuracy.run("table6", [*fields, "task.version=1"], dry_run=True)
+    plan = accuracy.reproduce("table6", [*fields, "task.version=1"], dry_run=True)
     assert plan.lines[0] == "cells: 3, 3 done"
     with pytest.raises(UsageError, match="a run of pathx@1, and the task is pathx@2 by now: give task.version=1 "):
-        accuracy.run("table6", fields, dry_run=True)
+        accuracy.reproduce("table6", fields, dry_run=True)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_the_command_line_says_what_is_wrong(capsys):
     assert release.main(["one", "two", "three"]) == 2 and release.main(["none", "pathx"]) == 2
     assert pictures.main(["init=checkpoints/none"]) == 2 and pictures.main(["init=checkpoints/pathfinder", "x=1"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4 and errors[2].startswith("pictures: init=checkpoints/none is no released folder")
+    assert len(errors) == 4 and errors[2].startswith("pictures: init=checkpoints/none is not a released folder")
 
 
 # pictures
@@ -249,12 +249,12 @@ DRAWN = [path.stem for path in sorted(FOLDER.glob("*.json"))]
 def test_a_sheet_shows_what_the_test_set_has(name):
     record, task = json.loads((FOLDER / f"{name}.json").read_text()), RELEASED[name]["config"]["task"]
     module = lra.load(folder(name))
-    chosen = law(module.run.task.resolution, task["level"])
+    chosen = image_law(module.run.task.resolution, task["level"])
     first = task["train"] + task["val"]
     for kind, images in record["sheet"].items():
         verdict, label = kind.split(", ")
         for image in images[:1]:
-            drawing = draw(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
+            drawing = draw_image(chosen, seed=task["data_seed"], index=first + image["image"], version=1)
             share = float(pictures.connected(module, drawing.pixels.reshape(1, -1))[0])
             assert image["label"] == label == ("apart", "connected")[drawing.label]
             assert abs(share - image["connected"]) < 1e-3
@@ -265,7 +265,7 @@ def test_a_sheet_shows_what_the_test_set_has(name):
 
 def test_the_pictures_are_those_of_the_weights(tmp_path):
     name, count = "pathfinder", 64
-    made = pictures.depict(pictures.Options(f"{folder(name)}", count), tmp_path)
+    made = pictures.depict(pictures.PictureOptions(f"{folder(name)}", count), tmp_path)
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     look, before = made["attention"], kept["attention"]
     assert look.pop("largest") == pytest.approx(before.pop("largest"), abs=1e-3) and look == before
@@ -285,7 +285,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
     module = fit.build_modules(run)[1].eval()
-    drawing = draw(law(32, "hard"), seed=0, index=3)  # its row and column differ
+    drawing = draw_image(image_law(32, "hard"), seed=0, index=3)  # its row and column differ
     query: tuple[int, int] = tuple(drawing.markers[0].tolist())
     seen, prefix = [], int(pooling == "cls")
 
@@ -311,7 +311,7 @@ def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
     def build(*fields):
         return fit.build_modules(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
 
-    pixels = draw(law(32, "hard"), seed=0, index=0).pixels.ravel()
+    pixels = draw_image(image_law(32, "hard"), seed=0, index=0).pixels.ravel()
     with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):
         pictures.attentions(build("attn=linear", "model.attn_dropout=0"), pixels, (0, 0))
     with pytest.raises(UsageError, match=r"the pixel \(0, 0\) is dark"):

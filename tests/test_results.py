@@ -217,13 +217,13 @@ def test_gpu_hours_are_of_all_gpus_and_of_a_runs_part_of_a_shared_one():
 
 
 def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pace_is_a_results(monkeypatch):
-    table = grid.read("table3")
+    table = grid.read_grid("table3")
     cells = table.cells(["listops", "text"], ["flash"], 1)
     measured, other = cells
     steps = [cell.composed.config.trainer.steps for cell in cells]
-    monkeypatch.setattr(tables.speed, "read", lambda file: {})
-    monkeypatch.setattr(tables.speed, "paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
-    entry = ledger.Entry(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
+    monkeypatch.setattr(tables.speed, "read_speeds", lambda file: {})
+    monkeypatch.setattr(tables.speed, "measured_paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
+    entry = ledger.ResultFile(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
     said = tables._alone(table, cells, {other: entry}, Path("y"))
     alone = "runs of one seed, each alone on its GPU"
     assert said.startswith(f"2.0 GPU-hours of training for 1 of the 2 {alone}; at most 4.0 for 1 ")
@@ -238,7 +238,7 @@ def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
 
 def test_the_mean_speedup_is_of_the_columns_that_are_averaged():
     header, _, *rows = speeds.speedup(measured.BENCHMARKS).split("\n\n")[0].splitlines()
-    columns, averaged = header.strip("| ").split(" | ")[2:-3], grid.read("table3").together()
+    columns, averaged = header.strip("| ").split(" | ")[2:-3], grid.read_grid("table3").together()
     shares = rows[0].strip("| ").split(" | ")[2:]
     whole = [column for column, share in zip(columns, shares, strict=False) if share == "0%"]
     assert not set(columns) <= set(averaged) and 0 < len({*whole} & {*averaged}) < len({*columns} & {*averaged})

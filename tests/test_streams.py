@@ -28,7 +28,7 @@ def test_a_pipe_cuts_nothing():
 def test_what_an_output_can_not_encode_is_replaced(monkeypatch):
     there = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", there)
-    with streams.guarded():
+    with streams.guard_streams():
         print("1 … 2")
     assert there.buffer.getvalue() == b"1 ? 2\n"  # type: ignore[attr-defined]
     assert sys.stdout is there
@@ -36,7 +36,7 @@ def test_what_an_output_can_not_encode_is_replaced(monkeypatch):
 
 def test_an_output_that_was_closed_shows_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    with streams.guarded() as output:
+    with streams.guard_streams() as output:
         print("nothing")
     assert output.error is None
 

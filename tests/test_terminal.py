@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from lra.terminal import Terminal, visible
+from lra.terminal import Terminal, make_visible
 
 EVIL = "a\x1b[2Jb\x07c\x9bd\u202ee\rf"
 SEEN = r"a\x1b[2Jb\x07c\x9bd\u202ee\rf"
@@ -20,8 +20,8 @@ def printed(*what):
 
 
 def test_what_a_terminal_obeys_is_visible():
-    assert visible(EVIL) == SEEN and visible("± 3 × 2, 日本 [red]") == "± 3 × 2, 日本 [red]"
-    assert visible("a\nb") == r"a\nb" and visible("a\nb", kept="\n") == "a\nb"
+    assert make_visible(EVIL) == SEEN and make_visible("± 3 × 2, 日本 [red]") == "± 3 × 2, 日本 [red]"
+    assert make_visible("a\nb") == r"a\nb" and make_visible("a\nb", kept="\n") == "a\nb"
 
 
 @pytest.mark.parametrize("what", ["line", "cell", "header", "title", "caption"])

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.pages import measured
 from benchmarks.pages.measured import mark, table
 from lra.errors import UsageError
-from lra.experiments.results.ledger import gpus
+from lra.experiments.results.ledger import describe_gpus
 from lra.tasks import TASKS
 
 RELEASES = measured.ROOT / "checkpoints"
@@ -207,7 +207,7 @@ def _stage(number: int, result: Result) -> list[str]:
 
 
 def _hardware(result: Result) -> str:
-    return gpus(result["environment"]["gpu"], result["world_size"])
+    return describe_gpus(result["environment"]["gpu"], result["world_size"])
 
 
 def _shell(*lines: str) -> str:

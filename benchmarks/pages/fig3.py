@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.pages.measured import BENCHMARKS, ROOT, bare_table
 from lra.bench import plots
-from lra.bench.records import AttentionMeasurement, read_measured
+from lra.bench.records import AttentionMeasurement, read_measurements
 from lra.experiments import fig3
 
 RESULTS = BENCHMARKS / "results" / "fig3" / "h200"
@@ -34,9 +34,9 @@ def page(records: Sequence[AttentionMeasurement], made_with: dict[str, Any]) -> 
         "Two things would be measured otherwise today, and were not measured again. Up to N = 512 the time of an "
         "attention that consists of many small kernels includes launches. The backward passes of `linformer` and "
         "`lsformer` lack the gradients of their own parameters.",
-        f"**{fig3.verdict(records)}.**",
+        f"**{fig3.compare_with_claim(records)}.**",
         *(f"![{setting}, {what}]({FIGURES.name}/{_figure(setting, what)})" for setting, what in DRAWN),
-        *(_table(*rows) for rows in (fig3.fastest(records), *fig3.numbered(records))),
+        *(_table(*rows) for rows in (fig3.fastest_table(records), *fig3.paper_tables(records))),
     ]) + "\n"  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
     made = {}
     for setting, what in DRAWN:
         chosen = [r for r in records if fig3.setting_of(r) == setting and r.pass_name == "both"]
-        drawn = plots.figures(chosen)
+        drawn = plots.make_figures(chosen)
         made[_figure(setting, what)] = next(text for name, text in drawn.items() if name.startswith(what))
     return made
 
@@ -63,7 +63,7 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
 
 def make() -> dict[Path, str]:
     """The text of each file."""
-    parts = [read_measured(RESULTS / f"{name}.json", AttentionMeasurement) for name in fig3.SETTINGS]
+    parts = [read_measurements(RESULTS / f"{name}.json", AttentionMeasurement) for name in fig3.SETTINGS]
     records = [record for part in parts for record in part.cells]
     drawn = {FIGURES / name: text for name, text in figures(records).items()}
     return {PAGE: page(records, parts[0].environment)} | drawn

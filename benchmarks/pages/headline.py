@@ -14,8 +14,8 @@ from benchmarks.pages.tables import Section, new_images, overlaps, sections, tra
 from lra.bench import plots
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
-from lra.experiments.reproduction import number
-from lra.experiments.results.ledger import values
+from lra.experiments.reproduction import format_tenth
+from lra.experiments.results.ledger import known_values
 from lra.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def headline(root: Path) -> str:
 
 
 def _row(name: str, recipe: str, column: str, what: str) -> list[str]:
-    section, stated = sections(name)[recipe], grid.read(name)
+    section, stated = sections(name)[recipe], grid.read_grid(name)
     _title, header, accuracies = section.report.tables[0]
     ours, columns = {row[0]: row[header.index(column)] for row in accuracies}, stated.averaged(header)
     row = [what, f"`{recipe}`"]
     for attn in SHOWN:
         paper = stated.average(attn, columns) if column == "average" else stated.figure(attn, column)
-        row += [ours[attn], number(paper)]
+        row += [ours[attn], format_tenth(paper)]
     return row
 
 
@@ -92,23 +92,25 @@ class Point(NamedTuple):
 def points() -> Iterator[Point]:
     """Each task of the headline with `flash`: the mean of the seeds that all columns of a table have."""
     with contextlib.chdir(measured.ROOT):
-        paces = plan.Alone(speed.paces(grid.read("table3"), speed.read(measured.BENCHMARKS / speeds.STEPS)))
+        paces = plan.MeasuredSpeeds(
+            speed.measured_paces(grid.read_grid("table3"), speed.read_speeds(measured.BENCHMARKS / speeds.STEPS))
+        )
         for name, columns in (("table3", SMALL), ("table6", LARGE)):
             section = sections(name)[OURS]
             own = [row for row in section.report.rows if row.attention == "flash" and row.accuracy is not None]
             seeds = set.intersection(*({row.seed for row in own if row.column == c} for c in columns))
             for column in columns:
                 rows = [row for row in own if row.column == column and row.seed in seeds]
-                yield _point(section, grid.read(name), column, rows, paces)
+                yield _point(section, grid.read_grid(name), column, rows, paces)
 
 
-def _point(section: Section, stated: grid.Grid, column: str, rows: Sequence[Any], paces: plan.Alone) -> Point:
+def _point(section: Section, stated: grid.Grid, column: str, rows: Sequence[Any], paces: plan.MeasuredSpeeds) -> Point:
     (cell,) = (c for c in section.runs if (c.column, c.attn, c.seed) == (column, "flash", 0))
     alone, most = training_hours((*cell.stages, cell), section.runs, paces)
     task = TASKS.catalogue()[cell.composed.config.task.name]
     return Point(
         f"{task.summary.partition(':')[0]}\n{TASKS.declared(task).length:,} tokens",
-        statistics.fmean(values(rows, "accuracy")), stated.figure("flash", column),
+        statistics.fmean(known_values(rows, "accuracy")), stated.figure("flash", column),
         max(row.baseline_accuracy for row in rows), 60 * (sum(alone) + sum(most)), bool(most),
     )  # fmt: skip
 
@@ -136,7 +138,7 @@ def figure(found: Sequence[Point]) -> str:
         axes.annotate("training,\none H200", (1.02, 1.03), xycoords="axes fraction", color=GREY, annotation_clip=False)
         axes.figure.legend(loc="outside lower center", ncols=3)
 
-    return plots.svg((9, 4), plot)
+    return plots.render_svg((9, 4), plot)
 
 
 def make() -> dict[Path, str]:

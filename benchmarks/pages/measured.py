@@ -39,8 +39,8 @@ def mark_of(file: Path) -> str:
 
 def mark(measured: Any) -> str:
     """The mark of a measurement or a run's result; empty if every commit that it states, in any part, is clean."""
-    known = all(map(environment.clean, _commits(measured)))
-    return "" if known and ("provenance" not in measured or has_clean_commits(measured)) else environment.MARK
+    known = all(map(environment.is_clean_commit, _commits(measured)))
+    return "" if known and ("provenance" not in measured or has_clean_commits(measured)) else environment.UNCLEAN_MARK
 
 
 def _commits(content: Any) -> Iterator[str | None]:
@@ -62,7 +62,8 @@ def place(gpu: str | None) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """In Markdown, with a footnote if something in it is marked."""
     made = bare_table(header, rows)
-    return f"{made}\n\n{environment.MARK} {environment.MARKED}." if environment.MARK in made else made
+    note = f"\n\n{environment.UNCLEAN_MARK} {environment.UNCLEAN_NOTE}."
+    return made + note if environment.UNCLEAN_MARK in made else made
 
 
 def bare_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

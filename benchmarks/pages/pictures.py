@@ -28,7 +28,7 @@ def curve(chain: Sequence[tuple[cards.Result, Sequence[tuple[int, float]]]], cha
     def plot(axes: Axes) -> None:
         for begin, end, (result, points) in zip(ends, ends[1:], chain, strict=False):
             places = [(begin + step, 100 * share) for step, share in points]
-            look = plots.look(0) | {"markevery": [-1], "clip_on": False}
+            look = plots.line_style(0) | {"markevery": [-1], "clip_on": False}
             axes.plot(*zip(*places, strict=True), gid=f"until-{end}", **look)
             axes.annotate(f"{places[-1][1]:.1f}", places[-1], (-4, 5), textcoords="offset points", ha="right")
             task = f"{result['task'].partition('@')[0]}\n{result['config']['task']['level']}"
@@ -37,9 +37,9 @@ def curve(chain: Sequence[tuple[cards.Result, Sequence[tuple[int, float]]]], cha
         axes.annotate("chance", (0, 100 * chance), (3, -3), textcoords="offset points", va="top", color=GREY)
         axes.set(xlabel="step, of all runs together", ylabel="validation accuracy, %", xlim=(0, ends[-1]), xticks=ends)
         axes.set_ylim(min(axes.get_ylim()[0], 100 * chance - 5), 100)
-        plots.ticks(axes.xaxis)
+        plots.set_ticks(axes.xaxis)
 
-    return plots.svg((9, 4), plot)
+    return plots.render_svg((9, 4), plot)
 
 
 def page(records: dict[str, dict[str, Any]], drawn: set[str]) -> str:

@@ -31,7 +31,7 @@ from benchmarks.pages.speeds import materialised, speedup
 from benchmarks.pages.tables import OVERLAP, caveats, sections
 from lra.config.recipes import read_recipe, recipes
 from lra.config.registry import Registry
-from lra.experiments.results.ledger import hardware
+from lra.experiments.results.ledger import finished_hardware
 from lra.tasks import TASKS
 
 DOCUMENTS = [
@@ -77,7 +77,7 @@ def _accuracies(name: str) -> str:
     """The first table of a table's page, how long its runs took, and how long they take alone."""
     section = sections(name)[OURS]
     _title, header, rows = section.report.tables[0]
-    made = ", ".join(hardware(section.report.rows))
+    made = ", ".join(finished_hardware(section.report.rows))
     hours = "\n".join(f"- {each[0].upper()}{each[1:]}." for each in section.hours)
     return f"{caveats(name)}\n\n{table(header, rows)}\n\nRecipe `{OURS}`, {made}.\n\n{hours}"
 

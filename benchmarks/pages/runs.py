@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.pages import measured
 from lra.experiments.results import ledger
-from lra.experiments.results.ledger import Entry
+from lra.experiments.results.ledger import ResultFile
 from lra.training.run_directory import time_and_memory
 
 PAGE = measured.BENCHMARKS / "results" / "runs.csv"
@@ -27,11 +27,11 @@ SCORE = ("accuracy", "plus_minus", "examples", "baseline", "baseline_accuracy")
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Of all runs below a folder, in the order of task, attention, recipe and seed."""
     order = ("task", "attn", "recipe", "overrides", "seed")
-    found = sorted(ledger.find(folder)[0], key=lambda entry: [entry.result[field] for field in order])
+    found = sorted(ledger.find_results(folder)[0], key=lambda entry: [entry.result[field] for field in order])
     return [_row(entry, folder) for entry in found]
 
 
-def _row(entry: Entry, folder: Path) -> dict[str, Any]:
+def _row(entry: ResultFile, folder: Path) -> dict[str, Any]:
     result, made_with = entry.result, entry.result["environment"]
     seconds, peak = time_and_memory(result)
     return {

@@ -10,17 +10,17 @@ from benchmarks.pages import measured
 from benchmarks.pages.measured import link, table
 from lra.experiments import speed
 from lra.experiments.grid import grid
-from lra.experiments.reproduction import number
-from lra.experiments.speed import STANDARD, WAYS, Speeds
+from lra.experiments.reproduction import format_tenth
+from lra.experiments.speed import BASELINE, WAYS, Speeds
 
 STEPS = Path("results/speed/h200/table3-curriculum.json")  # training steps, each cell alone on the GPU
 ALONE = Path("results/fig3/h200/dropout-mask.json")  # attention alone, with dropout and a mask
-COMPARED = (STANDARD, "megatron", "flash")  # two that materialise the scores, and one that does not
+COMPARED = (BASELINE, "megatron", "flash")  # two that materialise the scores, and one that does not
 
 
 def speedup(root: Path) -> str:
     """Steps per second as a multiple of those of standard attention, each cell alone on the GPU."""
-    stated, found = grid.read("table3"), speed.read(root / STEPS)
+    stated, found = grid.read_grid("table3"), speed.read_speeds(root / STEPS)
     speeds, columns = Speeds(found.cells), found.options["tasks"]
     averaged = stated.together(columns)
     whole = [column for column in averaged if not _padding(speeds, column)]
@@ -29,19 +29,19 @@ def speedup(root: Path) -> str:
         ratios = (speeds.ratio(column, attn, way) for column in columns)
         shown = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         means = (speed.mean_ratio(speeds.ratios(some, attn, way)) for some in (averaged, whole))
-        paper = number(stated.figure(attn, "speedup")) if way == "attention" else ""
+        paper = format_tenth(stated.figure(attn, "speedup")) if way == "attention" else ""
         return [f"`{attn}`{measured.mark_of(STEPS)}", f"{way}: {WAYS[way].about}", *shown, *means, paper]
 
     padding = (f"{100 * _padding(speeds, column):.0f}%" for column in columns)
     rows = [["*padding*", "of the padded batches", *padding, "", "", ""]]
-    rows += [row(attn, way) for attn in found.options["attns"] if attn != STANDARD for way in WAYS]
+    rows += [row(attn, way) for attn in found.options["attns"] if attn != BASELINE for way in WAYS]
     header = ("attention", "way", *columns, "geometric mean", f"of {' and '.join(whole)}, without padding", "paper")
     return f"{table(header, rows)}\n\n{link(STEPS.name, STEPS)}, {speed.hardware_of(found)}."
 
 
 def _padding(speeds: Speeds, column: str) -> float:
     """The share of the rows of a padded batch that are no token."""
-    record = speeds.records[column, STANDARD, "attention"]
+    record = speeds.records[column, BASELINE, "attention"]
     return 1 - (record.tokens or 0.0) / (record.rows or 1.0)
 
 
@@ -68,7 +68,7 @@ def _alone(root: Path) -> Iterator[tuple[int, list[float]]]:
 
 def in_brief(root: Path, names: dict[str, str], length: int = 1024) -> str:
     """How much faster flash trains than standard attention where nothing is padded; and both beside megatron."""
-    found = speed.read(root / STEPS)
+    found = speed.read_speeds(root / STEPS)
     speeds = Speeds(found.cells)
     whole = [column for column in names if not _padding(speeds, column)]
     ratios = sorted((speeds.ratio(column, "flash", "attention") or 0.0, names[column]) for column in whole)

@@ -39,7 +39,7 @@ class Section:
 
     recipe: str
     report: report.Report
-    runs: Mapping[Cell, ledger.Entry]  # of the cells and of their stages
+    runs: Mapping[Cell, ledger.ResultFile]  # of the cells and of their stages
     hours: tuple[str, ...]  # sentences: of all runs; and, where speed was measured, of one seed's runs alone
 
     def markdown(self) -> str:
@@ -52,9 +52,9 @@ class Section:
 @functools.cache
 def sections(name: str) -> dict[str, Section]:
     """The sections of a table by recipe. A recipe without a finished run in the table has none."""
-    table, found = grid.read(name), {}
+    table, found = grid.read_grid(name), {}
     with contextlib.chdir(measured.ROOT):  # results are named as from there
-        runs = [entry.result for entry in ledger.find(MEASURED)[0]]
+        runs = [entry.result for entry in ledger.find_results(MEASURED)[0]]
         for recipe in recipes():
             if section := _section(table, recipe, runs):
                 found[recipe] = section
@@ -65,7 +65,7 @@ def page(name: str) -> str | None:
     """The text of a table's page; None if no run of it has finished."""
     if not (found := sections(name)):
         return None
-    table = grid.read(name)
+    table = grid.read_grid(name)
     title, about = name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     head = HEAD.format(title=title, about=about, source=table.source, name=name)
     resized = _resized({column.task for column in table.columns.values()})
@@ -74,7 +74,7 @@ def page(name: str) -> str | None:
 
 def caveats(name: str) -> str:
     """What speaks against scores on the test sets of a table's tasks, as sentences."""
-    tasks = {column.task for column in grid.read(name).columns.values()}
+    tasks = {column.task for column in grid.read_grid(name).columns.values()}
     said = [
         f"{store['in_train']:,} of the {store['test']:,} test examples of "
         f"{' with '.join(f'`{part}`' for part in (task, *store['fields']))} are also in train."
@@ -111,7 +111,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     seeds = 1 + max(seed for _, _, seed in ran)
     cells = table.cells(some, seeds=seeds, recipe=recipe)
     cells = [cell for cell in cells if (table.columns[cell.column].task, cell.attn, cell.seed) in ran]
-    matched = ledger.match(with_stages(cells, begun=lambda cell: False), MEASURED).entries
+    matched = ledger.match_results(with_stages(cells, begun=lambda cell: False), MEASURED).entries
     if not (found := {cell.column for cell in matched} & {*some}):
         return None
     shown = [name for name in some if name in found]
@@ -119,7 +119,7 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     speeds = sorted(MEASURED.glob(f"results/speed/*/{table.name}-{recipe}.json"))
     if speeds:
         fields["speed"] = str(speeds[0])
-    made = report.run(table.name, [f"{name}={value}" for name, value in fields.items()])
+    made = report.make_report(table.name, [f"{name}={value}" for name, value in fields.items()])
     first = [entry.result for cell, entry in matched.items() if cell.seed == 0]
     part = f", {_gpu_hours(first)} of them for seed 0" if len(first) < len(matched) else ""
     hours = _gpu_hours([entry.result for entry in matched.values()])
@@ -132,9 +132,12 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
     return Section(recipe, made, matched, (time, *alone))
 
 
-def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Entry], file: Path) -> str:
+def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.ResultFile], file: Path) -> str:
     """How long the training of one seed takes."""
-    paces, runs = plan.Alone(speed.paces(table, speed.read(file))), with_stages(cells, begun=lambda cell: False)
+    paces, runs = (
+        plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file))),
+        with_stages(cells, begun=lambda cell: False),
+    )
     alone, most = training_hours(runs, matched, paces)
     more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
     part = f"{len(alone)} of the {len(runs)}" if len(alone) < len(runs) else f"all {len(runs)}"
@@ -142,7 +145,7 @@ def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.Ent
 
 
 def training_hours(
-    runs: Iterable[Cell], matched: Mapping[Cell, ledger.Entry], paces: plan.Alone
+    runs: Iterable[Cell], matched: Mapping[Cell, ledger.ResultFile], paces: plan.MeasuredSpeeds
 ) -> tuple[list[float], list[float]]:
     """GPU-hours of training of runs: those whose speed was measured alone, and those that may have shared their GPU."""
     alone, most = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.pages.measured import BENCHMARKS, ROOT, Measured, from_docs, link, mark, read, table
 from lra.bench.step import LOOPS
-from lra.experiments.reproduction import spread
+from lra.experiments.reproduction import format_mean_std
 
 PAGE = ROOT / "docs" / "training.md"
 HEAD = (
@@ -173,7 +173,7 @@ def _accuracies(runs: list[dict[str, Any]]) -> list[str]:
         if known := [accuracy for accuracy in found if not isinstance(accuracy, str)]:
             means.append(statistics.mean(known))
         shown.append(" / ".join(each if isinstance(each, str) else f"{each:.2f}" for each in found))
-    return [spread(means, 2), ", ".join(shown)]
+    return [format_mean_std(means, 2), ", ".join(shown)]
 
 
 def _kinks(results: Sequence[Measured]) -> Iterator[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,20 +13,29 @@ import torch
 
 from lra import environment
 from lra.bench import plots
-from lra.bench.case import DTYPES, BenchmarkCase, attend, configurable, make_batch
+from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, attention_class, call_attention, make_batch
 from lra.bench.check import Verdict, check_dropout, check_small, check_timed, has_reference
-from lra.bench.files import output
-from lra.bench.presets import COMPARED, IMDB_LENGTHS, PASSES, RUNTIME, TABLES, masked, sized
-from lra.bench.records import AttentionMeasurement, Measured
-from lra.bench.sparse import compared
-from lra.bench.timing import Pass, Steps, measure
+from lra.bench.output import open_output
+from lra.bench.presets import (
+    COMPARED_TABLES,
+    IMDB_LENGTHS,
+    PAPER_TABLES,
+    PASSES,
+    RUNTIME_TABLES,
+    masked_lengths,
+    with_budget,
+)
+from lra.bench.records import AttentionMeasurement, MeasurementFile, round_figure
+from lra.bench.sparse import with_peers
+from lra.bench.timing import PassTime, TimedSteps, clear_gpu, time_passes
 from lra.config.options import parse, refuse_repeats, shown
 from lra.config.override import parse_overrides
 from lra.config.schema import at_most, droppable
-from lra.errors import UsageError, named, out_of_memory
+from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.models.attention import ATTENTIONS
 
-FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # the backward recomputes the scores: five products, not two
+# The backward recomputes the scores: it has five products, not two.
+FLOP_FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 @dataclass(frozen=True)
@@ -68,40 +75,40 @@ class AttentionOptions:
             raise UsageError("dropout= must be at least 0 and below 1")
         for p in self.dropout:
             droppable("dropout", p)
-        for name, known in (("dtypes", DTYPES), ("passes", PASSES)):
+        for name, known in (("dtypes", TORCH_DTYPES), ("passes", PASSES)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise UsageError(f"{name}={unknown.pop()} is unknown: choose from {', '.join(known)}")
         if self.ragged == "imdb" and (self.batch or 32) > len(IMDB_LENGTHS):
             raise UsageError(f"batch={self.batch}: ragged=imdb has {len(IMDB_LENGTHS)} lengths")
 
     def cases(self) -> Iterator[BenchmarkCase]:
-        """Attentions vary fastest, so that what is compared is measured together."""
+        """The cases. Attentions vary fastest, so that those which are compared are measured together."""
         sizes = [(n, (n,) * (self.batch or max(1, self.tokens // n))) for n in self.lengths]
         if self.ragged == "mask":
-            sizes = [(n, masked(n, len(lengths))) for n, lengths in sizes]
+            sizes = [(n, masked_lengths(n, len(lengths))) for n, lengths in sizes]
         if self.ragged == "imdb":
             sizes = [(0, tuple(sorted(IMDB_LENGTHS[: self.batch or 32], reverse=True)))]  # as a batch of training lies
         for dtype, d, p, (n, lengths), name in itertools.product(
             self.dtypes, self.head_dims, self.dropout, sizes, self.attns
         ):
-            attention = sized(name, n) if self.table in COMPARED else name
+            attention = with_budget(name, n) if self.table in COMPARED_TABLES else name
             yield BenchmarkCase(attention, dtype, d, p, lengths, self.heads, span=n if self.ragged == "mask" else 0)
 
     def facts(self, case: BenchmarkCase) -> dict[str, str]:
-        """What a record says of its case beyond the sizes; options that the table chose are not part of the name."""
+        """What a record says of its case beside the sizes. Options that the table chose are no part of the name."""
         name, fields = case.attention, ""
         if name not in self.attns:
             name, _, fields = name.partition(":")
         return {"attention": name, "options": fields, "ragged": self.ragged}
 
 
-def configure(args: Sequence[str]) -> AttentionOptions:
+def configure_attention(args: Sequence[str]) -> AttentionOptions:
     """The options of `field=value` arguments, with the defaults of the chosen table."""
     overrides = parse_overrides(args)
     given = {override.field: override.text for override in overrides}
     table = given.get("table")
-    compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED else {}
-    options = parse(AttentionOptions, overrides, **compared_by_default, **TABLES.get(table, {}))
+    compared_by_default = {"attns": tuple(ATTENTIONS.catalogue())} if table in COMPARED_TABLES else {}
+    options = parse(AttentionOptions, overrides, **compared_by_default, **PAPER_TABLES.get(table, {}))
     clash = given.keys() & ({"lengths", "tokens", "table"} if options.ragged == "imdb" else set())
     if {"attn", "attns"} <= given.keys():
         raise UsageError("attn= does not go with attns=: give one, as attn= chooses what to compare")
@@ -110,62 +117,65 @@ def configure(args: Sequence[str]) -> AttentionOptions:
     if "tokens" in given and options.batch is not None:
         raise UsageError(f"tokens= does not go with {'batch=' if 'batch' in given else f'table={table}: give batch='}")
     if options.attn is not None:
-        configurable(options.attn)
-        options = replace(options, attns=compared(options.attn))
+        attention_class(options.attn)
+        options = replace(options, attns=with_peers(options.attn))
     for attention in options.attns if given.keys() & {"attn", "attns"} else ():
-        name, cls = configurable(attention)
+        name, cls = attention_class(attention)
         parse(cls.Config, attention.split(":")[1:], f"attns={name}: ")
     return options
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> Measured[AttentionMeasurement]:
-    """Measures; writes `out=` after every case and `plots=` in the end.
+def measure_attention(
+    args: Sequence[str], progress: Callable[[str], None] = lambda line: None
+) -> MeasurementFile[AttentionMeasurement]:
+    """Measures all cases. Writes `out=` after every case, and `plots=` at the end.
 
     Args:
         args: `field=value` of AttentionOptions.
-        progress: is given a line for each case when it is done.
+        progress: is called with a line for each case when it is done.
     """
-    options = configure(args)
+    options = configure_attention(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = Measured[AttentionMeasurement](environment.describe(), shown(options), [])
+    result = MeasurementFile[AttentionMeasurement](environment.describe(), shown(options), [])
 
     def draw() -> None:
         if options.plots:
-            plots.draw(result.cells, Path(options.plots))
+            plots.draw_figures(result.cells, Path(options.plots))
 
-    with output(options.out) as keep:
+    with open_output(options.out) as keep:
         draw()  # what can't be written is refused before it is measured
         try:
-            for records in run(options, device):
+            for records in measure_cases(options, device):
                 result.cells += records
-                progress(line(records))
+                progress(attention_line(records))
                 keep(result.saved())
         finally:
             draw()
     return result
 
 
-def run(
+def measure_cases(
     options: AttentionOptions, device: torch.device, done: Collection[tuple[str, int]] = ()
 ) -> Iterator[list[AttentionMeasurement]]:
-    """The records of each case, but for cases whose (attention, N) is `done`."""
+    """The records of each case, except for cases whose (attention, N) is in `done`."""
     small = functools.cache(lambda case: check_small(case, device).worse(check_dropout(case, device)))
     for case in options.cases():
         facts = options.facts(case)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises if the last case was a fault: no later one could be measured
         if (facts["attention"], case.padded_length) not in done:
-            yield [*run_case(case, facts, options.passes, device, small)]
+            yield [*measure_case(case, facts, options.passes, device, small)]
 
 
-def run_case(
+def measure_case(
     case: BenchmarkCase, facts: Mapping[str, str], passes: Sequence[str], device: torch.device,
     small: Callable[[BenchmarkCase], Verdict],
 ) -> Iterator[AttentionMeasurement]:  # fmt: skip
     """One record for each pass.
 
-    `facts` are those of `AttentionOptions.facts`. `small` checks a small problem; its answer is the same for all that
-    give that one.
+    Args:
+        facts: those of `AttentionOptions.facts`.
+        small: checks a small problem. Cases with the same small problem share its answer.
     """
     backward = set(passes) != {"forward"}
     verdict, times, status, reason = Verdict(None), {}, "ok", ""
@@ -176,10 +186,10 @@ def run_case(
         if has_reference(attention):  # others have FLOPs of their own
             density = case.density(layout)
         del attention
-        _clear(device)
+        clear_gpu(device)
         verdict = small(case.small(layout))
         if not verdict.wrong:
-            _clear(device)  # compiled for the small size, a kernel would be one for any size
+            clear_gpu(device)  # compiled for the small size, a kernel would be one for any size
             verdict, times, out_of_memory = _measure(case, backward, device, verdict)
             status = "OOM" if out_of_memory else "ok"
         status = "WRONG" if verdict.wrong else status
@@ -187,7 +197,7 @@ def run_case(
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other cases are still worth having
-        status, reason = "failed", named(error)
+        status, reason = "failed", name_error(error)
     if status in ("WRONG", "failed"):
         times = {}
     for name in passes:
@@ -196,28 +206,28 @@ def run_case(
             **facts, pass_name=name, length=case.padded_length, head_dim=case.head_dim, dtype=case.dtype,
             dropout=case.dropout, batch=len(case.lengths), heads=case.heads,
             tokens=sum(case.lengths), squares=sum(n * n for n in case.lengths),
-            density=_round(density), block="x".join(map(str, layout.block)) if layout else None,
+            density=round_figure(density), block="x".join(map(str, layout.block)) if layout else None,
             status="ok" if spent else status,
-            ms=_round(spent and spent.ms),
-            tflops=_round(spent and density and FLOPS[name] * density * case.flops / spent.ms / 1e9),
-            memory_mb=_round(spent and spent.memory_mb),
+            ms=round_figure(spent and spent.ms),
+            tflops=round_figure(spent and density and FLOP_FACTORS[name] * density * case.flops / spent.ms / 1e9),
+            memory_mb=round_figure(spent and spent.memory_mb),
             repetitions=spent and spent.repetitions,
-            checked=_round(verdict.ratio),
+            checked=round_figure(verdict.ratio),
             reason="" if spent else reason, made=None,
         )  # fmt: skip
 
 
 def _measure(
     case: BenchmarkCase, backward: bool, device: torch.device, verdict: Verdict
-) -> tuple[Verdict, dict[str, Pass], bool]:
-    """Checks at full size, then times: the verdict, the passes, and whether something did not fit."""
+) -> tuple[Verdict, dict[str, PassTime], bool]:
+    """Checks at full size, then times: the verdict, the passes, and whether something did not fit into memory."""
     try:
         return *_checked_times(case, backward, device, verdict), False
     except Exception as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # what follows is outside the handler, whose traceback keeps the tensors alive
-    _clear(device)
+    clear_gpu(device)
     if backward:
         return *_measure(case, False, device, verdict)[:2], True
     return verdict, {}, True
@@ -225,7 +235,7 @@ def _measure(
 
 def _checked_times(
     case: BenchmarkCase, backward: bool, device: torch.device, verdict: Verdict
-) -> tuple[Verdict, dict[str, Pass]]:
+) -> tuple[Verdict, dict[str, PassTime]]:
     attention = case.build(device)
     batch = make_batch(case.lengths, case.full, device)
     if not case.full:  # a padding mask is of N columns, also where no sequence has N tokens
@@ -235,7 +245,9 @@ def _checked_times(
 
     def prepare() -> list[torch.Tensor]:
         generator = torch.Generator(device).manual_seed(0)
-        return [torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype]) for _ in range(4)]
+        return [
+            torch.randn(shape, generator=generator, device=device, dtype=TORCH_DTYPES[case.dtype]) for _ in range(4)
+        ]
 
     def prepare_leaves() -> list[torch.Tensor]:
         *qkv, do = prepare()
@@ -243,9 +255,9 @@ def _checked_times(
 
     def forward(inputs: list[torch.Tensor]) -> Any:
         q, k, v, do = inputs
-        return attend(attention, q, k, v, batch, case.full), (q, k, v, *attention.parameters()), do
+        return call_attention(attention, q, k, v, batch, case.full), (q, k, v, *attention.parameters()), do
 
-    steps: Steps = {"forward": forward}
+    steps: TimedSteps = {"forward": forward}
     if backward:
         steps["backward"] = lambda done: torch.autograd.grad(*done, allow_unused=True)
     verdict = verdict.worse(check_timed(case, prepare(), batch, backward))
@@ -255,44 +267,36 @@ def _checked_times(
     for step in steps.values():  # warm-up: with dropout it is another kernel than the one checked
         result = step(result)
     del result
-    _clear(device, compiled=False)
-    return verdict, measure(prepare_leaves, steps, device)
+    clear_gpu(device, compiled=False)
+    return verdict, time_passes(prepare_leaves, steps, device)
 
 
-def _pass(times: dict[str, Pass], name: str) -> Pass | None:
-    """`both` is the two in a row: their sum, and the larger of their peaks."""
+def _pass(times: dict[str, PassTime], name: str) -> PassTime | None:
+    """The time of a pass. `both` is the two in a row: their sum, and the larger of their peaks."""
     if name != "both" or len(times) < 2:
         return times.get(name)
     parts = list(times.values())
     memory = None if parts[0].memory_mb is None else max(part.memory_mb or 0.0 for part in parts)
-    return Pass(sum(part.ms for part in parts), parts[0].repetitions, memory)
+    return PassTime(sum(part.ms for part in parts), parts[0].repetitions, memory)
 
 
-def _clear(device: torch.device, compiled: bool = True) -> None:
-    """Gives freed memory back; forgets what torch.compile made for another size, which would make it dynamic."""
-    if device.type != "cuda":
-        return
-    if compiled and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def tables(
+def attention_tables(
     records: Sequence[AttentionMeasurement], number: str | None = None
 ) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each pass, then of the memory; a row is a size, a column an attention.
+    """(title, header, rows) of each pass, then of the memory. A row is a size, a column an attention.
 
-    `number` is that of the paper's table: the title names it, and Tables 9 to 20 are milliseconds alone.
+    A block-sparse attention also shows its density, and its time over density x time of `flash`, where that is
+    measured.
 
-    What is block-sparse also shows its density, and its time over density x time of `flash`, where that is measured.
+    Args:
+        number: of the paper's table. The title names it, and Tables 9 to 20 have milliseconds alone.
     """
-    absent = ("unsupported",) if number in RUNTIME else ()  # so many columns: empty ones are left to the notes
+    absent = ("unsupported",) if number in RUNTIME_TABLES else ()  # so many columns: empty ones are left to the notes
     attentions = list(dict.fromkeys(record.attention for record in records if record.status not in absent))
     dense = {(record.pass_name, *_size(record)): record.ms for record in records if record.attention == "flash"}
 
     def speed(record: AttentionMeasurement) -> str:
-        if number in RUNTIME:  # not all that is compared has these FLOPs
+        if number in RUNTIME_TABLES:  # not all that is compared has these FLOPs
             return f"{record.ms:g}" if record.ok else _status(record)
         text = _speed(record)
         if record.ms and record.density and record.block:
@@ -319,23 +323,23 @@ def tables(
 
     passes = list(dict.fromkeys(record.pass_name for record in records))
     for name in passes:
-        if number in RUNTIME:
+        if number in RUNTIME_TABLES:
             yield table(f"{name}: ms", name, speed)
             continue
         also = [", density", ", time / (density x time of flash)"] if any(record.block for record in records) else []
         yield table(f"{name}: ms (TFLOP/s)" + "".join(also if dense else also[:1]), name, speed)
-    if number not in RUNTIME and any(record.memory_mb is not None for record in records):
+    if number not in RUNTIME_TABLES and any(record.memory_mb is not None for record in records):
         widest = max(passes, key=PASSES.index)
         yield table(f"peak memory of {widest}, MB", widest, _memory)
 
 
-def notes(records: Sequence[AttentionMeasurement]) -> list[str]:
+def attention_notes(records: Sequence[AttentionMeasurement]) -> list[str]:
     """Why cases have no number, each reason once."""
     return list(dict.fromkeys(f"{r.attention}: {r.status}: {r.reason}" for r in records if r.reason))
 
 
 def _size(record: AttentionMeasurement) -> tuple[Any, ...]:
-    """What a row of a table is of."""
+    """What a row of a table stands for."""
     return record.dtype, record.head_dim, record.dropout, record.length, record.batch
 
 
@@ -353,14 +357,9 @@ def _status(record: AttentionMeasurement) -> str:
     return "" if record.status == "unsupported" else record.status
 
 
-def line(records: Sequence[AttentionMeasurement]) -> str:
-    """What was measured of a case."""
+def attention_line(records: Sequence[AttentionMeasurement]) -> str:
+    """A line on what was measured of a case."""
     first = records[0]
     size = f"{first.attention} {first.dtype} d={first.head_dim} p={first.dropout:g} N={first.length}"
     size += f" density={first.density:.3g}" if first.block else ""
     return f"{size}: " + ", ".join(f"{record.pass_name} {_speed(record) or record.status}" for record in records)
-
-
-def _round(value: float | None) -> float | None:
-    """Four significant digits."""
-    return None if value is None else float(f"{value:.4g}")

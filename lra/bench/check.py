@@ -1,22 +1,23 @@
-"""Is what is timed right? Result and gradients against float64, within the budget of `lra.kernels.testing`."""
+"""Checks what is timed: result and gradients against float64, within the budget of `lra.kernels.testing`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.bench.case import DTYPES, BenchmarkCase, attend, has_reference_dropout, make_batch
+from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, call_attention, has_reference_dropout, make_batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import NONE, Layout
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
 from lra.models.attention.base import Attention
 
-CHUNK = 2**23  # scores in memory at a time
+SCORES_AT_ONCE = 2**23  # scores in memory at a time
 
 
 class Verdict(NamedTuple):
@@ -26,19 +27,19 @@ class Verdict(NamedTuple):
     wrong: str = ""  # why it is wrong; empty if it is right
 
     def worse(self, other: Verdict) -> Verdict:
-        """The one that is wrong, or nearer to being so."""
+        """The verdict that is wrong, or nearer to being wrong."""
         return max(self, other, key=lambda verdict: (bool(verdict.wrong), verdict.ratio or 0.0))
 
 
 def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
-    """All heads and sequences of a small case."""
+    """Checks all heads and sequences of a small case."""
     known, attention, case = _checkable(case, device)
-    problem = Case(case.lengths, case.heads, case.head_dim, DTYPES[case.dtype], dropout=case.dropout)
+    problem = Case(case.lengths, case.heads, case.head_dim, TORCH_DTYPES[case.dtype], dropout=case.dropout)
     inputs = make_inputs(problem, device)
     batch = make_batch(case.lengths, False, device, inputs.sequences["index"], inputs.seed)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(attention, q, k, v, batch, case.full)
+        return call_attention(attention, q, k, v, batch, case.full)
 
     actual = run(forward, inputs, problem.dtype)
     if not known:
@@ -51,16 +52,17 @@ def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
 
 
 def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, backward: bool = True) -> Verdict:
-    """The last head of the last longest sequence, where offsets are largest, at the size that is timed.
+    """Checks the last head of the last longest sequence, where offsets are largest, at the size that is timed.
 
-    `inputs` are q, k, v and the gradient of the result.
+    Args:
+        inputs: q, k, v and the gradient of the result.
     """
     device = inputs[0].device
     known, attention, case = _checkable(case, device)
     q, k, v, do = (x.detach() for x in inputs)
     for x in (q, k, v):
         x.requires_grad_(backward)
-    out = attend(attention, q, k, v, batch, case.full)
+    out = call_attention(attention, q, k, v, batch, case.full)
     learned = tuple(attention.parameters())
     grads = torch.autograd.grad(out, (q, k, v, *learned), do, materialize_grads=True) if backward else ()
     if not known:
@@ -71,11 +73,12 @@ def check_timed(case: BenchmarkCase, inputs: Sequence[Tensor], batch: Batch, bac
     q, k, v, do, *actual = (x.detach()[rows, -1].clone() for x in (q, k, v, do, out, *grads[:3]))
     del out, grads
     dropout = (case.dropout, batch.seed, int(batch.index[b]), case.heads - 1)
-    expected, plain = (one_head(q, k, v, do, *dropout, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
+    given = q, k, v, do, *dropout
+    expected, plain = (reference_head(*given, dtype, attention.layout) for dtype in (torch.float64, q.dtype))
     return _judge(actual, expected[: len(actual)], plain)
 
 
-def one_head(
+def reference_head(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -89,7 +92,7 @@ def one_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, dq, dk, dv) of one sequence and head, `[N, D]` each, computed in `dtype` from a few rows at a time.
 
-    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64. Of a
+    Section 3.1 and appendix B.2 of FlashAttention (arXiv 2205.14135), with sums over the chunks in float64. With a
     layout, only the columns of blocks that a row of the chunk sees are computed.
     """
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
@@ -121,8 +124,8 @@ def one_head(
 
 
 def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slice, slice | Tensor, Tensor | None]]:
-    """Rows, the columns of the blocks that they see, and which of these each row sees, bool; on the CPU."""
-    step = max(1, CHUNK // count)
+    """Rows, the columns of the blocks that they see, and a mask of what each row sees, bool; on the CPU."""
+    step = max(1, SCORES_AT_ONCE // count)
     if layout is None:
         yield from ((slice(first, first + step), slice(None), None) for first in range(0, count, step))
         return
@@ -136,9 +139,10 @@ def _chunks(count: int, head: int, layout: Layout | None) -> Iterator[tuple[slic
 
 
 def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
-    """Of a mask that the reference does not know: weights are dropped, and the kept ones scaled to the same sum.
+    """Checks a dropout mask that the reference does not know.
 
-    In two heads, and in two of the longest sequences, others are dropped.
+    Weights must be dropped, and the kept ones scaled to the same sum. Two heads, and two of the longest sequences, must
+    drop different weights.
     """
     attention = case.build(device)
     if not case.dropout or has_reference_dropout(attention, device) or not has_reference(attention):
@@ -147,8 +151,8 @@ def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
     visible = torch.tensor(float(longest))
     if attention.layout is not None:
         visible = attention.layout.token_mask(torch.arange(longest), torch.arange(longest)).sum(-1).clamp(min=1)
-    ones = torch.ones(sum(case.lengths), case.heads, case.head_dim, dtype=DTYPES[case.dtype], device=device)
-    made = attend(attention, ones, ones, ones, make_batch(case.lengths, False, device), case.full).float()
+    ones = torch.ones(sum(case.lengths), case.heads, case.head_dim, dtype=TORCH_DTYPES[case.dtype], device=device)
+    made = call_attention(attention, ones, ones, ones, make_batch(case.lengths, False, device), case.full).float()
     out, *others = made.split([n for n in case.lengths if n])
     # each row of the first sequence, the longest, is the mean of the ones that it sees, of which a share is dropped
     mean, spread = float(out.mean()), float(out.std())
@@ -164,16 +168,16 @@ def check_dropout(case: BenchmarkCase, device: torch.device) -> Verdict:
 
 
 def _checkable(case: BenchmarkCase, device: torch.device) -> tuple[bool, Attention, BenchmarkCase]:
-    """Whether the result is known; the attention, without dropout if its mask is its own; and the case so."""
+    """Whether the result is known, the attention, and the case: without dropout if the mask is its own."""
     attention = case.build(device)
     if case.dropout and not has_reference_dropout(attention, device):
-        case = case.without_dropout()
+        case = replace(case, dropout=0.0)
         attention = case.build(device)
     return has_reference(attention), attention, case
 
 
 def has_reference(attention: Attention) -> bool:
-    """Whether the reference computes the same."""
+    """Whether the reference computes the same as this attention."""
     return attention.facts.exact or attention.layout is not None
 
 

@@ -1,4 +1,4 @@
-"""Figures as SVG: how a line looks, and runtime and memory against the sequence length (the paper's Figure 3)."""
+"""Figures as SVG: the style of a line, and runtime and memory against the sequence length (the paper's Figure 3)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # imported when something is drawn
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-COLOURS = 10  # matplotlib's; when they are used up, they come again with the next of these
-AGAIN = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "X"))  # dash and marker
-STYLE = {
+COLOUR_COUNT = 10  # matplotlib's; when they are used up, they come again with the next of these
+DASHES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "X"))  # dash and marker
+MATPLOTLIB_STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "lra",  # ids are those of the last time
     "text.parse_math": False,  # nor is a dollar sign a formula
@@ -42,29 +42,31 @@ STYLE = {
 Lines = dict[str, list[tuple[float, float]]]  # attention -> (N, value)
 
 
-def svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str:
-    """The text of a figure of so many inches, on whose axes `plot` draws: the same again for the same lines, whatever
-    the user's settings are."""
+def render_svg(size: tuple[float, float], plot: Callable[[Axes], object]) -> str:
+    """The text of a figure of this size in inches, on whose axes `plot` draws.
+
+    The same lines give the same text, whatever the user's settings are.
+    """
     import matplotlib.style
     from matplotlib.figure import Figure
 
     text = io.StringIO()
-    with matplotlib.style.context(STYLE, after_reset=True):
+    with matplotlib.style.context(MATPLOTLIB_STYLE, after_reset=True):
         figure = Figure(size, layout="constrained")
         plot(figure.add_subplot())
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return text.getvalue()
 
 
-def look(index: int) -> dict[str, Any]:
-    """Of the line of an attention, by its place among those of a page."""
-    again, colour = divmod(index, COLOURS)
-    dash, marker = AGAIN[again % len(AGAIN)]
+def line_style(index: int) -> dict[str, Any]:
+    """The style of an attention's line, by its place among those of a page."""
+    again, colour = divmod(index, COLOUR_COUNT)
+    dash, marker = DASHES[again % len(DASHES)]
     return {"color": f"C{colour}", "linestyle": dash, "marker": marker}
 
 
-def ticks(axis: Axis) -> None:
-    """At round numbers; on a logarithmic axis once, twice and five times powers of ten, unless these are few."""
+def set_ticks(axis: Axis) -> None:
+    """Puts ticks at round numbers. On a logarithmic axis these are once, twice and five times powers of ten."""
     from matplotlib.ticker import LogLocator
 
     if axis.get_scale() == "log":
@@ -73,21 +75,23 @@ def ticks(axis: Axis) -> None:
     axis.set_major_formatter("{x:,.10g}")
 
 
-def draw(records: Sequence[AttentionMeasurement], folder: Path) -> list[Path]:
+def draw_figures(records: Sequence[AttentionMeasurement], folder: Path) -> list[Path]:
     """Writes the figures. UsageError if the folder can't be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"plots={folder} can't be a folder ({error.strerror}): name another") from None
-    made = {folder / name: text for name, text in figures(records).items()}
+    made = {folder / name: text for name, text in make_figures(records).items()}
     for path, text in made.items():
         path.write_text(text, encoding="utf-8")
     return list(made)
 
 
-def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
-    """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths; what was not measured is not
-    drawn. An attention looks the same in all of them."""
+def make_figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
+    """File name -> SVG, for each pass, dtype, head dimension, dropout and kind of lengths that was measured.
+
+    An attention looks the same in all of them.
+    """
     made, number = {}, {name: i for i, name in enumerate(dict.fromkeys(r.attention for r in records))}
     for what, unit in (("runtime", "ms"), ("memory", "MB")):
         groups: dict[tuple[Any, ...], Lines] = {}
@@ -102,22 +106,21 @@ def figures(records: Sequence[AttentionMeasurement]) -> dict[str, str]:
             passes = "forward and backward" if name == "both" else name
             title = f"{what} of {passes}, {dtype}, head dimension {d}, dropout {dropout:g}"
             title += {"mask": ", padding mask", "imdb": ", lengths of IMDB"}.get(ragged, "")
-            made[f"{what}-{name}-{dtype}-d{d}-p{dropout:g}{kind}.svg"] = chart(title, unit, lines, number)
+            made[f"{what}-{name}-{dtype}-d{d}-p{dropout:g}{kind}.svg"] = size_chart(title, unit, lines, number)
     return made
 
 
-def chart(title: str, unit: str, lines: Lines, number: Mapping[str, int]) -> str:
-    """The SVG of positive values, log-log. Names stand in the order in which the lines end, so that a name is near its
-    line."""
+def size_chart(title: str, unit: str, lines: Lines, number: Mapping[str, int]) -> str:
+    """The SVG of positive values, log-log. Names stand in the order in which the lines end, each near its line."""
 
     def plot(axes: Axes) -> None:
         for name, line in sorted(lines.items(), key=lambda item: -max(item[1])[1]):
-            axes.plot(*zip(*sorted(line), strict=True), label=name, gid=name, **look(number[name]))
+            axes.plot(*zip(*sorted(line), strict=True), label=name, gid=name, **line_style(number[name]))
         axes.set(title=title, xlabel="sequence length N", ylabel=unit, xscale="log", yscale="log")
         lengths = sorted({n for line in lines.values() for n, _ in line})
         axes.set_xticks(lengths, [f"{n / 1024:g}K" if n % 1024 == 0 else f"{n:g}" for n in lengths])
         axes.xaxis.minorticks_off()
-        ticks(axes.yaxis)
+        set_ticks(axes.yaxis)
         axes.figure.legend(loc="outside right upper")
 
-    return svg((8, max(4.5, 0.6 + 0.19 * len(lines))), plot)
+    return render_svg((8, max(4.5, 0.6 + 0.19 * len(lines))), plot)

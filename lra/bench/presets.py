@@ -1,5 +1,7 @@
-"""The settings of the FlashAttention paper's tables of runtime and memory (arXiv 2205.14135, appendix E), and what they
-need: attentions at equal compression, and batches with a padding mask or of real lengths."""
+"""Settings of the FlashAttention paper's tables of runtime and memory (arXiv 2205.14135, appendix E).
+
+They need attentions at equal compression, and batches with a padding mask or of real lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 
 PASSES = ("forward", "backward", "both")
-MASKED = 20  # tokens by which a sequence is shorter than N, at most
+MOST_MASKED = 20  # tokens by which a sequence is shorter than N, at most
 COMPRESSION, MOST_KEYS = 8, 256  # a query's keys: N / 8, or 256 if that is less
 
 # Bytes of 128 reviews of IMDB's training split, cut at 4096: random.Random(0).sample of the 25,000 lengths in the order
@@ -28,39 +30,39 @@ IMDB_LENGTHS = (
 
 
 class Setting(NamedTuple):
-    """Of appendix E.6."""
+    """A setting of appendix E.6."""
 
     dropout: float
     ragged: str  # of AttentionOptions
     tables: tuple[int, int, int]  # forward, backward and both
 
 
-E6 = {"lengths": tuple(2**i for i in range(7, 17)), "head_dims": (64,), "batch": 16, "heads": 8}
+APPENDIX_E6 = {"lengths": tuple(2**i for i in range(7, 17)), "head_dims": (64,), "batch": 16, "heads": 8}
 SETTINGS = {
     "dropout-mask": Setting(0.1, "mask", (9, 10, 11)),
     "mask": Setting(0.0, "mask", (12, 13, 14)),
     "dropout": Setting(0.1, "false", (15, 16, 17)),
     "plain": Setting(0.0, "false", (18, 19, 20)),
 }
-RUNTIME = {
-    str(number): E6 | {"dropout": (setting.dropout,), "ragged": setting.ragged, "passes": (name,)}
+RUNTIME_TABLES = {
+    str(number): APPENDIX_E6 | {"dropout": (setting.dropout,), "ragged": setting.ragged, "passes": (name,)}
     for setting in SETTINGS.values()
     for number, name in zip(setting.tables, PASSES, strict=True)
 }
-TABLES: dict[str | None, dict[str, Any]] = {
+PAPER_TABLES: dict[str | None, dict[str, Any]] = {
     None: {},
     # as Table 7: batch 64, 16 heads, d = 64, dropout; but all lengths equal, without a padding mask
     "7": {"lengths": (128, 256, 512), "head_dims": (64,), "dropout": (0.1,), "batch": 64, "heads": 16},
-    **RUNTIME,
-    "21": E6 | {"dropout": (0.0,), "passes": ("forward", "both")},
+    **RUNTIME_TABLES,
+    "21": APPENDIX_E6 | {"dropout": (0.0,), "passes": ("forward", "both")},
 }
-COMPARED = (*RUNTIME, "21")  # the tables of all attentions, at equal compression
+COMPARED_TABLES = (*RUNTIME_TABLES, "21")  # the tables of all attentions, at equal compression
 
 
-def sized(attention: str, n: int) -> str:
-    """`name` as `name:field=value…` with the options whose cost is that of N / 8 keys, at most 256.
+def with_budget(attention: str, n: int) -> str:
+    """`name` as `name:field=value…`, with options whose cost is that of N / 8 keys, at most 256.
 
-    A name that comes with fields keeps these. What is not installed stays as it is: building it says so.
+    A name that comes with fields keeps these. One that is not installed stays as it is: building it gives the error.
     """
     name = attention.partition("@")[0]  # another library's kernels have the options of what they compute
     if ":" in name:
@@ -73,13 +75,13 @@ def sized(attention: str, n: int) -> str:
     return ":".join([attention, *(f"{field}={_text(value)}" for field, value in fields.items())])
 
 
-def masked(n: int, batch: int) -> tuple[int, ...]:
+def masked_lengths(n: int, batch: int) -> tuple[int, ...]:
     """Lengths of sequences with a padding mask: up to 20 tokens less than N, the same in every call.
 
-    At least 2, as one token has no gradients to check.
+    They are at least 2, as one token has no gradients to check.
     """
     draw = random.Random(f"padding mask of {batch} x {n}")
-    return tuple(max(2, n - draw.randint(0, MASKED)) for _ in range(batch))
+    return tuple(max(2, n - draw.randint(0, MOST_MASKED)) for _ in range(batch))
 
 
 def _text(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Other libraries' kernels under the layouts of butterfly: its peers, for `lra bench attention` alone.
 
-They take butterfly's options, but for those of its own kernels, and full batches only.
+They take butterfly's options, except for those of its own kernels, and full batches only.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from lra.models.attention.flex import MASK_BLOCK, FlexAttention
 from lra.models.attention.sdpa import last_dim_contiguous
 
 PEERS = Registry("attention", "lra.bench", Capabilities)  # of an attention `name`, each called `name@library`
-OWN = ("impl", "deterministic")  # options of butterfly that choose among its own kernels
-FLEX_TILE = 64  # the smallest side of the tiles that FlexAttention's autotuning tries in the forward pass
+OWN_OPTIONS = ("impl", "deterministic")  # options of butterfly that choose among its own kernels
+LEAST_FLEX_TILE = 64  # the smallest side of the tiles that FlexAttention's autotuning tries in the forward pass
 FA4_BLOCK = (128, 128)  # what FlashAttention-4 has a backward for on Hopper
 
 
-def compared(attention: str) -> tuple[str, ...]:
-    """What a user would measure beside `name[:field=value…]`: flash and its peers, if it has any; else it alone."""
+def with_peers(attention: str) -> tuple[str, ...]:
+    """The attentions to measure for `name[:field=value…]`: with flash and its peers if it has any, else it alone."""
     name, *options = attention.split(":")
-    pattern = [str(option) for option in parse_overrides(options, f"attns={name}: ") if option.field not in OWN]
+    pattern = [str(option) for option in parse_overrides(options, f"attns={name}: ") if option.field not in OWN_OPTIONS]
     peers = [peer for peer in PEERS.catalogue() if peer.partition("@")[0] == name]
     return (attention, "flash", *(":".join((peer, *pattern)) for peer in reversed(peers))) if peers else (attention,)
 
 
 class Peer(Attention):
-    """Attention under butterfly's layout of sequences that all have N tokens: `dense`, `[B, N, H, D]` to the same."""
+    """Attention under butterfly's layout, for sequences that all have N tokens. `dense` maps `[B, N, H, D]` to the
+    same.
+    """
 
     layout: Layout
 
@@ -49,7 +51,7 @@ class Peer(Attention):
     class Config(ButterflyAttention.Config):
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in OWN:
+            for name in OWN_OPTIONS:
                 if getattr(self, name) != getattr(ButterflyAttention.Config, name):
                     raise UsageError(f"{name}= is an option of butterfly's own kernels: leave it out for a peer")
 
@@ -86,7 +88,7 @@ class FlexButterfly(Peer):
 
     def resolve(self, device: torch.device, precision: str) -> str:
         name = super().resolve(device, precision)
-        least = MASK_BLOCK if self.config.mode == "default" else FLEX_TILE
+        least = MASK_BLOCK if self.config.mode == "default" else LEAST_FLEX_TILE
         if any(side % least for side in self.config.sides):
             raise UsageError(f"attn={self.name} supports blocks of multiples of {least}, not {self.config.block}")
         return name
@@ -97,7 +99,7 @@ class FlexButterfly(Peer):
 
 @functools.lru_cache(maxsize=1)  # another mask is compiled anew: the check and the measurement share one
 def block_mask(layout: Layout, n: int, device: torch.device) -> BlockMask:
-    """The layout of n tokens for FlexAttention; `mask_mod` is asked in blocks that a rule may show in part."""
+    """The layout of n tokens for FlexAttention. `mask_mod` is asked in blocks that a rule may show in part."""
     (rows, columns), blocks = layout.block, layout.blocks.to(device)
     band, first, causal, heads = layout.band, layout.globals, layout.causal, len(blocks)
 
@@ -149,7 +151,7 @@ class FlashAttention4Butterfly(Peer):
 
 
 def _flash_attention_4() -> tuple[Any, Any]:
-    """`flash_attn_func` and `BlockSparseTensorsTorch` of flash-attn-4; UsageError where they are not."""
+    """`flash_attn_func` and `BlockSparseTensorsTorch` of flash-attn-4. UsageError if it is not installed."""
     try:
         attend = importlib.import_module("flash_attn.cute").flash_attn_func
         lists = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
@@ -162,8 +164,10 @@ def _flash_attention_4() -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=4)  # those of one layout, so that a pass that is timed makes none
 def _listed(layout: Layout, kind: int, n: int, device: torch.device, by_key: bool = False) -> tuple[Tensor, Tensor]:
-    """Blocks of one kind: int32 `[1, H or 1, rows]`, how many in each row, and `[1, H or 1, rows, columns]`, first
-    which these are, ascending. By key the other way round."""
+    """The blocks of one kind, as int32 `[1, H or 1, rows]` and `[1, H or 1, rows, columns]`.
+
+    The first says how many there are in each row, the second which ones, ascending. `by_key` swaps rows and columns.
+    """
     rows, columns = (-(-n // side) for side in layout.block)
     found = (layout.kinds(*layout.block)[:, :rows, :columns] == kind).to(device)
     found = found.transpose(1, 2) if by_key else found

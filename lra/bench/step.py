@@ -1,11 +1,11 @@
-"""`lra bench step`: what a step of `lra fit` takes in steady state, against loops without Lightning, and on what."""
+"""`lra bench step`: the time of a step of `lra fit` in steady state, beside loops without Lightning, and what it is
+spent on.
+"""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,28 +14,29 @@ import torch
 
 from lra import environment
 from lra.bench import loops
-from lra.bench.breakdown import breakdown, recorded
-from lra.bench.files import output
-from lra.bench.records import StepMeasurement
+from lra.bench.breakdown import breakdown, record_kernels
+from lra.bench.output import open_output
+from lra.bench.records import StepMeasurement, round_figure
+from lra.bench.timing import clear_gpu
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats, shown, take
 from lra.config.override import Override, parse_overrides
 from lra.config.registry import unknown
 from lra.config.schema import PositionsConfig, RunConfig
-from lra.errors import UsageError, named, out_of_memory
+from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.training.assembly import build_modules, resolve_attention
 from lra.training.fit import configure
 from lra.training.hardware import trainer_hardware
 from lra.training.lightning import silence_lightning
 
 LOOPS = ("fit", "captured", "eager", "bare")
-PROFILED = ("captured", "bare")
-RECORDED = 10  # steps under the profiler
+PROFILED_LOOPS = ("captured", "bare")
+PROFILED_STEPS = 10  # steps under the profiler
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What `lra bench step` measures; every other argument is a field of the run, as `lra fit` takes it."""
+    """What `lra bench step` measures. Every other argument is a field of the run, as `lra fit` takes it."""
 
     loops: tuple[str, ...] = LOOPS
     steps: int = 100  # timed, in blocks
@@ -54,7 +55,7 @@ class StepOptions:
     @property
     def total(self) -> int:
         """Steps of the longest loop."""
-        return self.warmup + self.steps + loops.ALONE + RECORDED
+        return self.warmup + self.steps + loops.IDLE_STARTS + PROFILED_STEPS
 
 
 @dataclass
@@ -79,8 +80,8 @@ class StepResult:
         return vars(self) | {"loops": [record.saved() for record in self.loops], "lightning": self.lightning}
 
 
-def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
-    """The measurement's options and the run's configuration; UsageError if they don't go together."""
+def parse_step_fields(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
+    """The measurement's options and the run's configuration. UsageError if they don't go together."""
     given = parse_overrides(args)
     options, fields = take(StepOptions, given)
     composed = configure(fields)
@@ -88,8 +89,8 @@ def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
         fresh = replace(composed.config, init=None, head=None, positions=PositionsConfig())
         composed = replace(composed, config=fresh)
     run: RunConfig = composed.config
-    if Override("profile", "true") in given and not set(options.loops) & set(PROFILED):
-        raise UsageError(f"profile=true is of loops={' and '.join(PROFILED)}: add one, or leave it out")
+    if Override("profile", "true") in given and not set(options.loops) & set(PROFILED_LOOPS):
+        raise UsageError(f"profile=true is of loops={' and '.join(PROFILED_LOOPS)}: add one, or leave it out")
     if run.init or run.name or run.resume != "false" or run.draws != "same":
         raise UsageError("init=, name=, resume= and draws= mean nothing to a measurement: leave them out")
     if run.trainer.steps < options.total:
@@ -99,48 +100,45 @@ def split(args: Iterable[str | Override]) -> tuple[StepOptions, Composed]:
     return options, composed
 
 
-def bench(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
-    """Measures; `out=` is rewritten after each loop.
+def measure_step(args: Sequence[str], progress: Callable[[str], None] = lambda line: None) -> StepResult:
+    """Measures the loops. `out=` is rewritten after each loop.
 
     Args:
         args: `field=value` of StepOptions and of a run.
-        progress: is given a line for each loop when it is done.
+        progress: is called with a line for each loop when it is done.
     """
-    options, composed = split(args)
+    options, composed = parse_step_fields(args)
     run: RunConfig = composed.config
-    machine = trainer_hardware(run)
-    if machine["devices"] * machine["num_nodes"] > 1:
-        raise UsageError("lra bench step measures one device: set trainer.devices=1, without torchrun")
-    device = torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+    device = one_device(run, "lra bench step measures one device: set trainer.devices=1, without torchrun")
     silence_lightning()
     data, module = build_modules(run)
     resolve_attention(module, device)
     data.prepare_data()
     result = StepResult(environment.describe(), shown(options), run.saved(), [])
 
-    with output(options.out) as keep:
+    with open_output(options.out) as keep:
         for loop in options.loops:
-            clear(device)
-            result.loops.append(measured(loop, composed, options, device))
+            clear_gpu(device)
+            result.loops.append(measure_loop(loop, composed, options, device))
             keep(result.saved())
-            progress(line(result.loops[-1]))
+            progress(step_line(result.loops[-1]))
         for place, record in enumerate(result.loops):  # after all times, as a profiler may slow what follows
-            if options.profile and record.loop in PROFILED and record.ok:
-                clear(device)
+            if options.profile and record.loop in PROFILED_LOOPS and record.ok:
+                clear_gpu(device)
                 result.loops[place] = _profiled(record, run, options, device)
                 keep(result.saved())
     return result
 
 
-def measured(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
-    """The record of one loop; it has no numbers where `reason` says why."""
+def measure_loop(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
+    """The record of one loop. If it has no numbers, `reason` says why."""
     try:
         return _measure(loop, composed, options, device)
     except UsageError as error:
         status, reason = "unsupported", str(error)
     except Exception as error:  # whatever a compiler or a driver raises: the other loops are still worth having
-        status, reason = "failed", named(error)
-        if out_of_memory(error):
+        status, reason = "failed", name_error(error)
+        if is_out_of_memory(error):
             batch = composed.config.batch
             status, reason = "OOM", f"batch.micro={batch.micro or batch.size} does not fit: halve it"
     return StepMeasurement(loop=loop, status=status, reason=reason)
@@ -149,45 +147,45 @@ def measured(loop: str, composed: Composed, options: StepOptions, device: torch.
 def _measure(loop: str, composed: Composed, options: StepOptions, device: torch.device) -> StepMeasurement:
     watch = loops.Stopwatch(options.warmup, options.steps, device)
     run = composed.config
-    done = loops.fit(run, watch) if loop == "fit" else loops.by_hand(loop, run, watch)
+    done = loops.time_fit(run, watch) if loop == "fit" else loops.time_by_hand(loop, run, watch)
     blocks, steady = watch.block_ms(), watch.steady()
     ms = statistics.median(list(itertools.compress(blocks, steady)) or blocks)
     memory = watch.memory_mb()
-    shapes = loops.shapes(done.step)
+    shapes = loops.count_shapes(done.step)
     tokens, rows = done.tokens / options.steps, done.rows / options.steps
     return StepMeasurement(
         loop=loop,
         engine="captured" if shapes else "eager",
-        ms=_four(ms),
-        blocks_ms=[_four(block) for block in blocks],
+        ms=round_figure(ms),
+        blocks_ms=[round_figure(block) for block in blocks],
         steady=steady,
-        host_ms=_four(watch.host_ms()),
+        host_ms=round_figure(watch.host_ms()),
         tokens_per_second=round(1e3 * tokens / ms),
         rows_per_second=round(1e3 * rows / ms),
-        tokens=_four(tokens),
-        rows=_four(rows),
-        memory_mb=memory and _four(memory),
-        first_seconds=_four(watch.first_seconds),
+        tokens=round_figure(tokens),
+        rows=round_figure(rows),
+        memory_mb=round_figure(memory),
+        first_seconds=round_figure(watch.first_seconds),
         shapes=shapes and shapes[0],
         captured=shapes and shapes[1],
-        loss=done.loss and _four(done.loss),
+        loss=round_figure(done.loss),
     )
 
 
 def _profiled(record: StepMeasurement, run: RunConfig, options: StepOptions, device: torch.device) -> StepMeasurement:
-    """With where the time of the loop goes, in its steps after the warm-up, or the reason why that is unknown."""
+    """The record with where its loop spends its time after the warm-up, or with the reason why that is unknown."""
     assert record.ms is not None
     try:
-        done = loops.by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
-        where = breakdown(recorded(done.further, RECORDED, device), RECORDED, record.ms)
+        done = loops.time_by_hand(record.loop, run, loops.Stopwatch(options.warmup, 1, device))
+        where = breakdown(record_kernels(done.further, PROFILED_STEPS, device), PROFILED_STEPS, record.ms)
     except Exception as error:  # the times are still worth having
-        return replace(record, reason=f"not profiled: {named(error)}")
+        return replace(record, reason=f"not profiled: {name_error(error)}")
     if where is None:
         return replace(record, reason="not profiled: the profiler saw no kernels")
     return replace(record, where=where)
 
 
-def tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def step_tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) of the loops, and of where the time goes if that was recorded."""
     run = result.run
     header = ["loop", "engine", "ms", "tokens/s", "rows/s", "host ms", "memory, MB", "first step, s", "shapes"]
@@ -212,7 +210,7 @@ def tables(result: StepResult) -> Iterator[tuple[str, list[str], list[list[str]]
         yield "where the time goes: ms of a step", ["group", *(record.loop for record, _ in profiled)], shares
 
 
-def notes(result: StepResult) -> list[str]:
+def step_notes(result: StepResult) -> list[str]:
     """What Lightning costs, and why loops have no numbers."""
     lines = [f"{record.loop}: {record.status}: {record.reason}" for record in result.loops if record.reason]
     for record in result.loops:
@@ -226,25 +224,16 @@ def notes(result: StepResult) -> list[str]:
     return [f"Lightning: fit takes {100 * result.lightning:+.1f}% against its engine's loop by hand", *lines]
 
 
-def line(record: StepMeasurement) -> str:
-    """What was measured of a loop."""
+def one_device(run: RunConfig, refusal: str) -> torch.device:
+    """The device of a run; UsageError with this text if it has several."""
+    machine = trainer_hardware(run)
+    if machine["devices"] * machine["num_nodes"] > 1:
+        raise UsageError(refusal)
+    return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
+
+
+def step_line(record: StepMeasurement) -> str:
+    """A line on what was measured of a loop."""
     if not record.ok:
         return f"{record.loop}: {record.status}"
     return f"{record.loop}: {record.ms:g} ms, {record.tokens_per_second:,} tokens/s"
-
-
-def clear(device: torch.device) -> None:
-    """Frees what the loop before left on a GPU, and forgets what was compiled for it."""
-    if device.type != "cuda":
-        return
-    gc.collect()
-    torch.cuda.synchronize(device)  # raises if the last loop was a fault: no later one could be measured
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _four(value: float) -> float:
-    """Four significant digits."""
-    return float(f"{value:.4g}")

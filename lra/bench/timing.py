@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,46 +12,48 @@ from typing import Any, NamedTuple
 import torch
 
 BUDGET_MS = 500.0  # of repetitions, for one attention at one size
-FEWEST, MOST = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
+FEWEST_REPETITIONS, MOST_REPETITIONS = 5, 100  # repetitions; of a pass that takes 50 ms or less 10 or more fit
 SLOW_MS = 1000.0  # what takes longer is not repeated
-PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
+FIRST_PAUSE, LONGEST_PAUSE = 1 << 21, 1 << 26  # cycles, 1 to 30 ms: doubled until launching a pass takes less
 
 
-Steps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
+TimedSteps = dict[str, Callable[[Any], Any]]  # by name, each given the result of the one before
 
 
-class Pass(NamedTuple):
-    """What a pass took."""
+class PassTime(NamedTuple):
+    """Time and memory of a pass."""
 
     ms: float  # median
     repetitions: int
     memory_mb: float | None  # peak of what is allocated, in 10^6 bytes, inputs and gradients included; None on a CPU
 
 
-def measure(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, Pass]:
-    """Runs `prepare` once, and the steps with what it returns again and again.
+def time_passes(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, PassTime]:
+    """Runs `prepare` once, then the steps with its result again and again. The caller has warmed up.
 
-    On a GPU the time is the GPU's own, between two events: the launches are queued behind a pause, a longer one if the
-    GPU was done with it before the last launch, and the L2 cache is overwritten before each step. On a CPU it is the
-    wall clock's. The caller has warmed up.
+    On a GPU the time is the GPU's own, between two events. The launches are queued behind a pause. The pause is longer
+    next time if the GPU was done with it before the last launch. The L2 cache is overwritten before each step. On a CPU
+    the time is the wall clock's.
     """
     memory = _memory(prepare, steps, device) if device.type == "cuda" else dict.fromkeys(steps)
     flush = None
     if device.type == "cuda":
         flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
-    inputs, pauses = prepare(), dict.fromkeys(steps, PAUSE)
+    inputs, pauses = prepare(), dict.fromkeys(steps, FIRST_PAUSE)
     medians = _repeat(inputs, steps, 1, flush, pauses)
     once, repetitions = sum(medians.values()), 1
     if once < SLOW_MS:
-        repetitions = round(min(MOST, max(FEWEST, BUDGET_MS / max(1e-3, once))))
+        repetitions = round(min(MOST_REPETITIONS, max(FEWEST_REPETITIONS, BUDGET_MS / max(1e-3, once))))
         medians = _repeat(inputs, steps, repetitions, flush, pauses)
-    return {name: Pass(medians[name], repetitions, memory[name]) for name in steps}
+    return {name: PassTime(medians[name], repetitions, memory[name]) for name in steps}
 
 
 def _repeat(
-    inputs: Any, steps: Steps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
+    inputs: Any, steps: TimedSteps, repetitions: int, flush: torch.Tensor | None, pauses: dict[str, int]
 ) -> dict[str, float]:
-    """Each step's median milliseconds. `pauses` grow where the GPU waited for the host, and that does not count."""
+    """Each step's median milliseconds. A time for which the GPU waited for the host does not count, and its pause
+    doubles.
+    """
     clocks: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     while min(map(len, clocks.values())) < repetitions:
         result = inputs
@@ -68,7 +72,9 @@ def _repeat(
 def _clocked(
     step: Callable[[Any], Any], given: Any, flush: torch.Tensor | None, pause: int
 ) -> tuple[Any, Callable[[], float], bool]:
-    """The step's result, what reads its milliseconds, after a synchronisation, and whether the GPU may have waited."""
+    """The step's result, a function that reads its milliseconds after a synchronisation, and whether the GPU may
+    have waited.
+    """
     if flush is None:
         begin = time.perf_counter()
         result = step(given)
@@ -83,7 +89,21 @@ def _clocked(
     return result, lambda: begin_event.elapsed_time(end_event), begin_event.query()
 
 
-def _memory(prepare: Callable[[], Any], steps: Steps, device: torch.device) -> dict[str, float]:
+def clear_gpu(device: torch.device, compiled: bool = True) -> None:
+    """Gives freed memory back, and forgets what torch.compile made for another size or loop.
+
+    It raises if the last kernels ended in a fault: nothing later could be measured.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    if compiled and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _memory(prepare: Callable[[], Any], steps: TimedSteps, device: torch.device) -> dict[str, float]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     result, peaks = prepare(), {}

@@ -1,4 +1,4 @@
-"""`lra tune`: measures candidate tiles on this GPU and keeps, for each kernel, the fastest that is right."""
+"""`lra tune`: measures candidate tiles on this GPU and keeps the fastest correct one for each kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lra import environment
-from lra.bench.records import part
+from lra.bench.records import session_of
 from lra.config.options import parse, refuse_repeats
-from lra.errors import UsageError, named
+from lra.errors import UsageError, name_error
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
@@ -37,17 +37,17 @@ WIDE_HOPPER_BACKWARD = (*HOPPER_BACKWARD, (64, 128, 8, 2), (64, 128, 8, 3))
 HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
 FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
 
-SPILLING = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
+SPILLING_TILES = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
     Key("dkdv", "bfloat16", 64, True): Tile(32, 128, 4, 2),
     Key("dkdv", "float32", 32, True): Tile(64, 32, 4, 2),
     Key("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
 }
 
-HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 64  # what is timed
+TIMED_HEADS, TIMED_LENGTHS, TIMED_SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 64  # what is timed
 
 
 @dataclass(frozen=True)
-class Options:
+class TuneOptions:
     """What `lra tune` measures: the fields of its command line."""
 
     kernels: tuple[str, ...] = ()  # none named: all that run on this GPU
@@ -73,7 +73,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate: how long its pass took, or why it is out of the question."""
+    """One candidate: the time of its pass, or why it is ruled out."""
 
     key: Key
     tile: Tile
@@ -85,13 +85,20 @@ class Trial:
         return f"{what} {'x'.join(map(str, self.tile)):13} {self.fault or f'{self.microseconds:,.0f} us'}"
 
 
-def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: None) -> Path:
-    """The table that it wrote, anew whenever one of its rows is known. `progress` is given every trial.
+def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: None) -> Path:
+    """Measures the tiles, and returns the path of the table. The table is rewritten whenever one of its rows is
+    known.
 
-    Rows that this does not measure stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
-    compiling. Raises UsageError for bad arguments, without a GPU, and if no tile is right.
+    Rows that are not measured stay, if they are of the same GPU, Triton and kernels. Most of the time goes into
+    compiling.
+
+    Args:
+        progress: is called with every trial.
+
+    Raises:
+        UsageError: for bad arguments, without a GPU, and if no tile is correct.
     """
-    options = parse(Options, args)
+    options = parse(TuneOptions, args)
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
@@ -106,8 +113,8 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
             continue
         key = Key(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
-        for candidate in candidates(key):
-            trials.append(measure(key, head_dim, candidate))
+        for candidate in candidate_tiles(key):
+            trials.append(try_tile(key, head_dim, candidate))
             progress(trials[-1])
         if best := _fastest(key, head_dim, trials, progress):
             table.tiles[key], table.microseconds[key] = best
@@ -120,7 +127,7 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
 
 
 def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
-    """The table in `path` with what it may keep, and what rows state that are added to it."""
+    """The table in `path` with the rows that it may keep, and the facts that new rows state."""
     environment.warn_unclean()
     new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
     try:
@@ -131,24 +138,24 @@ def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
         old = None
     if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
         return Table(path, new, tuning.sources(), {}, {}, {}), {}
-    return old, {"made": part(new)}
+    return old, {"made": session_of(new)}
 
 
 def _fastest(
     key: Key, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
 ) -> tuple[Tile, float] | None:
-    """The fastest that is right with the causal mask too."""
+    """The fastest trial that is also correct with the causal mask."""
     timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
     for microseconds, candidate in sorted(timed):
-        fault = wrong(key, head_dim, candidate, causal=True)
+        fault = find_fault(key, head_dim, candidate, causal=True)
         if not fault:
             return candidate, microseconds
         progress(Trial(key, candidate, fault=f"causal: {fault}"))
     return None
 
 
-def candidates(key: Key) -> list[Tile]:
-    """A short list, without repetitions; the default comes first."""
+def candidate_tiles(key: Key) -> list[Tile]:
+    """A short list without repetitions. The default comes first."""
     if key.dtype == "float32":
         tiles = FLOAT32
     elif key.kernel.startswith("hopper_"):
@@ -165,17 +172,19 @@ def candidates(key: Key) -> list[Tile]:
     else:
         tiles = NARROW_BACKWARD if key.block_d <= 64 else WIDE_BACKWARD
     first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
-    return [tile for tile in dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]) if tile != SPILLING.get(key)]
+    return [
+        tile for tile in dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]) if tile != SPILLING_TILES.get(key)
+    ]
 
 
-def measure(key: Key, head_dim: int, tile: Tile) -> Trial:
-    """Check one candidate, then time it."""
-    fault = wrong(key, head_dim, tile, causal=False)
-    return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time(key, head_dim, tile))
+def try_tile(key: Key, head_dim: int, tile: Tile) -> Trial:
+    """Checks one candidate, then times it."""
+    fault = find_fault(key, head_dim, tile, causal=False)
+    return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time_tile(key, head_dim, tile))
 
 
-def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
-    """What is wrong with the results of this tile, or why there are none; empty if they are right."""
+def find_fault(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
+    """What is wrong with the results of this tile, or why there are none; empty if they are correct."""
     case = Case(
         (300, 0, 1, 127), heads=2, head_dim=head_dim, dtype=getattr(torch, key.dtype), strides="fused", causal=causal,
         dropout=0.1 * key.dropout, deterministic=_deterministic(key),
@@ -187,17 +196,17 @@ def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
                 return "another kernel takes this case"
     except Exception as error:  # a tile that does not compile or fit raises what it likes
         torch.cuda.synchronize()  # raises too if the GPU can't go on
-        return named(error)
+        return name_error(error)
     return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
 
 
-def time(key: Key, head_dim: int, tile: Tile) -> float:
+def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
     """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
     from triton.testing import do_bench
 
-    lengths = _lengths(key.kernel)
+    lengths = TIMED_SHORT_LENGTHS if key.kernel.endswith("short") else TIMED_LENGTHS
     rows = sum(lengths)
-    make = lambda: torch.randn(rows, HEADS, head_dim, device="cuda").to(getattr(torch, key.dtype))  # noqa: E731
+    make = lambda: torch.randn(rows, TIMED_HEADS, head_dim, device="cuda").to(getattr(torch, key.dtype))  # noqa: E731
     qkv, do = [make().requires_grad_() for _ in range(3)], make()
     length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
 
@@ -219,10 +228,6 @@ def time(key: Key, head_dim: int, tile: Tile) -> float:
     return round(1000 * milliseconds, 1)
 
 
-def _lengths(kernel: str) -> tuple[int, ...]:
-    return SHORT_LENGTHS if kernel.endswith("short") else LENGTHS
-
-
 def _deterministic(key: Key) -> bool:
-    """Whether the kernel belongs to the backward without atomics."""
+    """Whether the kernel belongs to the backward pass without atomics."""
     return key.kernel in ("dkdv", "dq")

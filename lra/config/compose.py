@@ -22,7 +22,7 @@ from typing import Any
 from lra.config.override import Override, convert, parse_overrides, refuse_large
 from lra.config.recipes import check_names, read_recipe, read_task, recipes
 from lra.config.registry import Registry
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 
 STARTED = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
@@ -185,7 +185,7 @@ def _rules(
             here = " ".join(f"{name}={value}" for name, value in selected.items() if name != "recipe")
             raise UsageError(f"{label}: a rule of start for {here}: {tree.unknown(other[0])}")
         wanted = {
-            field: convert(value, tree.hints[field], f"{label}: when of a rule of start: {field}={brief(value)}")
+            field: convert(value, tree.hints[field], f"{label}: when of a rule of start: {field}={shorten(value)}")
             for field, value in when.items()
         }
         if all(tree.typed(field) == value for field, value in wanted.items()):
@@ -268,7 +268,7 @@ class _Tree:
                     raise UsageError(f"{label}: {self.unknown(field)}")
                 parts = value if isinstance(value, list | tuple) else [value]
                 if any("${" in str(part) or part == "???" for part in parts):  # OmegaConf's words for what is elsewhere
-                    raise UsageError(f"{label}: {field}={brief(value)}: write the value itself")
+                    raise UsageError(f"{label}: {field}={shorten(value)}: write the value itself")
                 self.values[field], self.origin[field] = value, label
 
     def finish(self) -> Any:
@@ -313,7 +313,7 @@ class _Tree:
         value = self.values[field]
         if self.origin[field] == DEFAULT:
             return value
-        given = f"{self.origin[field]}: {field}={brief(self.given.get(field, value))}"
+        given = f"{self.origin[field]}: {field}={shorten(self.given.get(field, value))}"
         return convert(value, self.hints[field], given)
 
     def override(self, overrides: Iterable[Override]) -> tuple[Override, ...]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lra.config.override import Override, convert, parse_overrides, refuse_large
 from lra.config.registry import unknown
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 
 Options = TypeVar("Options")
 
@@ -24,7 +24,7 @@ def parse(schema: type[Options], args: Iterable[str | Override], label: str = ""
     names = _names(schema)
     values: dict[str, Any] = {}
     for override in parse_overrides(args, label):
-        field, given = override.field, f"{label}{override.field}={brief(override.text)}"
+        field, given = override.field, f"{label}{override.field}={shorten(override.text)}"
         if field not in names:
             raise UsageError(
                 label + (unknown("field", field, names) if names else f"unknown field '{field}': it has none")

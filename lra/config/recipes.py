@@ -10,7 +10,7 @@ from typing import Any
 
 from lra import reading
 from lra.config.registry import Registry, unknown
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -40,7 +40,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     for part, value, kind in _parts(recipe):
         if not isinstance(value, kind):
             form = {dict: "a mapping", list: "a list", str: "a text"}[kind]
-            raise UsageError(f"recipe/{name}.yaml: {part} is {brief(repr(value))}, and must be {form}")
+            raise UsageError(f"recipe/{name}.yaml: {part} is {shorten(repr(value))}, and must be {form}")
     return recipe
 
 

@@ -1,4 +1,4 @@
-"""A batch in the host's memory, in the form in which one transfer brings it to a device."""
+"""A batch in host memory, in the form that one transfer brings to a device."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from torch import Tensor
 
 from lra.batch import Batch
 
-TORCH = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
+TORCH_DTYPE_OF = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class Collated:
-    """A batch that is not on a device yet: a few numbers per sequence, and what its tokens are read from.
+class CollatedBatch:
+    """A batch that is not on a device yet: a few numbers per sequence, and the source of its tokens.
 
-    `pack` has all of it in one vector, so that one transfer sends it; `unpack` is the batch, from that vector there.
-    Those of one `shape`, of one split and with the same options, have vectors alike: each unpacks those of all.
+    `pack` puts everything into one vector, so that one transfer sends it. `unpack` makes the batch of that vector on
+    the device. Batches of one split with the same `shape` and the same options have vectors of one form, so any of them
+    can unpack the vectors of all. A captured step relies on that.
     """
 
-    read: Callable[[list[Tensor], int], tuple[Tensor, Tensor | None]]  # as `Split.read` does
+    read: Callable[[list[Tensor], int], tuple[Tensor, Tensor | None]]  # `Split.read`, which knows where its tokens lie
     start: np.ndarray  # int32 [B]
     length: np.ndarray  # int32 [B]
     index: np.ndarray  # int32 [B]
     label: np.ndarray  # int64 [examples]
-    laid: list[np.ndarray]  # for `read`
+    laid: list[np.ndarray]  # arguments of `read`
     rows: int
     max_length: int
     prefix: int | None  # token id before each sequence
-    prefixed: int  # how many sequences that are: not those that fill up
+    prefixed: int  # sequences that get the prefix: not those that fill the batch up
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,17 +42,21 @@ class Collated:
         return self.rows, len(self.start), self.max_length
 
     def to(self, device: torch.device | str) -> Batch:
-        """On `device`, by one transfer that the host does not wait for."""
+        """The batch on `device`, by one transfer that the host does not wait for."""
         on_gpu = torch.device(device).type == "cuda"
         return self.unpack(self.pack(pinned=on_gpu).to(device, non_blocking=on_gpu))
 
     @property
     def nbytes(self) -> int:
-        """Of the packed vector."""
+        """Bytes of the packed vector."""
         return self._places[-1].stop
 
     def pack(self, *, pinned: bool = False) -> Tensor:
-        """uint8 `[nbytes]` in the host's memory, `pinned` for a GPU, which the host need not wait for then."""
+        """The packed vector in host memory, uint8 `[nbytes]`.
+
+        Args:
+            pinned: for a GPU, as the host need not wait for a transfer from pinned memory.
+        """
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
         target = buffer.numpy()
         for place, vector in zip(self._places, self._vectors, strict=True):
@@ -59,9 +64,9 @@ class Collated:
         return buffer
 
     def unpack(self, packed: Tensor) -> Batch:
-        """The batch, where `packed` lies."""
+        """The batch of a vector of `pack`, on the device of that vector."""
         vectors = zip(self._places, self._vectors, strict=True)
-        start, length, index, label, *laid = (packed[place].view(TORCH[v.dtype.str]) for place, v in vectors)
+        start, length, index, label, *laid = (packed[place].view(TORCH_DTYPE_OF[v.dtype.str]) for place, v in vectors)
         tokens, positions = self.read(laid, self.rows)
         if self.prefix is not None:
             tokens.index_fill_(0, start[: self.prefixed].long(), self.prefix)
@@ -73,6 +78,8 @@ class Collated:
 
     @functools.cached_property
     def _places(self) -> list[slice]:
-        """Of each vector: from a multiple of 16 bytes on, as Triton compiles a kernel anew for other pointers."""
+        """Where each vector lies. It begins at a multiple of 16 bytes, as Triton compiles a kernel anew for other
+        pointers.
+        """
         ends = itertools.accumulate((-(-vector.nbytes // 16) * 16 for vector in self._vectors), initial=0)
         return [slice(end, end + vector.nbytes) for end, vector in zip(ends, self._vectors, strict=False)]

@@ -1,14 +1,14 @@
-"""Random ListOps expressions, compiled. Apart from `listops.py` so that only drawing them needs numba.
+"""Random ListOps expressions, compiled. This is apart from `listops.py`, so that only drawing needs numba.
 
-Expression `i` of a seed is a function of (seed, i) alone: each has its own random stream, so that neither the
-number of cores nor the chunking matters.
+Expression `i` of a seed is a function of (seed, i) alone, as each has its own random stream. Neither the number of
+cores nor the size of chunks matters.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import GOLDEN, below, compiled, mix, stream
+from lra.data.numba_rng import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
 
 # Token ids of lra.data.listops.VOCABULARY: a digit is its own id.
 MAX, MED, MIN, SM, CLOSE = 10, 11, 12, 13, 14
@@ -17,9 +17,9 @@ ATTEMPTS = 1_000_000  # draws before the limits count as impossible; LRA's accep
 _S60, _S62, _THREE = np.uint64(60), np.uint64(62), np.uint64(3)
 
 
-@compiled
+@cached_njit
 def _apply(operator, arguments):
-    """Value of one operator. `arguments`: int64 `[arity]`, sorted in place."""
+    """The value of one operator. `arguments`: int64 `[arity]`, sorted in place."""
     if operator == SM:
         return arguments.sum() % 10
     arguments.sort()
@@ -31,20 +31,21 @@ def _apply(operator, arguments):
     return (arguments[(arity - 1) // 2] + arguments[arity // 2]) // 2
 
 
-@compiled
+@cached_njit
 def _draw(state, tokens, max_length, max_depth, operators, arities, filled, values):
-    """One expression into `tokens`. Returns (state, length, value); length 0 if it exceeds `max_length`.
+    """Draws one expression into `tokens`. Returns (state, length, value); the length is 0 if it exceeds
+    `max_length`.
 
-    One 64-bit draw per node: two bits decide between operator (1/4) and digit, two more and the low half say
-    which. `operators`, `arities`, `filled` `[depth]` and `values` `[depth, max_args]` hold the open operators.
+    Each node takes one 64-bit draw. Two bits decide between operator (1/4) and digit. Two more bits, or the low half,
+    say which one. `operators`, `arities`, `filled` `[depth]` and `values` `[depth, max_args]` hold the open operators.
     """
     length, depth, needed = 0, 0, 1  # `needed`: tokens that the nodes drawn so far amount to at least
     while True:
         state += GOLDEN
-        bits = mix(state)
+        bits = mix_bits(state)
         if depth + 1 < max_depth and bits >> _S62 == 0:
             operators[depth] = MAX + np.int64((bits >> _S60) & _THREE)
-            arities[depth] = 2 + below(bits, values.shape[1] - 1)
+            arities[depth] = 2 + draw_below(bits, values.shape[1] - 1)
             filled[depth] = 0
             needed += arities[depth] + 1
             if needed > max_length:
@@ -53,7 +54,7 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
             length += 1
             depth += 1
             continue
-        value = below(bits, 10)
+        value = draw_below(bits, 10)
         tokens[length] = value
         length += 1
         while depth > 0:  # hand the value to the innermost open operator, and close those it completes
@@ -70,19 +71,19 @@ def _draw(state, tokens, max_length, max_depth, operators, arities, filled, valu
             return state, length, value
 
 
-@compiled
-def draw(seed, first, count, min_length, max_length, max_depth, max_args):
+@cached_njit
+def draw_expressions(seed, first, count, min_length, max_length, max_depth, max_args):
     """Expressions `first` .. `first + count - 1` of `seed`, each drawn until its length fits.
 
-    Returns tokens uint8 `[count, max_length]`, lengths int64 `[count]` and values int64 `[count]`. A
-    length of 0 says that none fitted in ATTEMPTS draws, and ends the work.
+    Returns tokens uint8 `[count, max_length]`, lengths int64 `[count]` and values int64 `[count]`. If none of ATTEMPTS
+    draws fits, the length is 0 and no further expression is drawn.
     """
     tokens = np.empty((count, max_length), np.uint8)
     lengths, labels = np.zeros(count, np.int64), np.zeros(count, np.int64)
     operators, arities, filled = np.empty((3, max_depth), np.int64)
     values = np.empty((max_depth, max_args), np.int64)
     for i in range(count):
-        state = stream(seed, first + i)
+        state = start_stream(seed, first + i)
         for _ in range(ATTEMPTS):
             state, length, value = _draw(state, tokens[i], max_length, max_depth, operators, arities, filled, values)
             if length >= min_length:
@@ -93,9 +94,12 @@ def draw(seed, first, count, min_length, max_length, max_depth, max_args):
     return tokens, lengths, labels
 
 
-@compiled
-def evaluate(tokens, offsets):
-    """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`; -1 of what is no whole one."""
+@cached_njit
+def evaluate_tokens(tokens, offsets):
+    """Values int64 `[n]` of the expressions uint8 `tokens[offsets[i] : offsets[i + 1]]`.
+
+    The value is -1 where the tokens are not one whole expression.
+    """
     count = len(offsets) - 1
     found = np.full(count, -1)
     most = 0

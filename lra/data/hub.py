@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face Hub, or of a folder with the same layout.
 
-A download stays in the Hub's own cache, where `hf download` puts it too; its files are then read as a folder's.
+A download stays in the Hub's own cache, where `hf download` puts it too. Its files are then read like a folder's.
 """
 
 from __future__ import annotations
@@ -20,91 +20,100 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lra.data import network
-from lra.errors import UsageError, disk_full, first_line, system_error
+from lra.data import hub_errors
+from lra.errors import UsageError, first_line, is_disk_full, system_error
 
 CONFIG = "plain_text"  # of every data set read here
 CARD = "README.md"
-BATCH = 1000  # rows
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+BATCH_ROWS = 1000  # rows
+ABSENT_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.parquet", re.DOTALL)
-Batch = dict[str, list[Any]]  # values by column
+Columns = dict[str, list[Any]]  # values by column
 
 
-class Unusable(Exception):
-    """Why a folder can't be taken for the data set."""
+class UnusableSource(Exception):
+    """Why a folder cannot be used as the data set."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """One split, as batches of rows; its length is the number of rows."""
+class HubSplit:
+    """One split as batches of rows. Its length is the number of rows."""
 
     count: int
     columns: set[str]
-    batches: Callable[[list[str]], Iterator[Batch]]  # of these columns
+    batches: Callable[[list[str]], Iterator[Columns]]  # of these columns
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Columns]:
         return self.batches(sorted(self.columns))
 
 
-def load(
+def load_splits(
     source: str | Path, *, name: str, columns: tuple[str, ...], mend: str, note: Callable[[str], None]
-) -> dict[str, Rows]:
-    """The splits train and test, each of which has rows and these columns.
+) -> dict[str, HubSplit]:
+    """The splits train and test. Each has rows, and all of these columns.
 
-    `source` is a Hub id or a folder with its layout: README.md that names CONFIG, and parquet files. `note` is told if
-    the Hub can't be asked and a cached copy is read in its place. UsageError, ending in the command `mend`, if the data
-    set called `name` can't be had or is something else.
+    Args:
+        source: a Hub id, or a folder with its layout: README.md that names CONFIG, and parquet files.
+        name: of the data set, for messages.
+        mend: the command that ends every message.
+        note: is told if the Hub cannot be reached and a cached copy is read instead.
+
+    Raises:
+        UsageError: if the data set cannot be had or is another one.
     """
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            yield
+        except UnusableSource as error:
+            raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
+
     path = os.path.expanduser(source)
-    try:
+    with refused():
         splits = _folder(Path(path)) if _is_folder(path) else _hub(path, note)
-    except Unusable as error:
-        raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
     for split in ("train", "test"):
         if split not in splits or not splits[split].count:
             raise UsageError(f"{source} has no rows in its split '{split}': {mend}")
         if missing := set(columns) - splits[split].columns:
             raise UsageError(f"{source} has no column '{min(missing)}' in its split '{split}': {mend}")
 
-    def guarded(rows: Rows) -> Rows:
-        def batches(columns: list[str]) -> Iterator[Batch]:
-            try:
+    def guarded(rows: HubSplit) -> HubSplit:
+        def batches(columns: list[str]) -> Iterator[Columns]:
+            with refused():
                 yield from rows.batches(columns)
-            except Unusable as error:
-                raise UsageError(f"cannot load {name} from {source} ({error}); name a copy: {mend}") from error
 
-        return Rows(rows.count, set(columns), batches)
+        return HubSplit(rows.count, set(columns), batches)
 
     return {split: guarded(splits[split]) for split in ("train", "test")}
 
 
 def _is_folder(path: str) -> bool:
-    """Whether a folder is meant, which is there, and no name on the Hub."""
+    """Whether `path` is a folder that exists, and not a name on the Hub."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
             return True
-        raise Unusable("it is a file; name the folder that holds it")
+        raise UnusableSource("it is a file; name the folder that holds it")
     except (FileNotFoundError, NotADirectoryError):
         try:
             validate_repo_id(path)
         except HFValidationError:
-            raise Unusable("there is no such folder") from None
+            raise UnusableSource("there is no such folder") from None
     return False
 
 
-def _folder(folder: Path) -> dict[str, Rows]:
+def _folder(folder: Path) -> dict[str, HubSplit]:
     """The splits that a folder's card names."""
     files = {}
     for split, patterns in _patterns(folder / CARD).items():
         found = {pattern: glob.glob(pattern, root_dir=folder, recursive=True) for pattern in patterns}
         if missing := [pattern for pattern in patterns if not found[pattern]]:
-            raise Unusable(f"{folder} has no {missing[0]}")
+            raise UnusableSource(f"{folder} has no {missing[0]}")
         files[split] = [folder / name for name in sorted({name for names in found.values() for name in names})]
     return {split: _parquet(paths) for split, paths in files.items()}
 
@@ -118,69 +127,69 @@ def _patterns(card: Path) -> dict[str, list[str]]:
         configs = {config["config_name"]: config for config in metadata["configs"]}
         parts = {part["split"]: part["path"] for part in configs[CONFIG]["data_files"]}
         return {split: [path] if isinstance(path, str) else [*map(str, path)] for split, path in parts.items()}
-    except ABSENT as error:
-        raise Unusable(f"there is no file {card}, which names the others ({error.strerror})") from None
+    except ABSENT_ERRORS as error:
+        raise UnusableSource(f"there is no file {card}, which names the others ({error.strerror})") from None
     except Exception as error:  # of the operating system, YAML, or where something else is written than expected
         if system_error(error):
             raise
-        raise Unusable(f"{card} does not name the files of {CONFIG}") from error
+        raise UnusableSource(f"{card} does not name the files of {CONFIG}") from error
 
 
-def _parquet(paths: Sequence[Path]) -> Rows:
-    """The rows of parquet files one after another."""
+def _parquet(paths: Sequence[Path]) -> HubSplit:
+    """The rows of parquet files, one file after another."""
     for path in paths:
         if (shard := _SHARD.fullmatch(path.name)) and int(shard[2]) != (
             count := sum(shard[1] == other[1] for each in paths if (other := _SHARD.fullmatch(each.name)))
         ):
-            raise Unusable(f"{path.parent} has {count} of the {int(shard[2])} files {shard[1]}-*")
+            raise UnusableSource(f"{path.parent} has {count} of the {int(shard[2])} files {shard[1]}-*")
     tables = []
     for path in paths:
         with _opened(path) as table:
             tables.append((table.metadata.num_rows, set(table.schema_arrow.names)))
 
-    def batches(columns: list[str]) -> Iterator[Batch]:
+    def batches(columns: list[str]) -> Iterator[Columns]:
         for path in paths:
             with _opened(path) as table:
-                for batch in table.iter_batches(BATCH, columns=columns):
+                for batch in table.iter_batches(BATCH_ROWS, columns=columns):
                     yield batch.to_pydict()
 
-    return Rows(sum(count for count, _ in tables), set.intersection(*(columns for _, columns in tables)), batches)
+    return HubSplit(sum(count for count, _ in tables), set.intersection(*(columns for _, columns in tables)), batches)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A parquet file. What fails while it is read is the operating system's fault or the file's, and is told so."""
+    """Opens a parquet file. An error while it is read is either the system's, and passes, or the file's."""
     try:
         with path.open("rb") as file:  # by name, pyarrow takes some for addresses
             yield pq.ParquetFile(file)
     except MemoryError:
         raise
-    except ABSENT as error:
-        raise Unusable(f"{path} is no file ({error.strerror})") from None
+    except ABSENT_ERRORS as error:
+        raise UnusableSource(f"{path} is not a file ({error.strerror})") from None
     except (OSError, ValueError, pa.ArrowException) as error:
         if cause := system_error(error, path):
             raise cause from None
-        raise Unusable(f"{path} is no readable parquet file: {first_line(error)}") from error
+        raise UnusableSource(f"{path} is not a readable parquet file: {first_line(error)}") from error
 
 
-def _hub(source: str, note: Callable[[str], None]) -> dict[str, Rows]:
-    """The splits of a data set of the Hub: downloaded, or a cached copy if the Hub can't be asked."""
+def _hub(source: str, note: Callable[[str], None]) -> dict[str, HubSplit]:
+    """The splits of a data set of the Hub: downloaded, or from a cached copy if the Hub cannot be reached."""
     failure = None
     if not _offline():
         try:
             folder = _download(source)
-        except Unusable:
+        except UnusableSource:
             raise
         except Exception as error:  # the Hub's client and the network raise what they like
             failure = error
         else:
             return _folder(folder)
-    why = network.reason(failure) if failure else f"{_offline()} is set"
+    why = hub_errors.explain_failure(failure) if failure else f"{_offline()} is set"
     unusable = []
     for snapshot in _snapshots(source):
         try:
             splits = _folder(snapshot)
-        except Unusable as error:
+        except UnusableSource as error:
             unusable.append(str(error))
         else:
             note(f"{why}: the copy of revision {snapshot.name} in the Hub's cache was read")
@@ -189,21 +198,21 @@ def _hub(source: str, note: Callable[[str], None]) -> dict[str, Rows]:
         splits = _arrow(source)
         note(f"{why}: the copy in the cache of `datasets` was read")
         return splits
-    if disk_full(failure):
+    if is_disk_full(failure):
         there = f"no space left for the download in {_cache()}"
         raise UsageError(f"{there}: free some, or set HF_HOME to a folder of a larger disk") from None
     there = f"the copy in the Hub's cache is not whole: {unusable[0]}" if unusable else f"no copy is in {_cache()}"
-    raise Unusable(f"{why}; {there}") from failure
+    raise UnusableSource(f"{why}; {there}") from failure
 
 
 def _offline() -> str:
-    """The variable by which the user asks for no network; empty if there is none."""
+    """The variable by which the user forbids the network; empty if none is set."""
     names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     return next((name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), "")
 
 
 def _download(source: str) -> Path:
-    """The folder of the newest revision, with what its card names."""
+    """The folder of the newest revision, with all files that its card names."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -214,7 +223,7 @@ def _download(source: str) -> Path:
     siblings = huggingface_hub.HfApi().dataset_info(source, timeout=patience).siblings or ()
     names = [file.rfilename for file in siblings]
     if CARD not in names:
-        raise Unusable(f"it has no {CARD}, which names the files")
+        raise UnusableSource(f"it has no {CARD}, which names the files")
     card = Path(huggingface_hub.hf_hub_download(source, CARD, repo_type="dataset"))
     for pattern in [pattern for patterns in _patterns(card).values() for pattern in patterns]:
         for name in fnmatch.filter(names, pattern):
@@ -229,7 +238,7 @@ def _cache() -> str:
 
 
 def _snapshots(source: str) -> list[Path]:
-    """Folders of revisions in the Hub's cache, the one of `main` first, then the newest."""
+    """Folders of revisions in the Hub's cache: that of `main` first, then the newest."""
     there = Path(_cache(), f"datasets--{source.replace('/', '--')}")
     main = ""
     with suppress(OSError, ValueError):
@@ -238,8 +247,8 @@ def _snapshots(source: str) -> list[Path]:
     return sorted(found, key=lambda each: (each.name == main, each.stat().st_mtime), reverse=True)
 
 
-def _arrow(source: str) -> dict[str, Rows]:
-    """What `datasets` has cached in a form of its own."""
+def _arrow(source: str) -> dict[str, HubSplit]:
+    """The copy that `datasets` has cached in its own form."""
     import datasets
     import datasets.config
 
@@ -252,11 +261,11 @@ def _arrow(source: str) -> dict[str, Rows]:
         datasets.config.HF_HUB_OFFLINE = before
         datasets.logging.set_verbosity(told)
 
-    def batches(split: str, columns: list[str]) -> Iterator[Batch]:
-        for batch in loaded[split].select_columns(columns).with_format("arrow").iter(BATCH):
+    def batches(split: str, columns: list[str]) -> Iterator[Columns]:
+        for batch in loaded[split].select_columns(columns).with_format("arrow").iter(BATCH_ROWS):
             yield batch.to_pydict()
 
     return {
-        split: Rows(len(rows), set(rows.column_names), lambda columns, split=split: batches(split, columns))
+        split: HubSplit(len(rows), set(rows.column_names), lambda columns, split=split: batches(split, columns))
         for split, rows in loaded.items()
     }

@@ -1,4 +1,4 @@
-"""What a store's manifest must be like: whoever reads it relies on that."""
+"""The form of a store's manifest, on which its readers rely."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from lra.reading import is_number
 
-LENGTHS = ("min", "max", "mean")  # of the sequences of a split
+LENGTH_FIELDS = ("min", "max", "mean")  # of the sequences of a split
 
 
 def faulty_fields(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """The fields of a manifest that have another form than a store's: whoever reads them relies on it."""
+    """The fields of a manifest that do not have this form."""
     for name, kind in (
         ("task", str), ("version", int), ("params", dict), ("source", str), ("vocabulary", list), ("generator", str),
         ("seed", int | None), ("vocabulary_hash", str), ("splits", dict), ("baselines", dict), ("notes", list),
@@ -36,9 +36,9 @@ def faulty_fields(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_part(part: Any) -> bool:
-    """Whether a split, or the documents, has its count and, of sequences, their lengths."""
+    """Whether a split, or the documents, has its count and, if it has sequences, their lengths."""
     lengths = part.get("length", {"min": 0, "max": 0, "mean": 0}) if isinstance(part, dict) else None
-    return isinstance(lengths, dict) and all(is_number(n) for n in (part.get("count"), *map(lengths.get, LENGTHS)))
+    return isinstance(lengths, dict) and all(map(is_number, (part.get("count"), *map(lengths.get, LENGTH_FIELDS))))
 
 
 def _are_counts(labels: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which rows each optimisation step sees: a pure function of the seed and the step, the same on every machine."""
+"""The rows of each optimisation step: a pure function of seed and step, the same on every machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from lra.errors import UsageError
 
-ORDER, HELD_OUT = 1, 2  # what a permutation is for: the same seed never gives two purposes the same one
+ORDER, HELD_OUT = 1, 2  # purposes of a permutation: one seed gives each purpose another one
 
 
 @functools.lru_cache(maxsize=8)
 def _permutation(purpose: int, seed: int, number: int, count: int) -> np.ndarray:
-    """Random order of `count` rows, int64 `[count]`, read-only because it is cached.
+    """A random order of `count` rows, int64 `[count]`. It is cached, and therefore read-only.
 
-    Sorting the raw 64-bit stream, which NumPy keeps stable across versions (unlike `Generator.permutation`).
+    It sorts the raw 64-bit stream, which NumPy keeps stable across versions, unlike `Generator.permutation`.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, number)))
     permutation = np.argsort(bits.random_raw(count), kind="stable")
@@ -23,29 +23,29 @@ def _permutation(purpose: int, seed: int, number: int, count: int) -> np.ndarray
     return permutation
 
 
-def order(seed: int, epoch: int, count: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """The order of all `count` rows in one epoch: a permutation, int64 `[count]`, read-only."""
     return _permutation(ORDER, seed, epoch, count)
 
 
-def rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
+def step_rows(seed: int, step: int, size: int, count: int) -> np.ndarray:
     """The rows of optimisation step `step` (from 0), int64 `[size]`.
 
-    They are cut from the endless stream `order(seed, 0) + order(seed, 1) + ...`: no row is dropped, a batch may
-    cross the border of two epochs, and any step can be asked for without those before it.
+    They come from the endless stream `epoch_order(seed, 0) + epoch_order(seed, 1) + ...`. No row is dropped, and a
+    batch may cross the border of two epochs. Any step can be computed without those before it.
     """
     if count < 1:
         raise UsageError("no training rows: prepare the data again (lra data prepare ... force=true)")
     parts, place, end = [], step * size, (step + 1) * size
     while place < end:
         epoch, first = divmod(place, count)
-        part = order(seed, epoch, count)[first : first + end - place]
+        part = epoch_order(seed, epoch, count)[first : first + end - place]
         parts.append(part)
         place += len(part)
     return np.concatenate(parts)
 
 
-def split_off(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(seed: int, count: int, part: float) -> tuple[np.ndarray, np.ndarray]:
     """Hold out a random share `part` (0 to 1) of `count` rows.
 
     Returns (kept, held out), sorted int64 indices; UsageError if either would be empty.

@@ -1,4 +1,4 @@
-"""Pictures of samples: images in a grid, texts on a page, where the same give the same bytes. Images read."""
+"""Pictures of samples: images in a grid, texts on a page. The same samples give the same bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +24,12 @@ _WHITE, _GRAY, _BLACK = 255, 110, 0
 
 
 @contextlib.contextmanager
-def opened(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Image]:
-    """The image in a file's bytes; DecompressionBombWarning, of which Pillow only warns, if its header states too much.
+def open_image(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Image]:
+    """Opens the image in a file's bytes.
 
-    Raises what Pillow does for a broken file: of any kind.
+    Raises:
+        DecompressionBombWarning: if its header states too many pixels. Pillow itself only warns.
+        Exception: of any kind, as Pillow raises for a broken file.
     """
     with (
         warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
@@ -37,10 +38,10 @@ def opened(data: bytes, formats: list[str] | None = None) -> Iterator[Image.Imag
         yield image
 
 
-def grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
-    """Images uint8 `[H, W]` (one or more, of one size) row by row in an about square grid, captions below them.
+def image_grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
+    """Images uint8 `[H, W]` of one size in a grid that is about square, with captions below them.
 
-    Small images are magnified by a whole factor, the largest at which the grid is at most 1,600 pixels wide.
+    Small images are magnified by a whole factor: the largest at which the grid is at most 1,600 pixels wide.
     """
     count, height, width = np.stack(images).shape
     columns = math.ceil(math.sqrt(count))
@@ -57,10 +58,10 @@ def grid(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
     return picture
 
 
-def page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
-    """Texts below each other, each under its caption, wrapped and cut to 24 lines, of which the last says what is cut.
+def text_page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
+    """Texts below each other, each under its caption, wrapped and cut to 24 lines.
 
-    Letters outside Latin-1 are drawn as question marks.
+    The last line says how much is cut. Letters outside Latin-1 are drawn as question marks.
     """
     width = WIDTH - 2 * GAP
     blocks = []
@@ -79,8 +80,8 @@ def page(texts: Sequence[str], captions: Sequence[str]) -> Image.Image:
     return picture
 
 
-def save(image: Image.Image, path: str | Path) -> None:
-    """Write a PNG file, complete or not at all; UsageError if `path` is no .png or its folder cannot be written."""
+def save_png(image: Image.Image, path: str | Path) -> None:
+    """Write a PNG file, complete or not at all. UsageError if `path` is no .png, or its folder cannot be written."""
     path = Path(os.path.expanduser(path))
     if path.suffix.lower() != ".png":
         raise UsageError(f"{path} does not end in .png: pictures are PNG files")
@@ -96,24 +97,20 @@ def save(image: Image.Image, path: str | Path) -> None:
         ) from error
 
 
-@cache
-def _font() -> ImageFont.ImageFont:
-    return ImageFont.load_default_imagefont()
-
-
 def _write(picture: Image.Image, lines: Sequence[str], left: int, top: int, shade: int) -> None:
-    """Draw lines of text below each other. Letters may begin a little left of their place, hence the space before."""
+    """Draw lines of text. A space comes first, as letters may begin a little left of their place."""
     width, height = LETTER
+    font = ImageFont.load_default_imagefont()
     for number, line in enumerate(lines):
         letters = len(line) + 1
         small = Image.new("L", (letters * width // 2, height // 2), _WHITE)
-        ImageDraw.Draw(small).text((0, 0), f" {line}", fill=shade, font=_font())
+        ImageDraw.Draw(small).text((0, 0), f" {line}", fill=shade, font=font)
         large = small.resize((letters * width, height), Image.Resampling.NEAREST)
         picture.paste(large, (left - width, top + number * height))
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """The lines of a text in the letters of the font, each broken into parts at most `width` pixels wide."""
+    """The lines of a text in the letters of the font, each at most `width` pixels wide."""
     drawable = text.replace("…", "...").encode("latin-1", "replace").decode("latin-1")
     letters = max(1, width // LETTER[0])
     return [part for line in drawable.splitlines() for part in textwrap.wrap(line, letters, tabsize=4) or [""]]

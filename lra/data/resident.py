@@ -1,4 +1,4 @@
-"""Splits whose tokens lie on a device: of a batch only a few numbers per sequence are sent there."""
+"""Splits whose tokens lie on a device. Of a batch, only a few numbers per sequence are sent there."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.collated import TORCH
+from lra.data.collated import TORCH_DTYPE_OF
 from lra.data.split import Examples, Pairs, Split
 
-SHARE = 1 / 4  # of a GPU's memory, at most: the rest is the model's
+MEMORY_SHARE = 1 / 4  # at most this share of a GPU's memory: the rest is for the model
 CHUNK = 1 << 24  # elements uploaded at a time, through a buffer of as many
 
 
 @dataclass(frozen=True, eq=False)
-class Resident(Split):
-    """A split on a device. What it gathers is bitwise what the split gathers that it was made of."""
+class ResidentSplit(Split):
+    """A split on a device. Its batches are bitwise those of the split that it was made of."""
 
     tokens: Tensor  # uint8 or uint16 [sum of lengths + 1], the last is 0
     positions: Tensor | None = None  # int32 [sum of lengths + 1], the last is 0
-    filtered: tuple[int, int, int, float] | None = None  # what tokens were left out: arguments of Split.cut
+    filtered: tuple[int, int, int, float] | None = None  # arguments of Split.cut that chose the tokens
 
     def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
         asked = None if threshold is None else (max_length, head, threshold, share)
@@ -36,7 +36,9 @@ class Resident(Split):
         return super().cut(max_length, head)
 
     def lay(self, begins: np.ndarray, total: int) -> list[np.ndarray]:
-        """Where gaps and sequences end, in turn, and how far from a row its token is: in a gap, past the last one."""
+        """Where gaps and sequences end, in turn, and how far each row is from its token. Gaps read past the last
+        one.
+        """
         ends, shifts = np.empty(2 * len(begins), np.int32), np.empty(2 * len(begins) + 1, np.int64)
         ends[::2], ends[1::2] = begins, begins + self.lengths
         shifts[::2], shifts[1::2] = self.tokens.numel(), self.starts - begins  # a store may have more than 2^31 tokens
@@ -53,12 +55,12 @@ class Resident(Split):
         return tokens, None if self.positions is None else self.positions[places]
 
 
-def memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory; 0 for what has no memory of its own."""
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory; 0 for a device without memory of its own."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def upload(
+def upload_splits(
     splits: Mapping[str, Examples],
     device: torch.device,
     limit: float,
@@ -70,8 +72,11 @@ def upload(
 ) -> dict[str, Examples]:
     """The splits on `device`, or none of them if together they need more than `limit` bytes there.
 
-    What they share is uploaded once. `threshold` and `share` are applied now, and only tokens that pass are uploaded:
-    they, and then `max_length` and whether there is a `prefix`, are those of every later `collate`.
+    What they share is uploaded once. Every later `collate` must have the same `max_length`, `threshold` and `share`,
+    and a `prefix` where there is one here.
+
+    Args:
+        threshold: with `share`, is applied now: only tokens that pass are uploaded.
     """
     filtered = None if threshold is None else (max_length, int(prefix is not None), threshold, share)
     hosts = {name: split.documents if isinstance(split, Pairs) else split for name, split in splits.items()}
@@ -82,9 +87,9 @@ def upload(
         return {}
     there = {identity: _copy(vector, device) for identity, vector in vectors.items()}
 
-    def resident(host: Split) -> Resident:
+    def resident(host: Split) -> ResidentSplit:
         positions = None if host.positions is None else there[_identity(host.positions)]
-        return Resident(there[_identity(host.tokens)], host.starts, host.lengths, host.labels, positions, filtered)
+        return ResidentSplit(there[_identity(host.tokens)], host.starts, host.lengths, host.labels, positions, filtered)
 
     placed: dict[str, Examples] = {}
     for name, split in splits.items():
@@ -94,7 +99,7 @@ def upload(
 
 
 def _identity(vector: np.ndarray) -> Any:
-    """What two vectors have in common if they are the same one: also where each maps the whole of one file."""
+    """A key that two vectors share if they are the same one, or if each maps the whole of one file."""
     base = vector.base
     if isinstance(base, np.memmap) and isinstance(base.base, mmap.mmap) and base.nbytes == vector.nbytes:
         return base.filename
@@ -103,7 +108,7 @@ def _identity(vector: np.ndarray) -> Any:
 
 def _copy(vector: np.ndarray, device: torch.device) -> Tensor:
     """The vector on `device`, and a 0 after its last element."""
-    dtype = TORCH[vector.dtype.str]
+    dtype = TORCH_DTYPE_OF[vector.dtype.str]
     there = torch.zeros(len(vector) + 1, dtype=dtype, device=device)
     buffer = torch.empty(min(CHUNK, len(vector)), dtype=dtype, pin_memory=device.type == "cuda")
     for first in range(0, len(vector), CHUNK):
@@ -115,5 +120,5 @@ def _copy(vector: np.ndarray, device: torch.device) -> Tensor:
 
 @functools.cache
 def _rows(count: int, device: torch.device) -> Tensor:
-    """0, 1, ...: int32 `[count]`, kept."""
+    """0, 1, ...: int32 `[count]`, cached."""
     return torch.arange(count, dtype=torch.int32, device=device)

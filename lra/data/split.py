@@ -1,4 +1,4 @@
-"""One split of a prepared store, and how rows of it become a batch."""
+"""One split of a prepared store, and how its rows become a batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 
-Rows = np.ndarray | Sequence[int]
-IGNORED = -100  # label of what fills a batch up: cross-entropy leaves it out
+RowIndices = np.ndarray | Sequence[int]
+IGNORED_LABEL = -100  # label of what fills a batch up: cross-entropy leaves it out
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """`n` labelled sequences: sequence `i` is `tokens[starts[i] : starts[i] + lengths[i]]`.
 
-    `lra.data.resident` has those whose tokens lie on a device; `cut`, `lay` and `read` are what differs.
+    `lra.data.resident` has a subclass whose tokens lie on a device. It replaces `cut`, `lay` and `read`.
     """
 
     tokens: np.ndarray  # uint8 or uint16 [sum of lengths], memory-mapped
@@ -34,7 +34,7 @@ class Split:
 
     @classmethod
     def from_offsets(cls, tokens: np.ndarray, offsets: np.ndarray, labels: np.ndarray | None = None) -> Split:
-        """Sequences that lie end to end. `offsets`: int64 `[n + 1]`; without `labels` they are all 0."""
+        """Sequences that lie end to end. `offsets`: int64 `[n + 1]`. Without `labels` all labels are 0."""
         return cls(
             tokens, offsets[:-1], np.diff(offsets), np.zeros(len(offsets) - 1, np.int64) if labels is None else labels
         )
@@ -43,43 +43,46 @@ class Split:
         return len(self.labels)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """Tokens of one sequence, `[length]`, read-only."""
+        """The tokens of one sequence, `[length]`, read-only."""
         start = self.starts[row]
         return self.tokens[start : start + self.lengths[row]]
 
-    def longest(self, rows: Rows) -> np.ndarray:
+    def longest(self, rows: RowIndices) -> np.ndarray:
         """The length of each of these rows, int64."""
         return self.lengths[rows]
 
-    def subset(self, rows: Rows) -> Split:
-        """Only these rows, in this order, of the same mapped tokens."""
+    def subset(self, rows: RowIndices) -> Split:
+        """These rows alone, in this order. The tokens are the same mapped ones."""
         return dataclasses.replace(self, starts=self.starts[rows], lengths=self.lengths[rows], labels=self.labels[rows])
 
     def collate(
         self,
-        rows: Rows,
+        rows: RowIndices,
         *,
         max_length: int,
         layout: Literal["packed", "padded"] = "packed",
         prefix: int | None = None,
         threshold: int | None = None,
         share: float = 0.0,
-        index: Rows | None = None,
+        index: RowIndices | None = None,
         multiple: int = 1,
-    ) -> Collated:
-        """The batch of these rows (int `[B]`, any order, repeats allowed), not yet on a device.
+    ) -> CollatedBatch:
+        """The batch of these rows, not yet on a device.
 
-        Of each sequence the first `max_length` tokens are kept, and with `threshold` only those of them whose id is at
-        least that and those in a `share` of the places (`shared_places`); these keep their positions, which the batch
-        then carries. `prefix` is a token id put before every
-        sequence (CLS): lengths, positions and the batch's `max_length` then grow by one. `layout="packed"` leaves no
-        gaps and `max_length` of the batch is its longest sequence; `"padded"` gives every sequence the full
-        `max_length` rows, zeros past its length. `index` is the place of each sequence in the global batch, by
-        default 0, 1, ...
-
-        With `multiple` a packed batch has a multiple of as many rows, so that batches have few shapes: an even number
-        of sequences of zeros follow, with the label that a loss ignores, and the batch's `max_length` is the given one,
-        with a `threshold` the power of two at or above its longest sequence.
+        Args:
+            rows: int `[B]`, in any order, repeats allowed.
+            max_length: tokens of a sequence that are kept, from its beginning.
+            layout: "packed" leaves no gaps, and the batch's `max_length` is its longest sequence. "padded" gives every
+                sequence `max_length` rows, zeros past its length.
+            prefix: token id that is put before every sequence (CLS). Lengths, positions and the batch's `max_length`
+                grow by 1.
+            threshold: of the first `max_length` tokens only ids of at least this are kept. The batch carries their
+                positions.
+            share: with a threshold, all tokens at this share of the places are kept, too (`shared_places`).
+            index: place of each sequence in the global batch, by default 0, 1, ...
+            multiple: a packed batch gets a multiple of so many rows, so that batches have few shapes. An even number of
+                sequences of zeros follow, with the label that a loss ignores. The batch's `max_length` is then the
+                given one; with a threshold it is the power of two at or above its longest sequence.
         """
         head = int(prefix is not None)
         chosen = self.subset(np.asarray(rows, np.int64)).cut(max_length, head, threshold, share)
@@ -96,11 +99,9 @@ class Split:
                 # few values. What passes a threshold is a small part of a sequence, in all of them about as much
                 most = max_length + head
                 longest = most if threshold is None else min(most, 1 << (longest - 1).bit_length())
-                filling = _shares(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
-                lengths, labels, index = (
-                    np.concatenate([field, filler])
-                    for field, filler in ((lengths, filling), (labels, 0 * filling + IGNORED), (index, 0 * filling))
-                )
+                filling = _split_evenly(-int(lengths.sum()) % multiple, 2 * math.ceil(multiple / longest))
+                lengths, index = np.concatenate([lengths, filling]), np.concatenate([index, 0 * filling])
+                labels = np.concatenate([labels, np.full_like(filling, IGNORED_LABEL)])
             begins, total = np.cumsum(lengths) - lengths, int(lengths.sum())
         else:
             raise ValueError(f"layout is packed or padded, not {layout}")
@@ -108,13 +109,13 @@ class Split:
         starts = np.minimum(begins, max(total - 1, 0))  # of nothing at the end, a row, too
         start, length, place = (np.ascontiguousarray(field, np.int32) for field in (starts, lengths, index))
         label, laid = np.ascontiguousarray(labels, np.int64), chosen.lay(begins[:count] + head, total)
-        return Collated(chosen.read, start, length, place, label, laid, total, longest, prefix, count)
+        return CollatedBatch(chosen.read, start, length, place, label, laid, total, longest, prefix, count)
 
     def cut(self, max_length: int, head: int, threshold: int | None = None, share: float = 0.0) -> Split:
-        """Of each sequence the first `max_length` tokens, or with `threshold` those of them of at least that id.
+        """The first `max_length` tokens of each sequence, or with `threshold` those of them that pass.
 
-        The latter are copied, with their positions, which begin at `head`; and so is, whatever its id, what stands in
-        `shared_places`.
+        A token passes if its id is at least the threshold, or if it stands in one of the `shared_places`. Such tokens
+        are copied, with their positions, which begin at `head`.
         """
         short = dataclasses.replace(self, lengths=np.minimum(self.lengths, max_length))
         if threshold is None:
@@ -130,7 +131,7 @@ class Split:
         return dataclasses.replace(Split.from_offsets(tokens, offsets, self.labels), positions=positions)
 
     def lay(self, begins: np.ndarray, total: int) -> list[np.ndarray]:
-        """What `read` needs on the device to make `total` rows, where the sequences' tokens begin at `begins`."""
+        """What `read` needs on the device to make `total` rows, if the sequences' tokens begin at `begins`."""
         sources = [self.tokens] if self.positions is None else [self.tokens, self.positions]
         rows = [np.zeros(total, source.dtype) for source in sources]
         places = list(zip(begins.tolist(), self.starts.tolist(), self.lengths.tolist(), strict=True))
@@ -147,7 +148,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """`n` labelled pairs of sequences out of one collection, where each is stored once."""
+    """`n` labelled pairs of sequences out of one collection, in which each sequence is stored once."""
 
     documents: Split
     pairs: np.ndarray  # int64 [n, 2], places in documents
@@ -157,18 +158,20 @@ class Pairs:
         return len(self.labels)
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the two sequences of a pair."""
+        """The tokens of the two sequences of a pair."""
         one, other = self.pairs[row]
         return self.documents[one], self.documents[other]
 
-    def longest(self, rows: Rows) -> np.ndarray:
-        """The length of the longer one of each of these pairs, int64."""
+    def longest(self, rows: RowIndices) -> np.ndarray:
+        """The length of the longer sequence of each of these pairs, int64."""
         return self.documents.lengths[self.pairs[rows]].max(1)
 
-    def collate(self, rows: Rows, *, index: Rows | None = None, **options: Any) -> Collated:
-        """The batch of these pairs as twice as many sequences, the two of a pair side by side; else as `Split.collate`.
+    def collate(self, rows: RowIndices, *, index: RowIndices | None = None, **options: Any) -> CollatedBatch:
+        """The batch of these pairs as twice as many sequences, the two of a pair side by side.
 
-        `index` is the place of each pair in the global batch; its label stands once.
+        Args:
+            index: place of each pair in the global batch.
+            options: those of `Split.collate`.
         """
         rows = np.asarray(rows, np.int64)
         place = np.arange(len(rows)) if index is None else np.asarray(index, np.int64)
@@ -184,14 +187,15 @@ Examples = Split | Pairs
 
 @functools.cache
 def shared_places(length: int, share: float) -> np.ndarray:
-    """Which places of a sequence are kept whatever stands there, bool `[length]`: about a `share` of them.
+    """The places of a sequence at which every token is kept, bool `[length]`: about a `share` of them.
 
-    They are drawn once and for all: the same in every sequence, and among those of any larger share. Not to be written.
+    They are the same in every sequence, and are among those of any larger share. The array is cached: do not write to
+    it.
     """
     return np.random.default_rng(0).random(length) < share
 
 
-def _shares(total: int, count: int) -> np.ndarray:
+def _split_evenly(total: int, count: int) -> np.ndarray:
     """`total` in `count` nearly equal parts, int64."""
     ends = np.arange(count + 1) * total // count
     return ends[1:] - ends[:-1]

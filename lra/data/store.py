@@ -35,42 +35,42 @@ import numpy as np
 
 from lra import environment, reading
 from lra.data.manifest import faulty_fields
-from lra.data.preparing import shown
+from lra.data.preparation import show_preparation
 from lra.data.split import Pairs, Split
-from lra.data.writer import DOCUMENTS, Writer
-from lra.errors import UsageError, disk_full, failing, system_error
+from lra.data.writer import DOCUMENTS, StoreWriter
+from lra.errors import UsageError, is_disk_failure, is_disk_full, system_error
 
 FORMAT = 2  # of the files and the manifest; readers refuse any other
-PATIENCE_S = 30  # for another process, until that is told
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
-# what a file system answers that can't map, lock or sync files
-UNSUPPORTED = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-# what every manifest says beside its format and files
-STATED = (
+PATIENCE_S = 30  # seconds to wait for another process before a warning says so
+ABSENT_CODES = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+# error codes of a file system that can't map, lock or sync files
+UNSUPPORTED_CODES = (errno.ENODEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+# fields of every manifest, beside its format and files
+MANIFEST_FIELDS = (
     *("task", "version", "params", "source", "vocabulary", "generator", "seed", "vocabulary_hash"),
     *("splits", "baselines", "notes", "date", "versions"),
 )
 
 
-def root() -> Path:
-    """The folder of all prepared stores: `$LRA_DATA`, which may be one of many users, else the user's cache."""
+def data_root() -> Path:
+    """The folder of all prepared stores: `$LRA_DATA`, which users may share, else in the user's cache."""
     chosen = os.environ.get("LRA_DATA")
     return Path(os.path.expanduser(chosen)).absolute() if chosen else environment.cache_root()
 
 
-def folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
-    """Where the store of this task, version and parameters lives, whether or not it exists."""
-    return root() / f"{task}@{version}-{_hash(params)[:8]}"
+def store_folder(task: str, version: int, params: Mapping[str, Any]) -> Path:
+    """The folder of the store of this task, version and parameters, whether or not it exists."""
+    return data_root() / f"{task}@{version}-{_hash(params)[:8]}"
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
-    """Identity of a vocabulary: weights trained with one must not meet tokens of another. 64 hex digits."""
+    """Identity of a vocabulary, 64 hex digits. Weights that were trained with one must not meet another."""
     return _hash(list(vocabulary))
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a store holds and where it comes from: the part of its manifest known before it is built."""
+class StoreContent:
+    """What a store holds and where it comes from: the part of its manifest that is known before it is built."""
 
     task: str
     version: int
@@ -82,34 +82,38 @@ class Content:
 
     @property
     def path(self) -> Path:
-        return folder(self.task, self.version, self.params)
+        return store_folder(self.task, self.version, self.params)
 
 
-def prepare(
-    content: Content,
-    build: Callable[[Writer], None],
+def prepare_store(
+    content: StoreContent,
+    build: Callable[[StoreWriter], None],
     *,
     force: bool = False,
     command: str = "",
 ) -> Store:
-    """The store of `content`, built by `build` if it does not exist yet (or anew if `force`).
+    """The store of `content`. `build` makes it if it does not exist yet, or anew with `force`.
 
-    The store appears in place at once and complete, or not at all. Of several processes that prepare it at
-    the same time one builds and the others wait for it. Raises UsageError where the disk is full or the
-    folder cannot be written. `command` as in `Store.open`.
+    The store appears at once and complete, or not at all. Of several processes one builds, and the others wait.
+
+    Args:
+        command: as in `Store.open`.
+
+    Raises:
+        UsageError: if the disk is full or the folder cannot be written.
     """
     path = content.path
     if os.path.exists(path) and not force:
         return Store.open(path, command)
     try:
-        with _alone(path):
-            _settle(path)  # what a killed build left
+        with _locked(path):
+            _clean_up(path)  # what a killed build left
             if force or not path.exists():
                 _build(path, content, build)
     except UsageError:
         raise
     except Exception as error:
-        if disk_full(error):
+        if is_disk_full(error):
             raise UsageError(f"no space left in {path.parent}: free some, or set LRA_DATA to a larger disk") from error
         raise
     return Store.open(path, command)
@@ -117,21 +121,25 @@ def prepare(
 
 @dataclass(frozen=True)
 class Store:
-    """A prepared store on disk, of one build: its files are mapped at once, and stay so where another takes its place.
+    """A prepared store on disk, of one build. No array is read before a split is asked for.
 
-    No array is read before a split is asked for.
+    All files are mapped at once, so a store stays whole when another build replaces it.
     """
 
     path: Path
     manifest: Mapping[str, Any]
-    command: str  # that prepares it; empty if that is not known
+    command: str  # prepares it; empty if it is not known
     arrays: Mapping[str, np.ndarray]  # by file
 
     @classmethod
     def open(cls, path: Path, command: str = "") -> Store:
-        """The store at `path`; UsageError if it is not there, of another format, or lacks (part of) a file.
+        """The store at `path`.
 
-        The errors name `command` as the one that prepares this store; without it they name no other.
+        Args:
+            command: prepares this store, and messages name it; empty if it is not known.
+
+        Raises:
+            UsageError: if the store is not there, has another format, or lacks (part of) a file.
         """
         if _size(path) is None:
             mend = f"; run: {command}" if command else ""
@@ -142,24 +150,24 @@ class Store:
             version, source = manifest["format"], Path(manifest.get("source", ""))
             files = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_again(path, command)}") from error
+            raise UsageError(f"{path}/manifest.json is missing or unreadable; {_mend(path, command)}") from error
         if command and source.is_absolute() and "source=" not in command:
             command += " " + shlex.quote(f"task.source={source}")  # nothing else can give it again
         if version != FORMAT:
             raise UsageError(
-                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_again(path, command)}"
+                f"{path}/manifest.json has format {version}, this lra reads format {FORMAT}; {_mend(path, command)}"
             )
-        if missing := [name for name in STATED if name not in manifest]:
-            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_again(path, command)}")
+        if missing := [name for name in MANIFEST_FIELDS if name not in manifest]:
+            raise UsageError(f"{path}/manifest.json lacks {', '.join(missing)}; {_mend(path, command)}")
         if wrong := ", ".join(faulty_fields(manifest)):
-            raise UsageError(f"{path}/manifest.json has no {wrong}; {_again(path, command)}")
-        if path.name != folder(manifest["task"], manifest["version"], manifest["params"]).name:
+            raise UsageError(f"{path}/manifest.json has no {wrong}; {_mend(path, command)}")
+        if path.name != store_folder(manifest["task"], manifest["version"], manifest["params"]).name:
             other = f"{manifest['task']}@{manifest['version']} with {manifest['params']}"
-            raise UsageError(f"{path} holds another store, of {other}; {_again(path, command)}")
+            raise UsageError(f"{path} holds another store, of {other}; {_mend(path, command)}")
         for name, (stated, _) in files.items():
             if (size := _size(path / name)) != stated:
                 found = "no" if size is None else size
-                raise UsageError(f"{path}/{name} has {found} bytes instead of {stated}; {_again(path, command)}")
+                raise UsageError(f"{path}/{name} has {found} bytes instead of {stated}; {_mend(path, command)}")
         with suppress(FileNotFoundError):
             arrays = {name: _map(path / name, command) for name in files}
             if reading.read_text(path / "manifest.json", reading.MOST_JSON) == text:
@@ -206,14 +214,14 @@ class Store:
 
     def _damaged(self, name: str, part: str) -> UsageError:
         what = f"{self.path}/{name}.{part}.npy has what a store's {part} can't be: it is corrupt"
-        return UsageError(f"{what}; {_again(self.path, self.command)}")
+        return UsageError(f"{what}; {_mend(self.path, self.command)}")
 
     def verify(self) -> None:
-        """Read every byte again; UsageError names the first file that is not what was written."""
+        """Reads every byte again. UsageError names the first file that is not what was written."""
         Store.open(self.path, self.command)
         for name, file in self.manifest["files"].items():
             if _file_hash(self.path / name) != file["sha256"]:
-                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_again(self.path, self.command)}")
+                raise UsageError(f"{self.path}/{name} is corrupt (another checksum); {_mend(self.path, self.command)}")
 
 
 def _size(path: Path) -> int | None:
@@ -221,7 +229,7 @@ def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError as error:
-        if error.errno not in ABSENT:
+        if error.errno not in ABSENT_CODES:
             raise
         return None
 
@@ -232,20 +240,20 @@ def _map(file: Path, command: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         if system := system_error(error, file):  # nothing is damaged
             raise system from None
-        raise UsageError(f"{file} is no array: it is corrupt; {_again(file.parent, command)}") from error
+        raise UsageError(f"{file} is not an array: it is corrupt; {_mend(file.parent, command)}") from error
     array.flags.writeable = False
     return array
 
 
 def _load(file: Path) -> np.ndarray:
-    """An array whose memory is the file: shared, else private. It is read where the file system can't map files."""
+    """An array that maps the file: shared, else private. It is read into memory where the file system can't map."""
     modes: tuple[Literal["r", "c"], ...] = ("r", "c")
     for mode in modes:
         try:
             # np.asarray: the same mapped memory, without the cost of np.memmap at every slice
             return np.asarray(np.load(file, mmap_mode=mode))
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in UNSUPPORTED_CODES:
                 raise
     warnings.warn(f"the file system of {file.parent} can't map files: they are read into memory", stacklevel=4)
     try:
@@ -256,24 +264,28 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _within(values: np.ndarray, count: int) -> bool:
-    """Whether all are numbers from 0 to `count - 1`; those that a byte can't leave are not read."""
+    """Whether all values are from 0 to `count - 1`. Bytes are not read if every byte is valid."""
     if values.dtype == np.uint8 and count >= 256:
         return True
     return values.dtype.kind in "iu" and values.min(initial=0) >= 0 and values.max(initial=0) < count
 
 
-def _again(path: Path, command: str) -> str:
-    """The mend of a damaged store that `command` prepares."""
-    return f"run: {command} force=true" if command else f"remove {path}, and what needs it prepares it anew"
+def _mend(path: Path, command: str) -> str:
+    """How to mend a damaged store that `command` prepares."""
+    return (
+        f"run: {command} force=true"
+        if command
+        else f"remove {path}, and the next command that needs it prepares it again"
+    )
 
 
-def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> None:
-    """Build beside `path`, then rename. Only under the lock."""
+def _build(path: Path, content: StoreContent, build: Callable[[StoreWriter], None]) -> None:
+    """Builds beside `path`, then renames. Call it under the lock only."""
     partial = _beside(path, "partial")
     partial.mkdir()
     try:
-        with shown(content.task, content.source, content.params) as count:
-            writer = Writer(partial, len(content.vocabulary), count)
+        with show_preparation(content.task, content.source, content.params) as count:
+            writer = StoreWriter(partial, len(content.vocabulary), count)
             build(writer)
         written = writer.finish()
         files = sorted(file for file in partial.iterdir() if not file.name.startswith("."))  # a file system's own
@@ -284,7 +296,7 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
             **written,  # splits, documents, baselines, notes, differences
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _file_hash(file)} for file in files},
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "versions": environment.versions(),
+            "versions": environment.package_versions(),
         }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for file in [*files, partial / "manifest.json", partial]:
@@ -294,17 +306,17 @@ def _build(path: Path, content: Content, build: Callable[[Writer], None]) -> Non
         partial.rename(path)
         _sync(path.parent)
     finally:
-        _settle(path)
+        _clean_up(path)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time prepares a store. The lock goes when its process does."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time prepare a store. The lock goes when its process ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        if disk_full(error) or failing(error):
+        if is_disk_full(error) or is_disk_failure(error):
             raise
         raise UsageError(f"cannot write to {path.parent} ({error.strerror}): set LRA_DATA to another folder") from error
     try:
@@ -321,7 +333,7 @@ def _lock(file: int, path: Path) -> None:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in UNSUPPORTED:
+            if error.errno in UNSUPPORTED_CODES:
                 where = f"the file system of {path.parent} has no locks ({error.strerror})"
                 raise UsageError(f"{where}: set LRA_DATA to a folder of another one") from error
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -332,8 +344,8 @@ def _lock(file: int, path: Path) -> None:
         time.sleep(0.05)
 
 
-def _settle(path: Path) -> None:
-    """Remove what a build has beside `path`; a store that it moved aside goes back if there is no other in place."""
+def _clean_up(path: Path) -> None:
+    """Removes what a build left beside `path`. A store that was moved aside goes back if there is no other."""
     shutil.rmtree(_beside(path, "partial"), ignore_errors=True)
     old = _beside(path, "old")
     if os.path.exists(old) and not os.path.exists(path):
@@ -359,12 +371,12 @@ def _file_hash(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Put a file or a folder's entries on the disk, so that a rename never outlives what it names."""
+    """Puts a file or a folder's entries on the disk, so that a rename never outlives what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # some file systems know none of folders
+        if error.errno not in UNSUPPORTED_CODES:  # some file systems know none of folders
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Writes the splits of a store under construction, in chunks, so that a store may exceed memory."""
+"""Writes the splits of a store in chunks, so that a store may exceed memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lra.data import checks
 DOCUMENTS = "documents"  # the sequences that pairs refer to
 
 
-class Writer:
-    """Appends labelled examples to the splits of a store. `lra.data.store.prepare` makes it and finishes it.
+class StoreWriter:
+    """Appends labelled examples to the splits of a store. `lra.data.store.prepare_store` makes and finishes it.
 
     An example is a sequence (`add`), or a pair of sequences out of one collection (`add_documents`, `add_pairs`).
     """
@@ -24,7 +24,7 @@ class Writer:
     def __init__(self, folder: Path, vocabulary_size: int, count: Callable[[int], None] = lambda _: None):
         if not 1 <= vocabulary_size <= 1 << 16:
             raise ValueError(f"a store holds 1 to 65536 different tokens, not {vocabulary_size}")
-        self.count = count  # is told of examples as they are written
+        self.count = count  # is called with the number of examples that were written
         self.vocabulary_size = vocabulary_size
         self.dtype = np.dtype("u1" if vocabulary_size <= 256 else "<u2")
         self._folder = folder
@@ -32,7 +32,7 @@ class Writer:
         self._labels: dict[str, list[np.ndarray]] = {}
         self._pairs: dict[str, list[np.ndarray]] = {}
         self._baselines: dict[str, dict[str, float]] = {}
-        self._rows: dict[str, list[np.ndarray]] = {}  # what identifies the rows of each split, if they are compared
+        self._rows: dict[str, list[np.ndarray]] = {}  # hashes of the rows of each split, if they are compared
         self._compared: str | None = None
         self._notes: list[str] = []
         self._differences: list[str] = []
@@ -40,15 +40,15 @@ class Writer:
     def add(self, split: str, sequences: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
         """Append sequences to a split, which begins when it is first named.
 
-        `sequences`: integer arrays `[length]`, or one array `[n, length]`. `labels`: integers `[n]`.
+        Args:
+            sequences: integer arrays `[length]`, or one array `[n, length]`.
+            labels: integers `[n]`.
         """
         if len(sequences) != len(labels):
             raise ValueError(f"{split}: {len(sequences)} sequences with {len(labels)} labels")
         self._append(split, sequences)
         self.count(len(labels))
-        if self._compared:
-            self._rows.setdefault(split, []).append(checks.hashes(sequences))
-        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+        self._label(split, sequences, labels)
 
     def add_documents(self, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         """Append sequences, as in `add`, to the collection that pairs refer to by place."""
@@ -63,25 +63,23 @@ class Writer:
             raise ValueError(f"{split}: a pair names a document outside 0 to {count - 1}")
         pairs = np.array(pairs, np.int64).reshape(-1, 2)
         self._pairs.setdefault(split, []).append(pairs)
-        if self._compared:
-            self._rows.setdefault(split, []).append(checks.hashes(pairs))
-        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
+        self._label(split, pairs, labels)
 
     def baseline(self, name: str, accuracy: Mapping[str, float]) -> None:
-        """State what a predictor that sees one simple feature reaches on each split, as a share."""
+        """State the accuracy, as a share, that a predictor with one simple feature reaches on each split."""
         self._baselines[name] = dict(accuracy)
 
     def note(self, text: str) -> None:
-        """State what a user of the data should know, in the manifest."""
+        """State a fact that a user of the data should know, in the manifest."""
         self._notes.append(text)
 
     def differ(self, text: str) -> None:
-        """State in what the data is not what it should be: a note that every run on it repeats."""
+        """State how the data differs from what is published: a note that every run on it repeats."""
         self.note(text)
         self._differences.append(text)
 
     def compare(self, source: str | Path) -> None:
-        """To be called first, of data that is imported: `finish` compares its splits, as in `checks.compare_splits`."""
+        """Let `finish` compare the splits of imported data (`checks.compare_splits`). Call it first."""
         self._compared = str(source)
 
     def find(self, findings: Iterable[checks.Finding]) -> None:
@@ -90,13 +88,13 @@ class Writer:
             (self.differ if finding.matters else self.note)(finding.text)
 
     def scratch(self) -> Path:
-        """A folder for the builder's temporary files; it goes when the store is finished or fails."""
+        """A folder for temporary files of the builder. It goes when the store is finished or fails."""
         path = self._folder / "scratch"
         path.mkdir(exist_ok=True)
         return path
 
     def finish(self) -> dict[str, Any]:
-        """Complete the files and return what the manifest says of their content; UsageError as from `compare`."""
+        """Complete the files and return the manifest's part on their content; UsageError as `compare_splits`."""
         if self._compared:
             rows, labels = (
                 {split: np.concatenate(parts) for split, parts in kept.items()} for kept in (self._rows, self._labels)
@@ -109,6 +107,11 @@ class Writer:
         splits = {split: self._labelled(split) for split in self._labels}
         said = {"baselines": self._baselines, "notes": self._notes, "differences": self._differences}
         return {"splits": splits, **documents, **said}
+
+    def _label(self, split: str, rows: Sequence[np.ndarray] | np.ndarray, labels: Sequence[int] | np.ndarray) -> None:
+        if self._compared:
+            self._rows.setdefault(split, []).append(checks.hash_rows(rows))
+        self._labels.setdefault(split, []).append(np.array(labels, np.int64))
 
     def _append(self, name: str, sequences: Sequence[np.ndarray] | np.ndarray) -> None:
         if isinstance(sequences, np.ndarray):
@@ -154,13 +157,13 @@ class Writer:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    """As np.save, whose error on a full disk does not say that it is one."""
+    """As np.save, whose error on a full disk does not say that the disk is full."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     path.write_bytes(buffer.getbuffer())
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """The .npy header of a vector. NumPy pads it so that it keeps its size whatever the count: it can be rewritten."""
+    """The .npy header of a vector. NumPy pads it to one size for every count, so that it can be rewritten."""
     shape = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, shape)

@@ -1,6 +1,6 @@
-"""What `lra reproduce` can reproduce: tables of accuracies, their speeds, and Figure 3, a module for each.
+"""What `lra reproduce` can reproduce: tables of accuracies, their speeds, and Figure 3. Each has a module.
 
-`grid` says what is run where, and `results` what is made of it. This module stays light: listing imports nothing else.
+`grid` decides what runs where, and `results` reports on it. This module stays light: a list imports nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lra.errors import UsageError
 MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and memory of all attentions against N"}
 
 
-def experiments() -> dict[str, str]:
-    """Each by name, and what it is: those with a module of their own, and the tables of `configs/table`."""
-    return MODULES | {name: described(name) for name in names("table")}
+def list_experiments() -> dict[str, str]:
+    """A description of each by name: those with a module of their own, and the tables of `configs/table`."""
+    return MODULES | {name: describe_table(name) for name in names("table")}
 
 
-def described(table: str) -> str:
-    """What a table is, or why its YAML can't be read: one that is broken takes no other away."""
+def describe_table(table: str) -> str:
+    """What a table is, or why its YAML can't be read: a broken one must not hide the others."""
     try:
         tree = read_yaml("table", table)
     except UsageError as error:
@@ -32,8 +32,11 @@ def described(table: str) -> str:
     return ": ".join(stated) or "accuracies, each of a run by lra fit"
 
 
-def find(name: str, function: str = "run") -> Callable[..., Any]:
-    """A function of an experiment's module, `run` or `parse_fields`; UsageError with a suggestion if there is none."""
+def find_experiment(name: str, function: str = "reproduce") -> Callable[..., Any]:
+    """A function of an experiment's module: `reproduce` or `parse_fields`.
+
+    Raises UsageError with a suggestion for an unknown name.
+    """
     if name in MODULES:
         return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
     if name not in (tables := names("table")):
@@ -41,11 +44,11 @@ def find(name: str, function: str = "run") -> Callable[..., Any]:
     return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
 
 
-def parse_fields(args: Sequence[str]) -> Any:
-    """The arguments of `lra reproduce` as its experiment parses them; nothing for the list of all."""
-    return find(args[0], "parse_fields")(args[1:]) if args else None
+def parse_reproduction(args: Sequence[str]) -> Any:
+    """The arguments of `lra reproduce`, parsed by its experiment; None for the list of all."""
+    return find_experiment(args[0], "parse_fields")(args[1:]) if args else None
 
 
 def parse_report(args: Sequence[str]) -> Any:
-    """The arguments of `lra report` as the report parses them; nothing for the list of all."""
+    """The arguments of `lra report`, parsed by the report; None for the list of all."""
     return importlib.import_module("lra.experiments.results.report").parse_fields(args[0], args[1:]) if args else None

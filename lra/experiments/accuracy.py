@@ -1,8 +1,8 @@
 """`lra reproduce table3` and `table6`: FlashAttention's tables of accuracies (arXiv 2205.14135).
 
-A cell is one `lra fit` in its own run directory. The same command again goes on where it was stopped, and several
-commands on one folder, of other machines too, share the cells. Runs from which the recipe starts a cell are stages,
-cells themselves.
+A cell is one `lra fit` in its own run directory. The same command continues where it was stopped. Several commands on
+one folder, also from other machines, share the cells. A recipe may start a cell from another run. Such a run is a
+stage, and a cell itself.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import cells, grid, plan
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.grid.launch import Local, States, slots
-from lra.experiments.grid.slurm import Resources, Slurm, resources
-from lra.experiments.grid.watch import Watch, others, scores
-from lra.experiments.reproduction import Reproduction, Table, mean_over_common_seeds, number
+from lra.experiments.grid.local_launcher import CellStates, LocalLauncher, list_slots
+from lra.experiments.grid.slurm import SlurmLauncher, SlurmResources, parse_resources
+from lra.experiments.grid.watch import GridWatch, format_others, format_scores
+from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
 from lra.training.run_directory import FIRST_FAILURE_FILE, LOG_FILE
 
-MOST_PER_DEVICE = 64  # each is a process that imports PyTorch
+MOST_RUNS_PER_DEVICE = 64  # each is a process that imports PyTorch
 
 
 @dataclass(frozen=True)
-class Options:
-    """Which cells, and where. What is not a field here is one of `lra fit`, for every cell."""
+class GridOptions:
+    """Which cells run, and where. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
@@ -48,68 +48,70 @@ class Options:
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"seeds={self.seeds}: it is how many there are, at least 1")
-        if not 1 <= self.per_device <= MOST_PER_DEVICE:
-            limit = "at least 1" if self.per_device < 1 else f"at most {MOST_PER_DEVICE}"
+        if not 1 <= self.per_device <= MOST_RUNS_PER_DEVICE:
+            limit = "at least 1" if self.per_device < 1 else f"at most {MOST_RUNS_PER_DEVICE}"
             raise UsageError(f"per_device={self.per_device}: it is how many runs share a GPU, {limit}")
         if self.per_device > 1 and self.launcher == "slurm":
             raise UsageError("per_device= is for launcher=local: with slurm each run has what slurm.gres= asks for")
 
 
-class Request(NamedTuple):
+class GridRequest(NamedTuple):
     """What a command asks for."""
 
     table: Grid
-    options: Options
-    resources: Resources
+    options: GridOptions
+    resources: SlurmResources
     fields: list[Override]  # of `lra fit`, for every cell
     cells: list[Cell]
-    measured: speed.Options | None = None  # with speed=true
+    measured: speed.SpeedOptions | None = None  # with speed=true
 
 
-def parse_fields(name: str, args: Sequence[str]) -> Request:
-    """What the arguments of `run` ask for, every cell composed."""
-    table, overrides = grid.read(name), parse_overrides(args)
-    options, others = take(Options, overrides)
+def parse_fields(name: str, args: Sequence[str]) -> GridRequest:
+    """The request in the arguments of `reproduce`, with every cell composed."""
+    table, overrides = grid.read_grid(name), parse_overrides(args)
+    options, others = take(GridOptions, overrides)
     own = [override for override in others if override.field.startswith("slurm.")]
     fields = [override for override in others if override not in own]
-    asked = resources(own, options.launcher)
+    asked = parse_resources(own, options.launcher)
     if options.speed == "true":
         return _parse_speed(table, options, asked, [each for each in overrides if each.field != "speed"])
-    return Request(table, options, asked, fields, choose(table, options, fields))
+    return GridRequest(table, options, asked, fields, choose_cells(table, options, fields))
 
 
-def _parse_speed(table: Grid, options: Options, asked: Resources, overrides: Sequence[Override]) -> Request:
+def _parse_speed(
+    table: Grid, options: GridOptions, asked: SlurmResources, overrides: Sequence[Override]
+) -> GridRequest:
     for override in overrides:
-        if mend := speed.REFUSED.get(override.field):
+        if mend := speed.REFUSED_FIELDS.get(override.field):
             raise UsageError(f"{override} can't be beside speed=true: {mend}")
-    measured, fields = take(speed.Options, overrides)
+    measured, fields = take(speed.SpeedOptions, overrides)
     chosen = table.cells(measured.tasks, measured.attns, 1, measured.recipe, fields)
-    return Request(table, options, asked, fields, chosen, measured)
+    return GridRequest(table, options, asked, fields, chosen, measured)
 
 
-def run(
+def reproduce(
     name: str, args: Sequence[str], progress: Callable[[str], None] = lambda line: None, dry_run: bool = False
 ) -> Reproduction:
-    """Runs what is left of the grid, then reports on all of it.
+    """Runs the rest of the grid, then reports on all of it.
 
     Args:
         name: of the table.
-        args: `field=value` of Options and of `lra fit`, and `slurm.field=value` of Resources.
-        progress: is given a line for each change of a cell's state, unless a terminal shows the table.
-        dry_run: only report what there is and what is left: nothing is started or written.
+        args: `field=value` of GridOptions and of `lra fit`, and `slurm.field=value` of SlurmResources.
+        progress: is called with a line for each change of a cell's state, unless a terminal shows the table.
+        dry_run: only report what exists and what is left. Nothing is started or written.
 
     Raises:
-        UsageError: before anything runs, for what is unknown or of no use here, and for a run's directory that holds
-            another configuration.
-        SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended; a job array goes on.
+        UsageError: before anything runs, for a field that is unknown or of no use here, and for a run directory that
+            holds another configuration.
+        SystemExit: on SIGINT (130) and SIGTERM (143), when all runs have ended. A job array continues.
     """
     table, options, asked, fields, chosen, measured = parse_fields(name, args)
     if measured:
-        return speed.run(table, measured, fields, chosen, progress, dry_run)
+        return speed.measure_speeds(table, measured, fields, chosen, progress, dry_run)
     if options.speed and not dry_run:
         raise UsageError(f"speed={options.speed}: give speed=true to measure, or a file of it with --dry-run")
     slurm = options.launcher == "slurm"
-    available = [] if slurm else [*slots(options.devices)] * options.per_device
+    available = [] if slurm else [*list_slots(options.devices)] * options.per_device
     table = table.under(chosen)
     wide = max(cell.composed.config.trainer.devices for cell in chosen)
     most = asked.gpus or wide if slurm else len({*available})
@@ -117,24 +119,26 @@ def run(
         more = f", or give slurm.gres=gpu:{wide}" if slurm else ""
         raise UsageError(f"trainer.devices={wide}, but a cell can have {most} here: lower it{more}")
     if dry_run:
-        states = {cell: cells.look(cell) for cell in cells.with_stages(chosen)}
-        alone, command = _measured_alone(table, chosen, options.speed), _measuring(table, options, fields)
+        states = {cell: cells.cell_state(cell) for cell in cells.with_stages(chosen)}
+        alone, command = _measured_alone(table, chosen, options.speed), _measuring_command(table, options, fields)
         places = options.devices or len(chosen) if slurm else most // wide
-        made = plan.plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
-        submission = Slurm(chosen, asked, options.devices).plan() if slurm else []
+        made = plan.make_plan(states, len(available) if not slurm and wide == 1 else places, places, alone, command)
+        submission = SlurmLauncher(chosen, asked, options.devices).plan() if slurm else []
         return made._replace(lines=[*made.lines, *submission])
     environment.warn_unclean()
     todo = chosen if slurm else cells.with_stages(chosen)  # an array's task runs its cell's stages itself
-    with Watch(table, progress) as watch:
+    with GridWatch(table, progress) as watch:
         launcher = (
-            Slurm(todo, asked, options.devices, watch, watch.say) if slurm else Local(todo, available, watch, watch.say)
+            SlurmLauncher(todo, asked, options.devices, watch, watch.say)
+            if slurm
+            else LocalLauncher(todo, available, watch, watch.say)
         )
         states = launcher.work()
-    return report(table, states)
+    return summarise_states(table, states)
 
 
-def choose(table: Grid, options: Options, fields: Sequence[str | Override]) -> list[Cell]:
-    """The cells, all composed; UsageError if one is not possible, or two would be one run."""
+def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Override]) -> list[Cell]:
+    """The cells, all composed. UsageError if one is not possible, or if two would be one run."""
     chosen = table.cells(options.tasks, options.attns, options.seeds, options.recipe, fields)
     owners: dict[Any, Cell] = {}
     for cell in chosen:
@@ -146,19 +150,21 @@ def choose(table: Grid, options: Options, fields: Sequence[str | Override]) -> l
     return chosen
 
 
-def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> plan.Alone:
-    """What is in a file of `speed=true`; by default in the table's own, if that is there and of the cells' recipe.
+def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> plan.MeasuredSpeeds:
+    """The speeds in a file of `speed=true`; by default the table's own file, if it exists and is of the cells'
+    recipe.
 
     Raises UsageError for a file that is no such one, or of no use for the cells.
     """
-    path, recipe = Path(file or speed.file_of(table)), chosen[0].composed.config.recipe
+    path, recipe = Path(file or speed.default_file(table)), chosen[0].composed.config.recipe
     if file is None and not path.is_file():
-        return plan.Alone()
-    result = speed.read(path) if file is None else speed.named(table, path, recipe)
+        return plan.MeasuredSpeeds()
+    result = speed.read_speeds(path) if file is None else speed.read_named_file(table, path, recipe)
     if result.options["recipe"] != recipe:
-        return plan.Alone()
+        return plan.MeasuredSpeeds()
     try:
-        alone = plan.Alone(speed.paces(table, result), f"{path} (each alone on {speed.made_with(result)})")
+        source = f"{path} (each alone on {speed.describe_origin(result)})"
+        alone = plan.MeasuredSpeeds(speed.measured_paces(table, result), source)
     except UsageError as error:
         raise UsageError(f"{path} can't be compared ({error}): remove it, or name another file") from None
     if file and not any(map(alone.has, chosen)):
@@ -166,19 +172,19 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
     return alone
 
 
-def _measuring(table: Grid, options: Options, fields: Sequence[Override]) -> str:
-    """The command that measures a step of these cells; none for fields that it refuses, or that are of no step."""
-    if {override.field for override in fields} & {*speed.REFUSED, *OWN}:
+def _measuring_command(table: Grid, options: GridOptions, fields: Sequence[Override]) -> str:
+    """The command that measures a step of these cells; empty for fields that it refuses, or that change no step."""
+    if {override.field for override in fields} & {*speed.REFUSED_FIELDS, *OWN}:
         return ""
     given = [f"{name}={','.join(names)}" for name in ("tasks", "attns") if (names := getattr(options, name))]
     recipe = [] if options.recipe is None else [f"recipe={options.recipe}"]
-    kept = [str(override) for override in fields if override.field not in plan.NOT_PACE]  # few steps would be refused
+    kept = [str(each) for each in fields if each.field not in plan.FIELDS_WITHOUT_PACE]  # few steps would be refused
     return shlex.join(("lra", "reproduce", table.name, *given, *recipe, *kept, "speed=true"))
 
 
-def report(table: Grid, states: States) -> Reproduction:
-    """The table of accuracies, and what is missing of it with the reason."""
-    lines = [table.cited, cells.counted(states.values())]
+def summarise_states(table: Grid, states: CellStates) -> Reproduction:
+    """The table of accuracies, and a line for each cell that it lacks, with the reason."""
+    lines = [table.cited, cells.count_states(states.values())]
     for cell, state in states.items():
         path, log = cell.directory.path, cell.directory.path / LOG_FILE
         if state.status == "failed":
@@ -187,11 +193,13 @@ def report(table: Grid, states: States) -> Reproduction:
             ended = state.status in ("interrupted", "refused", "open") and log.exists()
             lines.append(f"{cell}: {state}" + (f"; see {log}" if ended else ""))
     wrong = any(not state.final or state.status in ("failed", "refused") for state in states.values())
-    return Reproduction([accuracies(table, states)], lines, wrong)
+    return Reproduction([accuracy_table(table, states)], lines, wrong)
 
 
-def accuracies(table: Grid, states: States) -> Table:
-    """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's."""
+def accuracy_table(table: Grid, states: CellStates) -> TextTable:
+    """Mean test accuracy over the seeds of each cell in %, and the average of the columns, beside the paper's
+    figures.
+    """
     columns, attns = (list(dict.fromkeys(getattr(cell, name) for cell in states)) for name in ("column", "attn"))
     averaged = table.averaged(columns)
     rows = []
@@ -203,11 +211,11 @@ def accuracies(table: Grid, states: States) -> Table:
             scored[column] = {
                 cell.seed: 100 * state.accuracy for cell, state in own.items() if state.accuracy is not None
             }
-            named = others(own, ("OOM", "failed", "interrupted", "refused"))
-            row += [", ".join(filter(None, (scores(own.values()), named))), number(table.figure(attn, column))]
+            parts = format_scores(own.values()), format_others(own, ("OOM", "failed", "interrupted", "refused"))
+            row += [", ".join(filter(None, parts)), format_tenth(table.figure(attn, column))]
         mean, _ = mean_over_common_seeds([scored[column] for column in averaged])
         shown = "" if mean is None else f"{mean:.2f}"
-        rows.append([*row, *([shown, number(table.average(attn, averaged))] if averaged else [])])
+        rows.append([*row, *([shown, format_tenth(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
     return table.titled(f"{table.name}: test accuracy, %"), header, rows

@@ -1,9 +1,9 @@
-"""`lra reproduce table3 speed=true`: how much faster than standard attention a training step is.
+"""`lra reproduce table3 speed=true`: how much faster a training step is than with standard attention.
 
-Each attention is measured alone on the device in every column, in two ways: `attention`, in the same padded, captured
-engine for all, which is the paper's meaning (FlashAttention, arXiv 2205.14135, Table 3), and `product`, as `lra fit`
-runs it. The JSON file is rewritten after each measurement; the same command again measures what it lacks, also after a
-fault of the GPU, which ends the command.
+Each attention is measured alone on the device in every column, in two ways. `attention` gives all of them the same
+padded, captured engine, which is the paper's meaning (FlashAttention, arXiv 2205.14135, Table 3). `product` measures
+what `lra fit` runs. The JSON file is rewritten after each measurement. The same command again measures what the file
+lacks, also after a fault of the GPU, which ends the command.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ import torch
 
 from lra import environment
 from lra.bench import step
-from lra.bench.files import alone, write
-from lra.bench.records import Made, Measured, StepMeasurement, part, read_measured
+from lra.bench.output import lock_output, write_measurement
+from lra.bench.records import (
+    MeasurementFile,
+    SessionFacts,
+    StepMeasurement,
+    read_measurements,
+    round_figure,
+    session_of,
+)
 from lra.bench.step import StepOptions
+from lra.bench.timing import clear_gpu
 from lra.config.compose import Composed
 from lra.config.options import refuse_repeats
 from lra.config.override import Override
@@ -30,19 +38,18 @@ from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import (
     Reproduction,
-    Table,
-    footnoted,
-    number,
+    TextTable,
+    add_footnote,
+    format_tenth,
     refuse_other_environment,
     refuse_other_options,
 )
 from lra.training.assembly import build_modules, resolve_attention
-from lra.training.hardware import trainer_hardware
 from lra.training.lightning import silence_lightning
 from lra.training.run_directory import RUNS_FOLDER
 
-Key = tuple[str, str, str]  # column, attention and way
-STANDARD = "standard"  # what the paper's speed is compared with
+SpeedKey = tuple[str, str, str]  # column, attention and way
+BASELINE = "standard"  # what the paper's speed is compared with
 
 
 class Way(NamedTuple):
@@ -60,16 +67,16 @@ WAYS = {
 }
 _BOTH = f"it is set by the two ways that are measured, {' and '.join(WAYS)}: leave it out"
 _ALONE = "one process measures each cell once, alone on one device: leave it out"
-GROWING = ("tasks", "attns")  # options of a file, to which later commands add
+GROWING_OPTIONS = ("tasks", "attns")  # options of a file, to which later commands add
 # of `lra fit` or of the runs, but set or of no use here
-REFUSED = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
+REFUSED_FIELDS = {"task": "give tasks=", "attn": "give attns=", "engine": _BOTH, "batch.layout": _BOTH} | dict.fromkeys(
     ("seed", "seeds", "launcher", "devices", "per_device", "trainer.devices"), _ALONE
 )
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is measured. What is not a field here is one of `lra fit`, for every cell."""
+class SpeedOptions:
+    """What is measured. Every other field is one of `lra fit`, for every cell."""
 
     tasks: tuple[str, ...] | None = None  # columns of the grid; by default those of the paper
     attns: tuple[str, ...] | None = None  # all by default
@@ -85,7 +92,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedMeasurement(StepMeasurement):
-    """What a step of a cell takes, measured in one way."""
+    """The measurement of a cell's step in one way."""
 
     column: str
     attention: str
@@ -93,27 +100,27 @@ class SpeedMeasurement(StepMeasurement):
     steps_per_second: float | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SpeedKey:
         return self.column, self.attention, self.way
 
     def saved(self) -> dict[str, Any]:
-        """What it is of comes first; nothing is profiled."""
+        """The JSON object. It begins with what it is of; nothing is profiled."""
         record = super().saved()
         del record["where"]
         return {"column": self.column, "attention": self.attention, "way": self.way} | record
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has numbers if it is ok, else none."""
+        """Whether it has numbers exactly if it is ok."""
         numbers = [number or 0.0 for number in (self.ms, self.steps_per_second, self.rows)]
         return min(numbers) > 0 if self.ok else not any(numbers)
 
 
-Result = Measured[SpeedMeasurement]
+SpeedFile = MeasurementFile[SpeedMeasurement]
 
 
-class Pending(NamedTuple):
-    """A measurement to make."""
+class PendingMeasurement(NamedTuple):
+    """A measurement that is yet to be made."""
 
     cell: Cell
     way: str
@@ -121,58 +128,59 @@ class Pending(NamedTuple):
     composed: Composed
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SpeedKey:
         return self.cell.column, self.cell.attn, self.way
 
 
 class Speeds:
-    """What was measured, to be looked up."""
+    """The measurements, for lookup."""
 
     def __init__(self, records: Sequence[SpeedMeasurement]):
         self.records = {record.key: record for record in records}
 
     def per_second(self, column: str, attn: str, way: str) -> float | None:
-        """Steps; None if that is not known."""
+        """Steps per second; None if they are not known."""
         record = self.records.get((column, attn, way))
         return record and record.steps_per_second
 
     def ratio(self, column: str, attn: str, way: str) -> float | None:
-        """How many times the steps per second of `standard`; None if either is not known."""
-        ours, standard = (self.per_second(column, name, way) for name in (attn, STANDARD))
+        """The factor over the steps per second of `standard`; None if either is not known."""
+        ours, standard = (self.per_second(column, name, way) for name in (attn, BASELINE))
         return ours / standard if ours and standard else None
 
     def ratios(self, columns: Sequence[str], attn: str, way: str) -> list[float]:
-        """Of the columns that both have."""
+        """The ratios of the columns in which both are known."""
         return [times for column in columns if (times := self.ratio(column, attn, way)) is not None]
 
     def speedup(self, columns: Sequence[str], attn: str, way: str) -> str:
-        """The geometric mean of `ratios`, and how many they are; with a mark if a record of these has one."""
-        used = (self.records.get((column, name, way)) for column in columns for name in (attn, STANDARD))
+        """The geometric mean of `ratios`, and their number, with a mark if a record of these has one."""
+        used = (self.records.get((column, name, way)) for column in columns for name in (attn, BASELINE))
         text = mean_ratio(self.ratios(columns, attn, way))
         return text and text + max((record.mark for record in used if record), default="")
 
 
-def run(
-    table: Grid, options: Options, fields: Sequence[Override], asked: Sequence[Cell],
+def measure_speeds(
+    table: Grid, options: SpeedOptions, fields: Sequence[Override], asked: Sequence[Cell],
     progress: Callable[[str], None] = lambda line: None, dry_run: bool = False,
 ) -> Reproduction:  # fmt: skip
-    """Measures what is lacking, then reports on all of it.
+    """Measures what is missing, then reports on everything.
 
     Args:
-        table: whose columns, attentions and paper's figures.
-        fields: of `lra fit`, for the cells that are `asked` for.
-        progress: is given a line for each measurement when it is made.
-        dry_run: only report what there is and what is left: nothing is measured or written.
+        table: gives columns, attentions and the paper's figures.
+        fields: those of `lra fit`, for the cells that are `asked` for.
+        progress: is called with a line for each measurement when it is made.
+        dry_run: only report what exists and what is left. Nothing is measured or written.
 
     Raises:
-        UsageError: before anything is measured, for data that can't be prepared, and for a file of other options or, if
-            something is lacking, of another environment.
+        UsageError: before anything is measured, for data that can't be prepared, for a file of other options and, if
+            something is missing, for a file of another environment.
     """
     wanted = [_pending(cell, way, options) for cell in asked for way in WAYS]
     if options.stages:
         stages = [cell for cell in with_stages(asked, begun=lambda cell: False) if cell not in asked]
         wanted += [_pending(stage, PRODUCT, options) for stage in stages]
-    device = _device(wanted[0].composed)
+    refusal = "speed=true measures one device: start it without torchrun"
+    device = step.one_device(wanted[0].composed.config, refusal)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
     known = (table.columns, dict.fromkeys((*table.attns, *(cell.attn for cell in asked))))
     columns, attns = ([name for name in names if name in chosen] for names in known)
@@ -180,18 +188,18 @@ def run(
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(map(str, fields)),
         "steps": options.steps, "warmup": options.warmup,
     }  # fmt: skip
-    path, made = Path(options.out or file_of(table)), environment.describe()
+    path, made = Path(options.out or default_file(table)), environment.describe()
     if device.type == "cpu":
         made["gpu"] = None  # it may be there, and is not what is measured
     result = _open(path, stated, made)
     if _lacking(wanted, result) and not dry_run:
-        with alone(path):
+        with lock_output(path):
             result = _open(path, stated, made)
             refuse_other_environment(path, result.environment, made)
-            _measure(path, result, _lacking(wanted, result), device, part(made), progress)
+            _measure(path, result, _lacking(wanted, result), device, session_of(made), progress)
     lacking = _lacking(wanted, result)
     table = table.under(asked)
-    lines = [table.cited, *notes(result.cells)]
+    lines = [table.cited, *speed_notes(result.cells)]
     if lacking:
         lines.append(f"{len(lacking)} of {len(wanted)} remain to be measured")
         try:
@@ -199,20 +207,20 @@ def run(
         except UsageError as error:
             lines.append(f"but not here: {error}")
     wrong = not dry_run and not all(record.status in ("ok", "OOM") for record in result.cells)
-    shown = [footnoted(*made) for made in (*tables(table, result, columns, attns), detail(result.cells))]
+    shown = [add_footnote(*made) for made in (*speed_tables(table, result, columns, attns), detail_table(result.cells))]
     return Reproduction(shown, lines, wrong)
 
 
-def file_of(table: Grid) -> Path:
-    """Where its measurements are by default."""
+def default_file(table: Grid) -> Path:
+    """The default path of a table's measurements."""
     return RUNS_FOLDER.parent / f"{table.name}-speed.json"
 
 
-def named(table: Grid, file: Path, recipe: str) -> Result:
-    """`read` of the file in `speed=`; UsageError too if it is of another recipe, or of no column of the table."""
+def read_named_file(table: Grid, file: Path, recipe: str) -> SpeedFile:
+    """The file in `speed=`, as `read_speeds`. UsageError if it is of another recipe, or of no column of the table."""
     if not file.is_file():
         raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
-    result = read(file)
+    result = read_speeds(file)
     if (other := result.options["recipe"]) != recipe:
         raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
     measured = {record.column for record in result.cells}
@@ -221,28 +229,28 @@ def named(table: Grid, file: Path, recipe: str) -> Result:
     return result
 
 
-def cells(table: Grid, result: Result) -> list[Cell]:
-    """What was measured, stages aside, to be composed anew of its recipe and fields."""
+def measured_cells(table: Grid, result: SpeedFile) -> list[Cell]:
+    """The measured cells without stages, composed anew of the file's recipe and fields."""
     found = {(record.column, record.attention) for record in result.cells}
     columns = [name for name in table.columns if name in {column for column, _ in found}]
     made = table.cells(columns, None, 1, result.options["recipe"], result.options["fields"])
     return [cell for cell in made if (cell.column, cell.attn) in found]
 
 
-def paces(table: Grid, result: Result) -> list[tuple[dict[str, Any], float | None]]:
+def measured_paces(table: Grid, result: SpeedFile) -> list[tuple[dict[str, Any], float | None]]:
     """The configuration of each cell and stage measured as `product`, and its steps per second, None if it has none.
 
-    Configurations are composed anew, of the recipe and fields that were measured: UsageError if they are no more.
+    Configurations are composed anew of the recipe and fields that were measured. UsageError if these no longer exist.
     """
     found = {(r.column, r.attention): r.steps_per_second for r in result.cells if r.way == PRODUCT}
-    runs = [run for cell in cells(table, result) for run in (*cell.stages, cell)]
+    runs = [run for cell in measured_cells(table, result) for run in (*cell.stages, cell)]
     return [(run.directory.config, found[key]) for run in runs if (key := (run.column, run.attn)) in found]
 
 
-def read(path: Path) -> Result:
-    """A file of such measurements; UsageError if it is none."""
+def read_speeds(path: Path) -> SpeedFile:
+    """Reads a file of such measurements. UsageError if it is none."""
     try:
-        result = read_measured(path, SpeedMeasurement)
+        result = read_measurements(path, SpeedMeasurement)
         made = result.environment
         texts = [result.options["recipe"], *result.options["fields"], made["date"]]
         texts += filter(None, (made["gpu"], made.get("commit")))
@@ -253,27 +261,21 @@ def read(path: Path) -> Result:
     raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
 
 
-def tables(table: Grid, result: Result, columns: Sequence[str], attns: Sequence[str]) -> Iterator[Table]:
+def speed_tables(table: Grid, result: SpeedFile, columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:
     """The speedups in both ways beside the paper's, then each way's steps per second."""
     speeds, place = Speeds(result.cells), hardware_of(result)
     averaged = table.together(columns)
-    title = f"speedup over {STANDARD} on {place}, each measured alone: geometric mean (columns)"
-    yield (
-        table.titled(title),
-        ["attention", *(f"speedup, {way}" for way in WAYS), "paper"],
-        [
-            [a, *(speeds.speedup(averaged, a, way) for way in WAYS), number(table.figure(a, "speedup"))]
-            for a in attns
-        ],
-    )  # fmt: skip
+    title = f"speedup over {BASELINE} on {place}, each measured alone: geometric mean (columns)"
+    paper = {attn: format_tenth(table.figure(attn, "speedup")) for attn in attns}
+    rows = [[attn, *(speeds.speedup(averaged, attn, way) for way in WAYS), paper[attn]] for attn in attns]
+    yield table.titled(title), ["attention", *(f"speedup, {way}" for way in WAYS), "paper"], rows
     for name, way in WAYS.items():
-        yield (
-            f"{name}, {way.about}: steps per second (times {STANDARD}) on {place}", ["attention", *columns],
-            [[a, *(_cell(speeds, c, a, name) for c in columns)] for a in attns],
-        )  # fmt: skip
+        title = f"{name}, {way.about}: steps per second (times {BASELINE}) on {place}"
+        rows = [[attn, *(_cell(speeds, column, attn, name) for column in columns)] for attn in attns]
+        yield title, ["attention", *columns], rows
 
 
-def detail(records: Sequence[SpeedMeasurement]) -> Table:
+def detail_table(records: Sequence[SpeedMeasurement]) -> TextTable:
     """All that was measured: a step's time, its rows with padding and filling, and its peak memory."""
     header = ["column", "attention", "way", "engine", "ms", "steps/s", "rows", "memory, MB"]
     rows = []
@@ -287,8 +289,8 @@ def detail(records: Sequence[SpeedMeasurement]) -> Table:
     return "what was measured", header, rows
 
 
-def notes(records: Sequence[SpeedMeasurement]) -> list[str]:
-    """How many are in which state, and why cells have no numbers, or not those of the captured engine."""
+def speed_notes(records: Sequence[SpeedMeasurement]) -> list[str]:
+    """How many measurements are in which state, and why cells have no numbers, or not those of the captured engine."""
     counts = Counter(record.status for record in records)
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
     why: dict[str, list[str]] = {}
@@ -299,8 +301,8 @@ def notes(records: Sequence[SpeedMeasurement]) -> list[str]:
     return [f"measurements: {said or 'none'}", *(f"{reason} ({', '.join(cells)})" for reason, cells in why.items())]
 
 
-def made_with(result: Result) -> str:
-    """The hardware, commit, date and fields of a measurement."""
+def describe_origin(result: SpeedFile) -> str:
+    """Hardware, commit, date and fields of a measurement."""
     sessions, fields = result.sessions(), result.options["fields"]
     commits = ", ".join(dict.fromkeys(str(session["commit"]) for session in sessions))
     period = " to ".join(dict.fromkeys((sessions[0]["date"], sessions[-1]["date"])))
@@ -308,77 +310,68 @@ def made_with(result: Result) -> str:
     return f"{hardware_of(result)}, commit {commits}, {period}{given}"
 
 
-def hardware_of(result: Result) -> str:
+def hardware_of(result: SpeedFile) -> str:
     """The GPU, or CPU, that was measured."""
     return " ".join((result.environment["gpu"] or "CPU").split())  # of one line, as it is in titles
 
 
 def _measure(
-    path: Path, result: Result, lacking: Sequence[Pending], device: torch.device,
-    made: Made, progress: Callable[[str], None],
+    path: Path, result: SpeedFile, lacking: Sequence[PendingMeasurement], device: torch.device,
+    made: SessionFacts, progress: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Appends what is lacking to the result; the file is rewritten after each measurement."""
+    """Adds the missing measurements to the result. The file is rewritten after each."""
     silence_lightning()
     for composed in {one.cell: one.composed for one in lacking}.values():
         data, module = build_modules(composed.config)
         resolve_attention(module, device)  # refused before the data is prepared
         data.prepare_data()
-    write(path, result.saved())  # what can't be written is refused before it is measured
+    write_measurement(path, result.saved())  # what can't be written is refused before it is measured
     for one in lacking:
-        step.clear(device)
+        clear_gpu(device)
         _refuse_company(device)
-        record = replace(_measured(one, device), made=made)
+        record = replace(_measure_one(one, device), made=made)
         result.cells = [*(other for other in result.cells if other.key != one.key), record]
-        write(path, result.saved())
-        progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.line(record)}")
+        write_measurement(path, result.saved())
+        progress(f"{one.cell.column} {one.cell.attn}, {one.way}: {step.step_line(record)}")
 
 
 def _refuse_company(device: torch.device) -> None:
-    """UsageError where another process is on the GPU: its share of time and memory would count as the cell's."""
+    """UsageError if another process is on the GPU: it would slow the cell, and its memory would count."""
     if device.type == "cuda":
         torch.zeros(1, device=device)  # this process is there, too
         if environment.gpu_processes(str(torch.cuda.get_device_properties(device).uuid)) > 1:
             raise UsageError("another process is on this GPU: wait for it, or choose one by CUDA_VISIBLE_DEVICES")
 
 
-def _measured(one: Pending, device: torch.device) -> SpeedMeasurement:
-    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly, and says so."""
-    record = step.measured(WAYS[one.way].loop, one.composed, one.options, device)
+def _measure_one(one: PendingMeasurement, device: torch.device) -> SpeedMeasurement:
+    """A record of `lra bench step`, with steps per second. What can't be captured is measured eagerly."""
+    record = step.measure_loop(WAYS[one.way].loop, one.composed, one.options, device)
     if record.loop == "captured" and record.status == "unsupported":
         hinders = record.reason.rpartition(": ")[0]  # without what to set instead
-        record = step.measured("eager", one.composed, one.options, device)
+        record = step.measure_loop("eager", one.composed, one.options, device)
         record = replace(record, reason=record.reason or hinders)
-    per_second = None if record.ms is None else float(f"{1e3 / record.ms:.4g}")
+    per_second = record.ms and round_figure(1e3 / record.ms)
     column, attention, way = one.key
-    return SpeedMeasurement(
-        column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record)
-    )  # fmt: skip
+    return SpeedMeasurement(column=column, attention=attention, way=way, steps_per_second=per_second, **vars(record))
 
 
-def _pending(cell: Cell, way: str, options: Options) -> Pending:
+def _pending(cell: Cell, way: str, options: SpeedOptions) -> PendingMeasurement:
     fields = [f"steps={options.steps}", f"warmup={options.warmup}", *cell.args, *WAYS[way].fields]
-    return Pending(cell, way, *step.split(fields))
+    return PendingMeasurement(cell, way, *step.parse_step_fields(fields))
 
 
-def _device(composed: Composed) -> torch.device:
-    machine = trainer_hardware(composed.config)
-    if machine["devices"] * machine["num_nodes"] > 1:
-        raise UsageError("speed=true measures one device: start it without torchrun")
-    return torch.device("cuda", 0) if machine["accelerator"] == "gpu" else torch.device("cpu")
-
-
-def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> Result:
-    """What a file holds, or a result without records; UsageError if it was measured with other options."""
+def _open(path: Path, stated: dict[str, Any], made: dict[str, Any]) -> SpeedFile:
+    """The content of a file, or a result without records. UsageError if it was measured with other options."""
     if not path.exists():
-        return Measured(made, stated, [])
-    result = read(path)
-    refuse_other_options(path, result.options, stated, *GROWING)
-    for name in GROWING:
+        return MeasurementFile(made, stated, [])
+    result = read_speeds(path)
+    refuse_other_options(path, result.options, stated, *GROWING_OPTIONS)
+    for name in GROWING_OPTIONS:
         result.options[name] = list(dict.fromkeys((*result.options.get(name, ()), *stated[name])))
     return result
 
 
-def _lacking(wanted: Sequence[Pending], result: Result) -> list[Pending]:
+def _lacking(wanted: Sequence[PendingMeasurement], result: SpeedFile) -> list[PendingMeasurement]:
     done = {record.key for record in result.cells if record.status != "failed"}  # which may have passed
     return [one for one in wanted if one.key not in done]
 
@@ -394,5 +387,5 @@ def _cell(speeds: Speeds, column: str, attn: str, way: str) -> str:
 
 
 def mean_ratio(ratios: Sequence[float]) -> str:
-    """Their geometric mean, and how many they are."""
+    """The geometric mean, and how many ratios there are."""
     return f"{statistics.geometric_mean(ratios):.2f} ({len(ratios)})" if ratios else ""

@@ -21,10 +21,10 @@ from lra.batch import Batch
 from lra.config.compose import flatten, to_dict
 from lra.config.schema import RunConfig
 from lra.data import order, resident
-from lra.data.collated import Collated
-from lra.data.split import IGNORED, Examples, Split
-from lra.data.store import Content, Store, prepare, vocabulary_hash
-from lra.data.writer import Writer
+from lra.data.collated import CollatedBatch
+from lra.data.split import IGNORED_LABEL, Examples, Split
+from lra.data.store import Store, StoreContent, prepare_store, vocabulary_hash
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError, refuse_diverged
 from lra.models.heads import classifier
 from lra.models.transformer import Encoder, Transformer
@@ -76,7 +76,7 @@ class TaskData(pl.LightningDataModule):
         """Returns the seed of the random content of the store, if it has any."""
         return None
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         """Writes every split."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class TaskData(pl.LightningDataModule):
 
     def hold_out(self, train: Split) -> dict[str, Examples]:
         """Splits `train` into `val`, a seeded tenth, and `train`, the rest. For data without a validation split."""
-        kept, held_out = order.split_off(getattr(self.config, "data_seed", 0), len(train), 0.1)
+        kept, held_out = order.hold_out(getattr(self.config, "data_seed", 0), len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out)}
 
     def baselines(self, name: str) -> dict[str, float]:
@@ -112,14 +112,14 @@ class TaskData(pl.LightningDataModule):
         np.add.at(counts, (seen, np.asarray(train.labels, np.int64)), 1)
         return float((counts.argmax(1)[asked] == np.asarray(test.labels)).mean())
 
-    def content(self) -> Content:
+    def content(self) -> StoreContent:
         """Describes the content of the store and its origin."""
         origin = (self.source(), self.vocabulary, self.generator, self.seed())
-        return Content(self.config.name, task_version(self.config), self.params(), *origin)
+        return StoreContent(self.config.name, task_version(self.config), self.params(), *origin)
 
     def prepare_data(self, force: bool = False) -> None:
         """Builds the store unless it exists. UsageError as in `open`."""
-        self._sourced(prepare(self.content(), self.build, force=force, command=self.command()))
+        self._sourced(prepare_store(self.content(), self.build, force=force, command=self.command()))
 
     def check_ranks(self, count: int) -> None:
         """Raises a UsageError if a scored split has fewer examples than there are ranks (`count`)."""
@@ -161,8 +161,12 @@ class TaskData(pl.LightningDataModule):
         assert self.collation is not None
         device, options = self.collation.rank.device, self.collate_options()
         options.pop("layout")  # the layout makes no difference here
-        limit = resident.SHARE * resident.memory(device)
-        return resident.upload({name: self.parts[name] for name in names}, device, limit, **options) if limit else {}
+        limit = resident.MEMORY_SHARE * resident.device_memory(device)
+        return (
+            resident.upload_splits({name: self.parts[name] for name in names}, device, limit, **options)
+            if limit
+            else {}
+        )
 
     @property
     def place(self) -> str:
@@ -224,7 +228,7 @@ class OptimisationStep(Protocol):
 
     def captures(self, module: nn.Module, device: torch.device) -> bool: ...
 
-    def loop(self, module: TaskModule, steps: Iterator[list[Collated]]) -> None: ...
+    def loop(self, module: TaskModule, steps: Iterator[list[CollatedBatch]]) -> None: ...
 
     def evaluate(self, module: TaskModule, batch: Batch) -> Tensor: ...
 
@@ -279,7 +283,7 @@ class TaskModule(pl.LightningModule):
         """Cross-entropy, summed over the batch without its filling."""
         return F.cross_entropy(self(batch), batch.label, reduction="sum")
 
-    def training_step(self, steps: Iterator[list[Collated]], _: int) -> None:
+    def training_step(self, steps: Iterator[list[CollatedBatch]], _: int) -> None:
         self.step.loop(self, steps)
 
     def configure_optimizers(self) -> Any:
@@ -310,7 +314,7 @@ class TaskModule(pl.LightningModule):
         """Computes the metrics of all batches at once. One batch at a time would take as long as a small model."""
         accuracy, loss = cast(Metric, self.accuracy[split]), cast(Metric, self.mean_loss[split])
         scores, labels = (torch.cat(parts) for parts in zip(*self.scored.pop(split), strict=True))
-        scores, labels = scores[labels != IGNORED], labels[labels != IGNORED]
+        scores, labels = scores[labels != IGNORED_LABEL], labels[labels != IGNORED_LABEL]
         accuracy.update(scores, labels)
         loss.update(F.cross_entropy(scores, labels, reduction="none"))
         refuse_diverged(float(loss.compute()), split)

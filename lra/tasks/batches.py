@@ -13,8 +13,8 @@ import torch
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data import order
-from lra.data.collated import Collated
-from lra.data.split import IGNORED, Examples, Pairs
+from lra.data.collated import CollatedBatch
+from lra.data.split import IGNORED_LABEL, Examples, Pairs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainBatches:
         if few_shapes:
             self.options = {**options, "multiple": _multiple(self.step(0)[0].rows, split, options)}
 
-    def __iter__(self) -> Iterator[Iterator[list[Collated]]]:
+    def __iter__(self) -> Iterator[Iterator[list[CollatedBatch]]]:
         step, config = self.current(), self.run.trainer
         while step < config.steps:
             end = min(step - step % config.stride + config.stride, config.steps)
@@ -69,8 +69,8 @@ class TrainBatches:
     def __len__(self) -> int:
         return math.ceil(self.run.trainer.steps / self.run.trainer.stride)
 
-    def step(self, step: int) -> list[Collated]:
-        rows = order.rows(self.run.seed, step, self.run.batch.size, len(self.split))
+    def step(self, step: int) -> list[CollatedBatch]:
+        rows = order.step_rows(self.run.seed, step, self.run.batch.size, len(self.split))
         first = self.rank.rank * self.share
         places = np.arange(first, first + self.share)
         chunks = (places[i : i + self.micro] for i in range(0, self.share, self.micro))
@@ -105,7 +105,7 @@ class EvalBatches:
         for first in range(0, len(self.rows), self.size):
             yield self._collate(first).to(self.rank.device)
 
-    def _collate(self, first: int) -> Collated:
+    def _collate(self, first: int) -> CollatedBatch:
         """The batch that begins with this one of the share's sequences."""
         rows = self.rows[first : first + self.size]
         rows = rows[_longest_first(self.split, rows, self.options)]
@@ -113,7 +113,7 @@ class EvalBatches:
         rows = np.resize(rows, self.size) if self.few_shapes else rows
         # their own places: what a pretraining hides depends on nothing else
         batch = self.split.collate(rows, index=rows, **self.options)
-        batch.label[count : len(rows)] = IGNORED
+        batch.label[count : len(rows)] = IGNORED_LABEL
         return batch
 
 

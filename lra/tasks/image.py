@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lra.data import image
+from lra.data import cifar10
 from lra.data.split import Examples
 from lra.data.store import Store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule, check_data_seed
 
@@ -18,14 +18,14 @@ from lra.tasks.base import TaskData, TaskModule, check_data_seed
 class ImageData(TaskData):
     """CIFAR-10's images in grey; a seeded tenth of train is held out for validation."""
 
-    vocabulary, generator = image.PIXELS, image.GENERATOR
+    vocabulary, generator = cifar10.PIXELS, cifar10.GENERATOR
     label_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def params(self) -> dict[str, Any]:
-        return {"dataset": image.HUB}  # not the source: any mirror of the data set holds the same images
+        return {"dataset": cifar10.HUB}  # not the source: any mirror of the data set holds the same images
 
-    def build(self, writer: Writer) -> None:
-        image.build(writer, self.config.source)
+    def build(self, writer: StoreWriter) -> None:
+        cifar10.build_cifar10(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         return {**self.hold_out(store.split("train")), "test": store.split("test")}
@@ -42,10 +42,10 @@ class Image(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = image.HUB  # or a folder with a mirror of it
+        source: str = cifar10.HUB  # or a folder with a mirror of it
         data_seed: int = 0  # of the held-out tenth
-        resolution: ClassVar[int] = image.SIDE
-        max_length: ClassVar[int] = image.SIDE**2
+        resolution: ClassVar[int] = cifar10.SIDE
+        max_length: ClassVar[int] = cifar10.SIDE**2
 
         def __post_init__(self) -> None:
             check_data_seed(self)

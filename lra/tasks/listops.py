@@ -10,7 +10,7 @@ import numpy as np
 from lra.config.schema import at_least, at_most
 from lra.data import listops
 from lra.data.split import Split
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_EXAMPLES, MOST_TOKENS, TaskData, TaskModule, check_data_seed, check_generated_only
@@ -36,18 +36,18 @@ class ListOpsData(TaskData):
     def seed(self) -> int:
         return self.config.data_seed
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         c = self.config
         if c.source == "generate":
-            listops.build(writer, train=c.train, val=c.val, test=c.test, **self._drawn())
+            listops.build_listops(writer, train=c.train, val=c.val, test=c.test, **self._drawn())
         else:
-            listops.build_from_tsv(writer, c.source, **self._drawn())
+            listops.build_released_listops(writer, c.source, **self._drawn())
 
     def baselines(self, name: str) -> dict[str, float]:
         return super().baselines(name) | {"root operator": self.accuracy_of(root_operator, name)}
 
     def depict(self, example: np.ndarray) -> str:
-        return listops.tree(example)
+        return listops.format_tree(example)
 
 
 def root_operator(split: Split) -> np.ndarray:

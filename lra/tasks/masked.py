@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import RunConfig
-from lra.data.split import IGNORED, Examples
+from lra.data.split import IGNORED_LABEL, Examples
 from lra.errors import UsageError, refuse_diverged
 from lra.models.dropout import mix, row_keys
 from lra.models.transformer import Encoder
@@ -35,7 +35,7 @@ def hidden_rows(batch: Batch, share: float, prefix: int | None) -> Tensor:
     if batch.seed is None:
         batch = batch.with_seed(torch.zeros((), dtype=torch.int64, device=batch.tokens.device))
     drawn_T = (mix(row_keys(batch) + HIDING_SITE) & (1 << HASH_BITS) - 1) < round(share * (1 << HASH_BITS))
-    wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED
+    wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
     hidden_T = drawn_T & batch.per_row(wanted_B)
     if batch.padded:
         hidden_T = hidden_T & batch.mask().flatten()
@@ -72,7 +72,7 @@ class MaskedTask(TaskModule):
         tokens_T = torch.where(hidden_T, encoder.mask, batch.tokens)
         scores_TV = self.model(dataclasses.replace(batch, tokens=tokens_T)).float()
         # all rows, as what is captured has one shape
-        target_T = torch.where(hidden_T, batch.tokens.long(), IGNORED)
+        target_T = torch.where(hidden_T, batch.tokens.long(), IGNORED_LABEL)
         return scores_TV, target_T, F.cross_entropy(scores_TV, target_T, reduction="none")
 
     def loss(self, batch: Batch) -> Tensor:
@@ -89,7 +89,7 @@ class MaskedTask(TaskModule):
         """What a batch counts for: hidden tokens found, their summed cross-entropy, and how often each token of the
         vocabulary is hidden, fp64 `[2 + V]`. `self.model` gives the scores of every row."""
         scores_TV, target_T, loss_T = self.losses(batch)
-        hidden_T = target_T != IGNORED
+        hidden_T = target_T != IGNORED_LABEL
         found = (scores_TV.argmax(1) == target_T).sum()
         counts_V = torch.zeros(scores_TV.shape[1], dtype=torch.int64, device=target_T.device)
         counts_V = counts_V.scatter_add(0, target_T.clamp(min=0), hidden_T.long())

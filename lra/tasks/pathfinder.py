@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.config.schema import at_least, at_most
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_EXAMPLES, TaskData, TaskModule, check_data_seed, check_generated_only
@@ -39,14 +39,14 @@ class PathfinderData(TaskData):
     def seed(self) -> int | None:
         return self.config.data_seed if self.config.source == "generate" else None
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         c = self.config
         which = {"resolution": c.resolution, "level": c.level}
         if c.source == "generate":
             counts = {"train": c.train, "val": c.val, "test": c.test}
-            generate.build(writer, **which, **counts, seed=c.data_seed, version=c.version)
+            generate.build_pathfinder(writer, **which, **counts, seed=c.data_seed, version=c.version)
         else:
-            released.build(writer, c.source, **which)
+            released.build_released_pathfinder(writer, c.source, **which)
 
     def depict(self, example: np.ndarray) -> np.ndarray:
         c = self.config

@@ -12,7 +12,7 @@ from lra.config.schema import at_least, at_most
 from lra.data import aan
 from lra.data.split import Examples
 from lra.data.store import Store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.models.heads import PairClassifier
 from lra.tasks import TASKS
@@ -28,13 +28,13 @@ class RetrievalData(TaskData):
     def params(self) -> dict[str, Any]:
         return {"dataset": self.config.dataset}  # not the source: any copy of the data set holds the same pairs
 
-    def build(self, writer: Writer) -> None:
+    def build(self, writer: StoreWriter) -> None:
         c = self.config
         if c.source is None:
             what = {"lra": "LRA's release, a folder or archive", "scisumm": aan.COMPACT}[c.dataset]
             command = f"lra data prepare task=retrieval dataset={c.dataset} source=<path>"
             raise UsageError(f"these pairs are on no hub; get {what}, then: {command}")
-        aan.build(writer, c.source, c.dataset)
+        aan.build_aan(writer, c.source, c.dataset)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         return {name: store.pairs(name) for name in store.splits}

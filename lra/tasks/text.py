@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from lra.config.schema import at_least, at_most
-from lra.data import text
+from lra.data import imdb
 from lra.data.split import Examples
 from lra.data.store import Store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
@@ -20,14 +20,14 @@ from lra.tasks.base import MOST_TOKENS, TaskData, TaskModule, check_data_seed
 class TextData(TaskData):
     """IMDB's labelled reviews as UTF-8 bytes, stored whole and cut at `max_length` when read."""
 
-    vocabulary, generator = text.VOCABULARY, text.GENERATOR
+    vocabulary, generator = imdb.VOCABULARY, imdb.GENERATOR
     label_names = ("negative", "positive")
 
     def params(self) -> dict[str, Any]:
-        return {"dataset": text.HUB}  # not the source: any mirror of the data set holds the same reviews
+        return {"dataset": imdb.HUB}  # not the source: any mirror of the data set holds the same reviews
 
-    def build(self, writer: Writer) -> None:
-        text.build(writer, self.config.source)
+    def build(self, writer: StoreWriter) -> None:
+        imdb.build_imdb(writer, self.config.source)
 
     def splits(self, store: Store) -> dict[str, Examples]:
         train, test = store.split("train"), store.split("test")
@@ -47,7 +47,7 @@ class Text(TaskModule):
 
     @dataclass(frozen=True)
     class Config:
-        source: str = text.HUB  # or a folder with a mirror of it
+        source: str = imdb.HUB  # or a folder with a mirror of it
         max_length: int = 4096  # bytes; the start of a longer review is kept
         # val: a seeded tenth of train, or (as in LRA's code) the test set
         protocol: Literal["heldout", "lra"] = "heldout"

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from lra.config.compose import flatten
 from lra.data.store import vocabulary_hash
-from lra.errors import UsageError, failing, system_error
+from lra.errors import UsageError, is_disk_failure, system_error
 from lra.tasks import TASKS, versioned_name
 from lra.tasks.base import TaskModule
 from lra.training import leakage, provenance
@@ -65,7 +65,7 @@ def find_damage(path: Path) -> str | None:
 def _raise_of_machine(error: BaseException, path: Path) -> None:
     """Raises an error of the operating system again: then the file is not damaged."""
     system = system_error(error, path)
-    if system and (isinstance(system, PermissionError) or failing(system)):
+    if system and (isinstance(system, PermissionError) or is_disk_failure(system)):
         raise system from None
 
 

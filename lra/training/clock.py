@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 
 from lra import environment
-from lra.errors import out_of_memory
+from lra.errors import is_out_of_memory
 
 # a grid sets this for its runs: how many of them use one GPU at once
 RUNS_PER_DEVICE = "LRA_RUNS_PER_DEVICE"
@@ -106,7 +106,7 @@ class Clock(pl.Callback):
         self.validation += time.perf_counter() - self._entered
 
     def on_exception(self, trainer: pl.Trainer, _: pl.LightningModule, exception: BaseException) -> None:
-        if out_of_memory(exception):  # count who holds the memory that ran out
+        if is_out_of_memory(exception):  # count who holds the memory that ran out
             self.sharing = _planned()
             self._look_around(trainer)
 

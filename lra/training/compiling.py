@@ -25,7 +25,7 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     Args:
         deterministic: compile for each shape instead, so that kernels depend on nothing else.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache("inductor")))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_folder("inductor")))
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
         return torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS | {"deterministic": True})

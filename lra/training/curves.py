@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from lra.errors import UsageError, naming
+from lra.errors import UsageError, name_file
 from lra.reading import read_csv
 from lra.training import tensorboard
 from lra.training.run_directory import replace_file, write_text
@@ -38,9 +38,9 @@ class Curves(Logger):
         assert step is not None
         if self.events is None:
             self.events = self._start(step)
-        with naming(self.path), self.path.open("a", newline="") as file:
+        with name_file(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, CURVE_COLUMNS).writerow(row | {"step": step})
-        with naming(self.events), self.events.open("ab") as file:
+        with name_file(self.events), self.events.open("ab") as file:
             file.write(tensorboard.encode_row(row, step))
 
     def _start(self, step: int) -> Path:
@@ -52,7 +52,7 @@ class Curves(Logger):
         writer.writerows(kept)
         write_text(self.path, text.getvalue())
         # one TensorBoard file with the rows of metrics.csv replaces those of earlier sessions
-        with naming(self.folder):
+        with name_file(self.folder):
             self.folder.mkdir(exist_ok=True)
             before, when = [*self.folder.glob(tensorboard.EVENT_FILES)], tensorboard.read_times(self.folder)
         path = self.folder / tensorboard.event_file_name()

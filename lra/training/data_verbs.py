@@ -125,7 +125,7 @@ def draw_examples(args: Sequence[str]) -> str:
     captions = [f"{options.split} {row}: {names[int(split.labels[row])]}" for row in rows]
     examples = [data.depict(split[int(row)]) for row in rows]
     texts = isinstance(examples[0], str)
-    drawn = picture.page(examples, captions) if texts else picture.grid(examples, captions)  # type: ignore[arg-type]
+    drawn = picture.text_page(examples, captions) if texts else picture.image_grid(examples, captions)  # type: ignore[arg-type]
     path = Path(options.out or f"{data.config.name}-{options.split}.png")
-    picture.save(drawn, path)
+    picture.save_png(drawn, path)
     return f"{len(rows)} examples of {options.split} are drawn in {path}"

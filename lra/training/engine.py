@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lra.batch import Batch
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 from lra.training.optim import Optimizer
 
 
@@ -70,7 +70,7 @@ class EagerStep:
         self.total = torch.zeros((), device=self.device)
         self.optimizer.set_rate(rate)
 
-    def add(self, batch: Collated) -> None:
+    def add(self, batch: CollatedBatch) -> None:
         """Adds the gradients of a micro-batch."""
         loss = self.loss(batch.to(self.device).with_seed(self.seed))
         self.backward(loss)
@@ -127,7 +127,7 @@ class CapturedStep:
         self.seed.fill_(seed)
         self.optimizer.set_rate(rate)
 
-    def add(self, batch: Collated) -> None:
+    def add(self, batch: CollatedBatch) -> None:
         """Adds the gradients of a micro-batch. All must be of one split and collated with the same options."""
         if batch.shape not in self.micro_batches:
             there = torch.empty(batch.nbytes, dtype=torch.uint8, device=self.flat.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.errors import UsageError, out_of_memory
+from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
 from lra.training.lightning import exit_rank
@@ -91,7 +91,7 @@ class NonFiniteGuard(pl.Callback):
             try:
                 what = find_culprit(module, fault)
             except Exception as error:
-                if not out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 what = "the training loss or a gradient is not finite"
             message = f"{what} at step {step + 1}: {FAULT_ADVICE}; {self.file} has the batch and the weights before it"

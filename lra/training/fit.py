@@ -22,7 +22,7 @@ from lra.config.compose import GIVEN, Composed, compose, differences, restore
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, naming, out_of_memory, unusable
+from lra.errors import UsageError, explain_system_error, is_out_of_memory, name_file
 from lra.kernels.library import forget_kernels
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
@@ -256,14 +256,14 @@ def _recorded(
             directory.withdraw()
         raise
     except Exception as error:
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             known, advice = facts(), _smaller(run, trainer, " and resume=auto")
             if others := known["runs_per_device"] - 1:
                 advice += f"; {others} more on this {_kind(trainer)} have their share of it"
             if trainer.is_global_zero:
                 directory.finish("oom", known | {"error": advice})
             raise UsageError(advice) from None
-        if said := unusable(error, directory.path) or caches.damaged(error):
+        if said := explain_system_error(error, directory.path) or caches.explain_damage(error):
             if trainer.is_global_zero and trainer.strategy.launcher is not None:  # other ranks would wait for this one
                 trainer.strategy.launcher.kill(signal.SIGKILL)  # type: ignore[attr-defined]
             raise UsageError(f"{said}; then resume=auto goes on from the last checkpoint, if there is one") from error
@@ -332,7 +332,7 @@ def test(*args: str) -> dict[str, Any]:
             _say(crowd)
         trainer.test(module, datamodule=data, verbose=False)
     except Exception as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise UsageError(_smaller(run, trainer)) from None
     if not trainer.is_global_zero:
@@ -391,6 +391,6 @@ def _sets(data: TaskData) -> str:
 
 @rank_zero_only
 def _say(text: str, *notes: str) -> None:
-    with naming("the standard output"):
+    with name_file("the standard output"):
         for line in (text, *(f"note: {note}" for note in notes)):
             console.print(line)

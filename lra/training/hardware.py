@@ -29,7 +29,7 @@ def join_launch(run: RunConfig, given: bool = False) -> Launch:
         UsageError: the launcher started other ranks than were asked for.
     """
     started = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    launch = ranks.detect(run.trainer.devices, given, started)
+    launch = ranks.detect_launch(run.trainer.devices, given, started)
     for only in (rank_zero_only, fabric_rank_zero_only):
         only.rank = launch.rank  # pyright: ignore[reportFunctionMemberAccess]
     return launch
@@ -46,7 +46,7 @@ def trainer_hardware(run: RunConfig, *plugins: Any) -> dict[str, Any]:
     accelerator = _accelerator(run, launch)
     precision = {"fp32": "32-true", "bf16": "bf16-mixed"}[run.trainer.precision]
     if starts:
-        os.environ[ranks.STARTER] = str(os.getpid())
+        os.environ[ranks.STARTER_VARIABLE] = str(os.getpid())
     return {
         "accelerator": accelerator, "devices": launch.local, "num_nodes": launch.world // launch.local,
         "precision": precision, "plugins": [Cluster(launch), *plugins],

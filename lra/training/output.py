@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytorch_lightning as pl
 import torch
 
-from lra.errors import naming
+from lra.errors import name_file
 from lra.terminal import Terminal
 
 console = Terminal(soft_wrap=True)
@@ -14,7 +14,7 @@ console = Terminal(soft_wrap=True)
 def print_line(trainer: pl.Trainer, text: str) -> None:
     """Prints a line on rank 0, above the bar if there is one."""
     if trainer.is_global_zero:
-        with naming("the standard output"):
+        with name_file("the standard output"):
             console.print(text)  # the bar draws on the same console
 
 

@@ -60,7 +60,7 @@ def inherit_provenance(
 def begin_provenance(module: TaskModule, run: Path, resumed: bool) -> None:
     """Records that a session of a run begins with the module's weights."""
     before = module.provenance
-    commit = environment.commit() or UNKNOWN_COMMIT
+    commit = environment.current_commit() or UNKNOWN_COMMIT
     if resumed:
         stated = (before.get("commit") or UNKNOWN_COMMIT).split(", ")
         began, commit = before.get("began"), ", ".join(dict.fromkeys([*stated, commit]))

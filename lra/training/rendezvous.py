@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lra.errors import UsageError, first_line
-from lra.ranks import STARTER, Launch
+from lra.ranks import STARTER_VARIABLE, Launch
 from lra.training.output import console
 
 NOTICE_AFTER_S = 30.0  # then a rank says for which ranks it waits
@@ -148,7 +148,7 @@ class RankStrategy(DDPStrategy):
             if (code := process.poll()) is not None:
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise RendezvousError(f"rank {rank} ended ({how}) before the ranks met: what it printed says why")
-        if launch.by == "lra" and launch.rank and str(os.getppid()) != os.environ.get(STARTER):
+        if launch.by == "lra" and launch.rank and str(os.getppid()) != os.environ.get(STARTER_VARIABLE):
             raise SystemExit(0)  # rank 0, which started this rank, has ended and said why
 
 

@@ -22,7 +22,7 @@ import yaml
 from lra import environment
 from lra.config.compose import Composed, differences
 from lra.config.schema import LATER
-from lra.errors import UsageError, naming, unusable
+from lra.errors import UsageError, explain_system_error, name_file
 from lra.tasks import TASKS, versioned_name
 from lra.training.run_files import EndStatus, read_config, read_environments, read_whole_result
 
@@ -195,7 +195,9 @@ class RunDirectory:
             write_text(self.path / "env.json", json.dumps(sessions, indent=2) + "\n")
             write_text(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         except OSError as error:
-            raise UsageError(unusable(error, self.path) or f"cannot write to {self.path} ({error})") from error
+            raise UsageError(
+                explain_system_error(error, self.path) or f"cannot write to {self.path} ({error})"
+            ) from error
 
     def finish(self, status: EndStatus, result: dict[str, Any]) -> dict[str, Any]:
         """Writes result.json, as the last file of a run."""
@@ -291,7 +293,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a file that replaces `path` in one step at the end, so that a reader sees the old file or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with naming(path):
+        with name_file(path):
             with aside.open("wb") as file:
                 yield file
                 file.flush()

@@ -112,7 +112,7 @@ def has_clean_commits(result: Mapping[str, Any]) -> bool:
     """
     record = as_mapping(result.get("provenance"))
     stated = [result["environment"].get("commit"), *(each.get("commit") for each in record.get("ancestors", ()))]
-    return all(map(environment.clean, [*stated, *([record.get("commit")] if record else [])]))
+    return all(map(environment.is_clean_commit, [*stated, *([record.get("commit")] if record else [])]))
 
 
 def describe_ancestry(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lra.batch import Batch
 from lra.config.schema import RunConfig
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
@@ -43,12 +43,12 @@ class Step:
         self._unread: tuple[int, float, PendingCounts] | None = None  # steps done, learning rate, counts
         self._scores: Callable[[Batch], Tensor] | None = None  # compiled
 
-    def loop(self, module: TaskModule, steps: Iterable[list[Collated]]) -> None:
+    def loop(self, module: TaskModule, steps: Iterable[list[CollatedBatch]]) -> None:
         """Makes steps, each with the micro-batches of this rank. Lightning sees them as one batch."""
         for batches in steps:
             self(module, batches)
 
-    def __call__(self, module: TaskModule, batches: list[Collated]) -> None:
+    def __call__(self, module: TaskModule, batches: list[CollatedBatch]) -> None:
         """Makes the next step of a run and logs if a log is due."""
         trainer, optimizer = module.trainer, cast(LightningOptimizer, module.optimizers())
         step = trainer.global_step
@@ -102,7 +102,7 @@ class Step:
         """Continues the counts of a checkpoint. Call this before the first step."""
         self.counts = counts
 
-    def forward_backward(self, batches: list[Collated], step: int, rank: int = 0) -> float:
+    def forward_backward(self, batches: list[CollatedBatch], step: int, rank: int = 0) -> float:
         """Sums the gradients of a step's micro-batches for the engine's `update`. Returns the learning rate."""
         assert self.engine is not None
         generator, seed = self.seeds(step, rank)

@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from lra.bench import attention, plots, timing
-from lra.bench.attention import bench, notes, tables
-from lra.bench.case import BenchmarkCase, attend, make_batch
-from lra.bench.check import check_dropout, check_small, check_timed, one_head
-from lra.bench.files import alone
-from lra.bench.presets import IMDB_LENGTHS, masked
+from lra.bench.attention import attention_notes, attention_tables, measure_attention
+from lra.bench.cases import BenchmarkCase, call_attention, make_batch
+from lra.bench.check import check_dropout, check_small, check_timed, reference_head
+from lra.bench.output import lock_output
+from lra.bench.presets import IMDB_LENGTHS, masked_lengths
 from lra.cli import app
 from lra.config.registry import Registry
 from lra.errors import UsageError
@@ -41,9 +41,9 @@ def test_a_time_counts_once_launching_fits_in_the_pause(monkeypatch):
         return step(given), lambda: 15.0 if waited else 5.0, waited
 
     monkeypatch.setattr(timing, "_clocked", clocked)
-    pauses = {"forward": timing.PAUSE}
+    pauses = {"forward": timing.FIRST_PAUSE}
     assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 5.0}
-    assert pauses == {"forward": 2 * timing.PAUSE}
+    assert pauses == {"forward": 2 * timing.FIRST_PAUSE}
     pauses = {"forward": timing.LONGEST_PAUSE}
     monkeypatch.setattr(timing, "_clocked", lambda step, given, flush, pause: (given, lambda: 15.0, True))
     assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 15.0}  # some always wait
@@ -57,14 +57,14 @@ def test_a_time_is_the_median(monkeypatch):
         return given, lambda: milliseconds, False
 
     monkeypatch.setattr(timing, "_clocked", clocked)
-    pauses = {"forward": timing.PAUSE}
+    pauses = {"forward": timing.FIRST_PAUSE}
     assert timing._repeat(1, {"forward": lambda x: x}, 3, None, pauses) == {"forward": 2.0}
 
 
 @pytest.mark.parametrize("peaks", [(30.0, 50.0), (50.0, 30.0)])
 def test_both_passes_take_their_sum_and_the_larger_peak(peaks):
-    times = {name: timing.Pass(2.0, 7, peak) for name, peak in zip(("forward", "backward"), peaks, strict=True)}
-    assert attention._pass(times, "both") == timing.Pass(4.0, 7, 50.0)
+    times = {name: timing.PassTime(2.0, 7, peak) for name, peak in zip(("forward", "backward"), peaks, strict=True)}
+    assert attention._pass(times, "both") == timing.PassTime(4.0, 7, 50.0)
 
 
 @pytest.fixture
@@ -141,14 +141,14 @@ def tiny(*args: str) -> list[str]:
 
 
 def records(*args: str) -> list[Any]:
-    return bench(tiny(*args)).cells
+    return measure_attention(tiny(*args)).cells
 
 
 def test_records_tables_and_json(tmp_path):
     lines: list[str] = []
     out, folder = tmp_path / "new" / "a.json", tmp_path / "plots"
     args = tiny("attns=flash,sdpa,standard,cudnn", f"out={out}", f"plots={folder}")
-    result: Any = bench(args, progress=lines.append)
+    result: Any = measure_attention(args, progress=lines.append)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result.saved()))
     assert result.environment["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
     assert len(lines) == 8 and len(result.cells) == 24
@@ -159,13 +159,15 @@ def test_records_tables_and_json(tmp_path):
     assert record.tflops == pytest.approx(3.5 * 4 * 2 * 16 * record.squares / record.ms / 1e9, rel=2e-3)
     assert by_name["cudnn", 16, "forward"].status == "unsupported" and not by_name["cudnn", 16, "forward"].ms
 
-    shown = list(tables(result.cells))
+    shown = list(attention_tables(result.cells))
     assert [title for title, _, _ in shown] == [f"{name}: ms (TFLOP/s)" for name in ("forward", "backward", "both")]
     _, header, rows = shown[0]
     assert header == ["dtype", "d", "dropout", "N", "batch", "flash", "sdpa", "standard", "cudnn"]
     assert [row[:5] for row in rows] == [["fp32", "16", "0.0", "16", "4"], ["fp32", "16", "0.0", "32", "2"]]
     assert all(row[8] == "" and "(" in row[5] for row in rows)
-    assert len(notes(result.cells)) == 1 and "cudnn: unsupported: attn=cudnn" in notes(result.cells)[0]
+    assert (
+        len(attention_notes(result.cells)) == 1 and "cudnn: unsupported: attn=cudnn" in attention_notes(result.cells)[0]
+    )
 
     files = sorted(path.name for path in folder.iterdir())  # no memory on a CPU
     assert files == [f"runtime-{name}-fp32-d16-p0.svg" for name in ("backward", "both", "forward")]
@@ -182,26 +184,26 @@ def test_records_tables_and_json(tmp_path):
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attention, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(attention, "measure_cases", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=message):
-        bench([given])
+        measure_attention([given])
 
 
 def test_a_file_is_replaced_by_the_first_record_and_has_one_writer(tmp_path, monkeypatch):
     out = tmp_path / "a.json"
     out.write_text("measured before")
-    monkeypatch.setattr(attention, "run", lambda *_: pytest.fail("measured"))
-    with alone(out), pytest.raises(UsageError, match="another process measures for .*a.json: wait for it"):
-        bench([f"out={out}"])
+    monkeypatch.setattr(attention, "measure_cases", lambda *_: pytest.fail("measured"))
+    with lock_output(out), pytest.raises(UsageError, match="another process measures for .*a.json: wait for it"):
+        measure_attention([f"out={out}"])
 
     def stopped(*_):
         assert out.read_text() == "measured before"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attention, "run", stopped)
+    monkeypatch.setattr(attention, "measure_cases", stopped)
     with pytest.raises(KeyboardInterrupt):
-        bench([f"out={out}"])
+        measure_attention([f"out={out}"])
     assert out.read_text() == "measured before" and list(tmp_path.iterdir()) == [out]
 
 
@@ -223,8 +225,8 @@ def test_ragged_batches_have_real_lengths(monkeypatch):
     assert len(IMDB_LENGTHS) == 128 and max(IMDB_LENGTHS) == 4096 and sum(IMDB_LENGTHS[:32]) == 47195
     monkeypatch.setattr(attention, "IMDB_LENGTHS", (7, 0, 40))
     args = ["attns=flash,sdpa,standard", "head_dims=16", "dtypes=fp32", "heads=2", "ragged=imdb", "batch=3"]
-    assert {cell.lengths for cell in attention.configure(args).cases()} == {(40, 7, 0)}  # the longest first
-    cells = bench(args).cells
+    assert {cell.lengths for cell in attention.configure_attention(args).cases()} == {(40, 7, 0)}  # the longest first
+    cells = measure_attention(args).cells
     assert {(r.status, r.tokens, r.squares, r.length) for r in cells} == {("ok", 47, 40 * 40 + 7 * 7, 40)}
 
 
@@ -248,7 +250,7 @@ def test_dropout_that_does_not_drop_is_caught(broken):
 def test_a_padding_mask_is_of_n_columns_and_the_same_for_all():
     cells = records("attns=flash,standard,local", "ragged=mask", "lengths=64", "tokens=192", "dropout=0,0.1")
     assert {(r.status, r.length, r.batch, r.ragged) for r in cells} == {("ok", 64, 3, "mask")}
-    assert {r.tokens for r in cells} == {sum(masked(64, 3))}
+    assert {r.tokens for r in cells} == {sum(masked_lengths(64, 3))}
 
 
 def test_an_approximate_attention_is_checked_for_finite_output(broken):
@@ -274,12 +276,15 @@ def test_what_does_not_fit_is_oom_and_the_forward_is_still_timed(broken):
     status = {(r.length, r.pass_name): r.status for r in cells}
     assert {status[16, name] for name in attention.PASSES} == {"ok"}
     assert [status[32, name] for name in attention.PASSES] == ["ok", "OOM", "OOM"]
-    assert next(iter(tables(cells[3:])))[2][0][-1] != "OOM" and list(tables(cells))[2][2][1][-1] == "OOM"
+    assert (
+        next(iter(attention_tables(cells[3:])))[2][0][-1] != "OOM"
+        and list(attention_tables(cells))[2][2][1][-1] == "OOM"
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_one_head_in_chunks_is_the_reference(monkeypatch, dropout):
-    monkeypatch.setattr("lra.bench.check.CHUNK", 7 * 33)
+    monkeypatch.setattr("lra.bench.check.SCORES_AT_ONCE", 7 * 33)
     lengths, seed = (5, 33), torch.tensor(99)
     batch = make_batch(lengths, False, CPU, seed=seed)
     q, k, v, do = (torch.randn(38, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(4))
@@ -287,7 +292,7 @@ def test_one_head_in_chunks_is_the_reference(monkeypatch, dropout):
     out = reference_attention(q, k, v, **options)
     expected = (out, *torch.autograd.grad(out, (q, k, v), do))
     q, k, v, do = (x[5:, 2].detach() for x in (q, k, v, do))
-    for actual, exact in zip(one_head(q, k, v, do, dropout, seed, 1, 2, torch.float64), expected, strict=True):
+    for actual, exact in zip(reference_head(q, k, v, do, dropout, seed, 1, 2, torch.float64), expected, strict=True):
         torch.testing.assert_close(actual, exact[5:, 2])
 
 
@@ -302,12 +307,12 @@ def test_verdicts_are_within_the_budget_and_not_zero():
 
 def test_the_last_longest_sequence_is_checked(monkeypatch):
     def wrong_in_the_second(*args):
-        return attend(*args) * (1 + (torch.arange(135) // 64 == 1))[:, None, None]
+        return call_attention(*args) * (1 + (torch.arange(135) // 64 == 1))[:, None, None]
 
     cell = BenchmarkCase("flash:impl=sdpa", "fp32", 16, 0.0, (64, 64, 7), 2)
     inputs, batch = [torch.randn(135, 2, 16) for _ in range(4)], make_batch(cell.lengths, False, CPU)
     assert not check_timed(cell, inputs, batch).wrong
-    monkeypatch.setattr("lra.bench.check.attend", wrong_in_the_second)
+    monkeypatch.setattr("lra.bench.check.call_attention", wrong_in_the_second)
     assert check_timed(cell, inputs, batch).wrong
 
 
@@ -322,7 +327,7 @@ def test_one_mask_for_two_is_wrong(heads, sequences, what, monkeypatch):
 
 
 def chart(**points: list[tuple[float, float]]) -> str:
-    return plots.chart("a < $b$", "ms", points, {name: i for i, name in enumerate(points)})
+    return plots.size_chart("a < $b$", "ms", points, {name: i for i, name in enumerate(points)})
 
 
 def test_axes_have_ticks_within_a_decade_and_at_every_length():
@@ -354,10 +359,10 @@ def test_the_command_prints_and_fails_on_wrong(broken):
 
 @pytest.mark.gpu
 def test_a_gpu_has_times_and_memory():
-    cells: Any = bench(
+    cells: Any = measure_attention(
         ["attns=flash,sdpa,standard", "lengths=512", "head_dims=64", "dropout=0,0.1", "tokens=4096"]
     ).cells
-    assert {r.status for r in cells} == {"ok"}, notes(cells)
+    assert {r.status for r in cells} == {"ok"}, attention_notes(cells)
     for r in (r for r in cells if r.pass_name == "both"):
         inputs_and_gradients = 8 * 2 * 4096 * 8 * 64 / 1e6
         assert r.memory_mb >= inputs_and_gradients and r.ms > 0

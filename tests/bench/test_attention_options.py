@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lra.bench.attention import configure, run
+from lra.bench.attention import configure_attention, measure_cases
 from lra.errors import UsageError
 
 
 def test_every_combination_is_a_cell_and_attentions_vary_fastest():
-    options = configure(["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"])
+    options = configure_attention(
+        ["attns=flash,standard", "lengths=128,256", "dropout=0,0.1", "head_dims=32", "tokens=512"]
+    )
     cells = [(cell.attention, cell.dropout, cell.lengths) for cell in options.cases()]
     assert len(cells) == 8
     assert cells[:3] == [("flash", 0.0, (128,) * 4), ("standard", 0.0, (128,) * 4), ("flash", 0.0, (256,) * 2)]
@@ -53,23 +55,25 @@ def test_every_combination_is_a_cell_and_attentions_vary_fastest():
 )
 def test_bad_options_name_the_mend(args, message):
     with pytest.raises(UsageError, match=message):
-        configure(args)
+        configure_attention(args)
 
 
 def test_tables_are_other_defaults():
-    seven, twenty_one = configure(["table=7"]), configure(["table=21", "lengths=128"])
+    seven, twenty_one = configure_attention(["table=7"]), configure_attention(["table=21", "lengths=128"])
     assert (seven.lengths, seven.batch, seven.heads, seven.dropout) == ((128, 256, 512), 64, 16, (0.1,))
     assert (twenty_one.lengths, twenty_one.batch, twenty_one.heads, twenty_one.head_dims) == ((128,), 16, 8, (64,))
-    assert configure(["table=21"]).lengths[-1] == 65536
+    assert configure_attention(["table=21"]).lengths[-1] == 65536
 
 
 def test_the_smallest_and_largest_that_are_taken():
-    options = configure(["dropout=0,0.002,0.998", "lengths=2,1048576", "tokens=16777216", "batch=null"])
+    options = configure_attention(["dropout=0,0.002,0.998", "lengths=2,1048576", "tokens=16777216", "batch=null"])
     assert options.dropout == (0.0, 0.002, 0.998) and options.batch is None
 
 
 @pytest.mark.parametrize("ragged", ["false", "mask"])
 def test_two_tokens_can_be_checked(ragged):
-    options = configure(["attns=standard", "lengths=2", "batch=1", "dtypes=fp32", "head_dims=16", f"ragged={ragged}"])
-    [records] = run(options, torch.device("cpu"))
+    options = configure_attention(
+        ["attns=standard", "lengths=2", "batch=1", "dtypes=fp32", "head_dims=16", f"ragged={ragged}"]
+    )
+    [records] = measure_cases(options, torch.device("cpu"))
     assert {record.status for record in records} == {"ok"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.studies.randomness import study as randomness
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.kernels.flash.reference import LOW_32_BITS, draw
 from lra.kernels.layers import reference as layers
 from lra.models.dropout import row_keys

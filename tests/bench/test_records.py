@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lra.bench.attention import tables
-from lra.bench.records import AttentionMeasurement, Measured, StepMeasurement, read_measured
+from lra.bench.attention import attention_tables
+from lra.bench.records import AttentionMeasurement, MeasurementFile, StepMeasurement, read_measurements
 
 RECORD = AttentionMeasurement(
     attention="flash", options="", ragged="false", pass_name="both", length=64, head_dim=32, dtype="fp32",
@@ -18,9 +18,9 @@ RECORD = AttentionMeasurement(
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    file, written = tmp_path / "a.json", Measured({"gpu": None}, {"heads": 2}, [RECORD])
+    file, written = tmp_path / "a.json", MeasurementFile({"gpu": None}, {"heads": 2}, [RECORD])
     file.write_text(json.dumps(written.saved()))
-    assert read_measured(file, AttentionMeasurement).saved() == written.saved()
+    assert read_measurements(file, AttentionMeasurement).saved() == written.saved()
 
 
 def test_keys_are_in_the_order_of_the_fields():
@@ -66,7 +66,7 @@ def test_other_files_are_refused(tmp_path, content: Any, message):
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        read_measured(file, AttentionMeasurement)
+        read_measurements(file, AttentionMeasurement)
 
 
 BEGUN = {"date": "2026-01-01", "command": "lra", "commit": "0123456789ab"}
@@ -75,14 +75,14 @@ LATER = {"date": "2026-01-02", "command": "lra again", "commit": "0123456789ab+"
 
 def test_a_record_says_in_a_file_what_measured_it_if_that_is_not_what_began_the_file(tmp_path):
     file, records = tmp_path / "a.json", [replace(RECORD, made=made) for made in (BEGUN, LATER, None)]
-    file.write_text(json.dumps(Measured(BEGUN | {"gpu": None}, {}, records).saved()))
+    file.write_text(json.dumps(MeasurementFile(BEGUN | {"gpu": None}, {}, records).saved()))
     assert [cell.get("made") for cell in json.loads(file.read_text())["cells"]] == [None, LATER, None]
-    found = read_measured(file, AttentionMeasurement)
+    found = read_measurements(file, AttentionMeasurement)
     assert [record.made for record in found.cells] == [BEGUN, LATER, BEGUN] and found.sessions() == [BEGUN, LATER]
     assert [record.mark for record in found.cells] == ["", "†", ""] and RECORD.mark == ""
-    ((_, _, rows),) = tables([found.cells[1], replace(RECORD, length=128)])
+    ((_, _, rows),) = attention_tables([found.cells[1], replace(RECORD, length=128)])
     assert [row[3] for row in rows] == ["64†", "128"]
-    assert Measured(BEGUN, {}, []).sessions() == [BEGUN]
+    assert MeasurementFile(BEGUN, {}, []).sessions() == [BEGUN]
 
 
 @pytest.mark.parametrize("made", [5, None, {}, {"date": 5, "command": "", "commit": ""}, LATER | {"more": "a"}])
@@ -91,7 +91,7 @@ def test_a_record_that_states_nonsense_of_what_measured_it_is_refused(tmp_path, 
     content = {"environment": BEGUN, "options": {}, "cells": [RECORD.saved() | {"made": made}]}
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="a record's made is"):
-        read_measured(file, AttentionMeasurement)
+        read_measurements(file, AttentionMeasurement)
 
 
 def test_what_must_be_mended_has_failed():

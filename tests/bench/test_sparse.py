@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks.pages import kernels
-from lra.bench.attention import bench, configure, notes, tables
-from lra.bench.case import BenchmarkCase, make_batch
-from lra.bench.check import check_dropout, check_small, check_timed, one_head
-from lra.bench.sparse import PEERS, block_mask, compared
+from lra.bench.attention import attention_notes, attention_tables, configure_attention, measure_attention
+from lra.bench.cases import BenchmarkCase, make_batch
+from lra.bench.check import check_dropout, check_small, check_timed, reference_head
+from lra.bench.sparse import PEERS, block_mask, with_peers
 from lra.config.registry import Registry
 from lra.errors import UsageError
 from lra.kernels.block_sparse import layouts
@@ -66,7 +66,7 @@ def broken(monkeypatch):
 
 def records(*args: str) -> list[Any]:
     fields = TINY | dict(arg.split("=", 1) for arg in args)
-    return bench([f"{name}={value}" for name, value in fields.items()]).cells
+    return measure_attention([f"{name}={value}" for name, value in fields.items()]).cells
 
 
 def peer(name: str, n: int, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def test_dropout_is_checked(broken):
 )
 @pytest.mark.parametrize("chunk", [7 * 50, 2**20])
 def test_one_head_of_a_layout_is_the_reference(monkeypatch, layout, dropout, chunk):
-    monkeypatch.setattr("lra.bench.check.CHUNK", chunk)
+    monkeypatch.setattr("lra.bench.check.SCORES_AT_ONCE", chunk)
     for n in (50, 32):
         batch = make_batch((5, n), False, CPU, seed=torch.tensor(99))
         q, k, v, do = (torch.randn(5 + n, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(4))
@@ -153,7 +153,7 @@ def test_one_head_of_a_layout_is_the_reference(monkeypatch, layout, dropout, chu
         out = reference_attention(q, k, v, **options, layout=layout)
         expected = (out, *torch.autograd.grad(out, (q, k, v), do))
         q, k, v, do = (x[5:, 1].detach() for x in (q, k, v, do))
-        actual = one_head(q, k, v, do, dropout, batch.seed, 1, 1, torch.float64, layout)
+        actual = reference_head(q, k, v, do, dropout, batch.seed, 1, 1, torch.float64, layout)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e[5:, 1])
 
@@ -168,9 +168,9 @@ def test_a_long_sequence_is_checked_in_blocks():
 
 
 def test_the_short_form_is_what_one_would_compare():
-    assert compared("flash:impl=sdpa") == ("flash:impl=sdpa",) and compared("butterfly@flex") == ("butterfly@flex",)
-    assert compared("butterfly") == ("butterfly", "flash", "butterfly@flex", "butterfly@fa4")
-    assert configure(["attn=butterfly:block=64:impl=gather:local=1"]).attns == (
+    assert with_peers("flash:impl=sdpa") == ("flash:impl=sdpa",) and with_peers("butterfly@flex") == ("butterfly@flex",)
+    assert with_peers("butterfly") == ("butterfly", "flash", "butterfly@flex", "butterfly@fa4")
+    assert configure_attention(["attn=butterfly:block=64:impl=gather:local=1"]).attns == (
         "butterfly:block=64:impl=gather:local=1", "flash", "butterfly@flex:block=64:local=1",
         "butterfly@fa4:block=64:local=1",
     )  # fmt: skip
@@ -191,18 +191,18 @@ def test_the_short_form_is_what_one_would_compare():
 )
 def test_bad_options_name_the_mend(args, message):
     with pytest.raises(UsageError, match=message):
-        configure(args)
+        configure_attention(args)
 
 
 def test_tables_show_density_and_the_time_beside_dense_attention():
     cells = records(f"attn={BUTTERFLY}", "lengths=128,256", "passes=forward")
-    (title, header, rows) = next(iter(tables(cells)))
+    (title, header, rows) = next(iter(attention_tables(cells)))
     assert title == "forward: ms (TFLOP/s), density, time / (density x time of flash)"
     assert header[5:] == [BUTTERFLY, "flash", "butterfly@flex:block=16", "butterfly@fa4:block=16"]
     ours, flash = cells[0], cells[1]
     assert rows[0][5].endswith(f", 0.5, {ours.ms / (0.5 * flash.ms):.2f}") and "," not in rows[0][6]
-    assert [row[7:] for row in rows] == [["", ""], ["", ""]] and len(notes(cells)) == 2
-    alone = next(iter(tables([r for r in cells if r.block])))
+    assert [row[7:] for row in rows] == [["", ""], ["", ""]] and len(attention_notes(cells)) == 2
+    alone = next(iter(attention_tables([r for r in cells if r.block])))
     assert alone[0] == "forward: ms (TFLOP/s), density" and alone[2][0][5].endswith(", 0.5")
 
 
@@ -283,7 +283,9 @@ def test_flash_attention_4_is_given_the_blocks_that_are_seen(monkeypatch):
 
 def test_the_page_of_kernels_has_a_table_of_them(tmp_path):
     assert kernels.sparse(tmp_path) == ""
-    result = bench([f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]).saved()
+    result = measure_attention(
+        [f"{k}={v}" for k, v in (TINY | {"attn": BUTTERFLY, "dropout": "0,0.1"}).items()]
+    ).saved()
     flex = [dict(r) for r in result["cells"] if r["attention"] == BUTTERFLY and not r["dropout"]]
     for record in flex:
         record.update(attention="butterfly@flex:block=16", ms=7.0)

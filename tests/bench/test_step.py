@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import lra
 from lra.bench import loops, step
-from lra.bench.breakdown import GAPS, GROUPS, LONGEST, OTHER, Kernel, breakdown, group
-from lra.bench.loops import ALONE, BLOCKS, Dense, Stopwatch, full
-from lra.bench.step import RECORDED, bench, notes, split, tables
+from lra.bench.breakdown import GAPS, KERNEL_GROUPS, LONGEST_KERNELS, OTHER, KernelLaunch, breakdown, kernel_group
+from lra.bench.loops import IDLE_STARTS, TIMED_BLOCKS, DenseAttention, Stopwatch, fill_lengths
+from lra.bench.step import PROFILED_STEPS, measure_step, parse_step_fields, step_notes, step_tables
 from lra.cli import app
 from lra.data.split import Split
 from lra.errors import UsageError
@@ -72,8 +72,10 @@ def test_loops_on_a_cpu(tmp_path, monkeypatch):
     fit, eager = records["fit"], records["eager"]
     for record in (fit, eager):
         assert record["status"] == "ok" and record["engine"] == "eager" and not record["reason"]
-        assert len(record["blocks_ms"]) == BLOCKS and record["ms"] == sorted(record["blocks_ms"])[BLOCKS // 2]
-        assert record["steady"] == [True] * BLOCKS
+        assert (
+            len(record["blocks_ms"]) == TIMED_BLOCKS and record["ms"] == sorted(record["blocks_ms"])[TIMED_BLOCKS // 2]
+        )
+        assert record["steady"] == [True] * TIMED_BLOCKS
         assert record["host_ms"] > 0 and record["first_seconds"] > 0 and record["memory_mb"] is None
         assert 8 * 8 < record["tokens"] == record["rows"] <= 8 * 32
         assert record["tokens_per_second"] == pytest.approx(1e3 * record["tokens"] / record["ms"], rel=2e-3)
@@ -87,12 +89,14 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
 
     def recorded(steps, count, _):
         taken.append(sum(1 for _ in zip(range(count), steps, strict=False)))
-        return [Kernel("forward_kernel", 0, 30), Kernel("nvjet_tst", 40, 50)]
+        return [KernelLaunch("forward_kernel", 0, 30), KernelLaunch("nvjet_tst", 40, 50)]
 
-    monkeypatch.setattr(step, "recorded", recorded)
-    monkeypatch.setattr(Stopwatch, "steady", lambda _: [True] * BLOCKS)  # which shapes come anew is no matter here
-    result: Any = bench(tiny("batch.micro=4"))
-    assert [record.status for record in result.loops] == ["ok"] * 4 and taken == [RECORDED] * 2
+    monkeypatch.setattr(step, "record_kernels", recorded)
+    monkeypatch.setattr(
+        Stopwatch, "steady", lambda _: [True] * TIMED_BLOCKS
+    )  # which shapes come anew is no matter here
+    result: Any = measure_step(tiny("batch.micro=4"))
+    assert [record.status for record in result.loops] == ["ok"] * 4 and taken == [PROFILED_STEPS] * 2
     fit, captured, eager, bare = result.loops
     assert [record.engine for record in result.loops] == ["captured", "captured", "eager", "captured"]
     assert fit.loss == pytest.approx(captured.loss, rel=1e-3) == pytest.approx(eager.loss, rel=1e-3)
@@ -102,16 +106,16 @@ def test_loops_of_the_captured_step(without_graphs, monkeypatch):
     assert bare.loss == pytest.approx(captured.loss, rel=0.5)
     assert captured.where["groups"]["attention"] == bare.where["groups"]["attention"] == 0.003
     assert fit.where is eager.where is None
-    (_, header, rows), (_, groups, shares) = tables(result)
+    (_, header, rows), (_, groups, shares) = step_tables(result)
     assert all(len(row) == len(header) for row in rows) and groups == ["group", "captured", "bare"]
-    assert [row[0] for row in shares] == [*GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
-    assert len(notes(result)) == 1
+    assert [row[0] for row in shares] == [*KERNEL_GROUPS, OTHER, GAPS] and shares[1][1].startswith("0.003 (")
+    assert len(step_notes(result)) == 1
 
 
 def test_blocks_in_which_shapes_are_captured_do_not_count(without_graphs, monkeypatch):
     """Unless there are no others, of which the user is told."""
     found: Iterator[tuple[int, int]] = iter(())
-    monkeypatch.setattr(loops, "shapes", lambda _: next(found))
+    monkeypatch.setattr(loops, "count_shapes", lambda _: next(found))
     monkeypatch.setattr(Stopwatch, "block_ms", lambda _: [9.0, 1.0, 3.0, 2.0, 8.0])
     # at the bounds of 5 blocks, and in the end
     for came, ms, note in (
@@ -120,17 +124,17 @@ def test_blocks_in_which_shapes_are_captured_do_not_count(without_graphs, monkey
         ("5 5 5 5 5 5 5", 3.0, None),
     ):
         found = iter([(int(count), 1) for count in came.split()])
-        result: Any = bench(tiny("loops=captured", "steps=10", "profile=false"))
+        result: Any = measure_step(tiny("loops=captured", "steps=10", "profile=false"))
         assert result.loops[0].ms == ms
-        assert [text[: len(note or "")] for text in notes(result)] == [note] * bool(note)
+        assert [text[: len(note or "")] for text in step_notes(result)] == [note] * bool(note)
 
 
 @pytest.mark.parametrize("loop", ["captured", "eager"])
 def test_a_loop_by_hand_does_all_that_a_step_does(without_graphs, loop):
     """Without what judges its gradients an eager step would cost less, and Lightning seem to cost more."""
-    run, watch = split(tiny())[1].config, Stopwatch(2, 8, torch.device("cpu"))
-    module = loops.by_hand(loop, run, watch).module
-    assert cast(Step, module.step).tally.read().taken == watch.done == 2 + 8 + ALONE  # type: ignore[union-attr]
+    run, watch = parse_step_fields(tiny())[1].config, Stopwatch(2, 8, torch.device("cpu"))
+    module = loops.time_by_hand(loop, run, watch).module
+    assert cast(Step, module.step).tally.read().taken == watch.done == 2 + 8 + IDLE_STARTS  # type: ignore[union-attr]
 
 
 def test_two_sequences_with_one_label(without_graphs, tmp_path):
@@ -138,7 +142,7 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
     pairs = [(i % 2, f"P{i}", f"P{(7 * i + 3) % 20}") for i in range(20)]
     source = write_aan_papers(tmp_path / "aan", kinds, train=pairs, val=pairs[:5], test=pairs[5:9])
     fields = [field for field in tiny("profile=false", "task.max_length=30") if not BY_TASK.match(field)]
-    result: Any = bench(
+    result: Any = measure_step(
         [*fields, "task=retrieval", "task.dataset=scisumm", "model.pooling=cls", f"task.source={source}"]
     )
     fit, captured, eager, bare = result.loops
@@ -153,9 +157,9 @@ def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
     names = "takes_projection", "takes_feed_forward"
     for name in names:
         monkeypatch.setattr(transformer, name, lambda *_, name=name: asked.append(name))
-    (bare,) = bench(tiny("loops=bare", "profile=false")).loops
+    (bare,) = measure_step(tiny("loops=bare", "profile=false")).loops
     assert bare.status == "ok" and not asked
-    bench(tiny("loops=eager"))
+    measure_step(tiny("loops=eager"))
     assert {*asked} == {*names}
 
 
@@ -164,7 +168,7 @@ def test_pixels_with_positions_of_their_own(without_graphs):
     fields = [field for field in tiny("loops=captured,bare", "profile=false") if not BY_TASK.match(field)]
     few = ("task.train=24", "task.val=6", "task.test=12", "task.tokens=lit", "batch.size=2")
     fields = [field for field in fields if not field.startswith(("batch.size", "task.max_length"))]
-    result: Any = bench([*fields, "task=pathfinder", *few])
+    result: Any = measure_step([*fields, "task=pathfinder", *few])
     captured, bare = result.loops
     assert (captured.status, bare.status, bare.tokens) == ("ok", "ok", 2 * 1024) and captured.tokens < 2048
 
@@ -179,7 +183,7 @@ def test_lightnings_loop_takes_steps_and_no_more(monkeypatch):
         return forward(self, batch)
 
     monkeypatch.setattr(TaskModule, "forward", watched)
-    (record,) = bench(tiny("loops=fit", "steps=30", "trainer.steps=80")).loops
+    (record,) = measure_step(tiny("loops=fit", "steps=30", "trainer.steps=80")).loops
     assert record.status == "ok" and handlers == {signal.getsignal(signal.SIGTERM)}
 
 
@@ -188,20 +192,20 @@ def test_a_loop_that_fails_leaves_the_others(monkeypatch):
         raise RuntimeError("a compiler\nsays much")
 
     monkeypatch.setattr(step.loops, "fit", broken)
-    result: Any = bench(tiny("loops=fit,eager"))
+    result: Any = measure_step(tiny("loops=fit,eager"))
     assert [record.status for record in result.loops] == ["failed", "ok"] and result.lightning is None
-    assert notes(result) == ["fit: failed: RuntimeError: a compiler"]
+    assert step_notes(result) == ["fit: failed: RuntimeError: a compiler"]
 
 
 def test_a_loop_that_does_not_fit_is_oom(monkeypatch):
     monkeypatch.setattr(step.loops, "fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
-    (record,) = bench(tiny("loops=fit")).loops
+    (record,) = measure_step(tiny("loops=fit")).loops
     assert record.status == "OOM" and record.reason.endswith("does not fit: halve it")
 
 
 def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeypatch):
-    monkeypatch.setattr(step, "recorded", lambda *_: [])
-    (record,) = bench(tiny("loops=captured")).loops
+    monkeypatch.setattr(step, "record_kernels", lambda *_: [])
+    (record,) = measure_step(tiny("loops=captured")).loops
     assert record.status == "ok" and record.ms and record.reason.startswith("not profiled: the profiler saw")
 
 
@@ -213,7 +217,7 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
         (["steps=few"], "steps=few: write an integer"),
         (["loops=fit,capture"], "loops=: unknown loop 'capture': did you mean 'captured'"),
         (["loops=fit,eager,fit"], "loops=fit,eager,fit names one twice"),
-        (["loops=fit", "profile=true"], "profile=true is of loops=captured and bare"),
+        (["loops=fit", "profile=true"], "profile=true needs loops=captured or bare"),
         (["steps=100"], "trainer.steps=40, but 122 are needed: raise it, or lower steps= and warmup="),
         (["init=somewhere"], "init=, name=, resume= and draws= mean nothing"),
         (["trainer.devices=2"], "measures one device"),
@@ -224,24 +228,26 @@ def test_a_measurement_without_a_profile_keeps_its_times(without_graphs, monkeyp
 def test_bad_options_name_the_mend(args, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", [__file__])  # a worker of xdist is no file
     with pytest.raises(UsageError, match=message):
-        bench(tiny(*args))
+        measure_step(tiny(*args))
 
 
 @pytest.mark.parametrize("fields", [(), ("task.tokens=lit",)])  # the latter scales positions, which needs init=
 def test_a_recipe_that_starts_from_another_run_is_measured_from_nothing(fields):
-    options, composed = split(["task=path64", "attn=flash", "recipe=curriculum", "steps=5", "warmup=1", *fields])
+    options, composed = parse_step_fields(
+        ["task=path64", "attn=flash", "recipe=curriculum", "steps=5", "warmup=1", *fields]
+    )
     assert composed.start and composed.config.init is None and composed.config.trainer.steps >= options.total
 
 
 def test_what_cannot_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(step, "measure_loop", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"out=.*file/step.json can't be written \(.*\): name another file"):
-        bench(tiny(f"out={tmp_path / 'file' / 'step.json'}"))
+        measure_step(tiny(f"out={tmp_path / 'file' / 'step.json'}"))
 
 
 def test_own_options_are_none_of_the_run():
-    options, composed = split(tiny("steps=7", "loops=bare"))
+    options, composed = parse_step_fields(tiny("steps=7", "loops=bare"))
     assert (options.steps, options.warmup, options.loops) == (7, 2, ("bare",)) and composed.config.trainer.steps == 40
 
 
@@ -255,9 +261,9 @@ def test_a_stopwatch_times_blocks_and_steps_alone(steps, monkeypatch):
     while not done:
         now += 5.0 if ticks == 0 else 0.5
         ticks, done = ticks + 1, watch.tick()
-    assert ticks == 2 + steps + ALONE and watch.measured == range(2, 2 + steps)
+    assert ticks == 2 + steps + IDLE_STARTS and watch.measured == range(2, 2 + steps)
     assert watch.first_seconds == 5.0 and watch.host_ms() == 500.0
-    assert watch.block_ms() == [500.0] * min(BLOCKS, steps)
+    assert watch.block_ms() == [500.0] * min(TIMED_BLOCKS, steps)
 
 
 NAMES = {
@@ -293,7 +299,7 @@ NAMES = {
 
 @pytest.mark.parametrize(("label", "name"), [(label, name) for label, names in NAMES.items() for name in names])
 def test_kernels_are_grouped_by_name(label, name):
-    assert group(name) == label
+    assert kernel_group(name) == label
 
 
 def test_our_kernels_are_attention_or_layers():
@@ -306,21 +312,22 @@ def test_our_kernels_are_attention_or_layers():
         "project_kernel", "project_backward_kernel", "feed_forward_kernel", "feed_forward_backward_kernel",
         "fold_kernel", "sum_kernel", "unfold_kernel", "embed_kernel", "table_gradient_kernel", "pool_kernel",
     }  # fmt: skip
-    assert len(ours) >= 17 and {name for name in ours if group(name) == "layers"} == fused
-    assert {group(name) for name in ours} == {"attention", "layers"}
+    assert len(ours) >= 17 and {name for name in ours if kernel_group(name) == "layers"} == fused
+    assert {kernel_group(name) for name in ours} == {"attention", "layers"}
 
 
 def test_a_breakdown_sums_kernels_and_leaves_gaps():
     kernels = [
-        Kernel("forward_kernel", 0, 1000), Kernel("nvjet_a", 900, 2000), Kernel("forward_kernel", 3000, 3500),
-        Kernel("Memset (Device)", 1200, 1300), *(Kernel(f"some_{i}", 4000 + i, 4001 + i) for i in range(20)),
+        KernelLaunch("forward_kernel", 0, 1000), KernelLaunch("nvjet_a", 900, 2000),
+        KernelLaunch("forward_kernel", 3000, 3500), KernelLaunch("Memset (Device)", 1200, 1300),
+        *(KernelLaunch(f"some_{i}", 4000 + i, 4001 + i) for i in range(20)),
     ]  # fmt: skip
     where = breakdown(kernels, 2, 3.0)
-    assert where is not None and list(where["groups"]) == [*GROUPS, OTHER, GAPS]
+    assert where is not None and list(where["groups"]) == [*KERNEL_GROUPS, OTHER, GAPS]
     expected = {"attention": 0.75, "matrix products": 0.55, "data": 0.05, OTHER: 0.01, GAPS: 3.0 - 1.26}
     for label, spent in where["groups"].items():
         assert math.isclose(spent, expected.get(label, 0.0), abs_tol=1e-9)
-    assert len(where["kernels"]) == LONGEST and where["kernels"][1]["name"] == "nvjet_a"
+    assert len(where["kernels"]) == LONGEST_KERNELS and where["kernels"][1]["name"] == "nvjet_a"
     assert where["kernels"][0] == {"name": "forward_kernel", "group": "attention", "ms": 0.75, "calls": 1.0}
     assert breakdown([], 2, 3.0) is None
 
@@ -329,18 +336,18 @@ def test_bare_attention_is_attention():
     q, k, v = torch.randn(3, 2 * 5, 2, 8)
     split = Split.from_offsets(np.arange(8, dtype=np.uint8), np.array([0, 3, 8]))
     batch = split.collate([0, 1], max_length=5, layout="padded", threshold=0)
-    filled = full(batch, torch.randint(7, (12,), dtype=torch.int32)).to("cpu")
+    filled = fill_lengths(batch, torch.randint(7, (12,), dtype=torch.int32)).to("cpu")
     assert len(batch.laid) == 2 and filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
     assert int(filled.tokens.max()) < 7 and filled.tokens.dtype == torch.int32
     expected = reference_attention(q, k, v, start=filled.start, length=filled.length)
-    torch.testing.assert_close(Dense(0.5).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(DenseAttention(0.5).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
 def test_captured_and_bare_agree_on_a_gpu():
     gpu = ("trainer.accelerator=gpu", "trainer.precision=bf16", "model.heads=2")
-    result: Any = bench(tiny(*gpu))
-    assert [record.status for record in result.loops] == ["ok"] * 4, notes(result)
+    result: Any = measure_step(tiny(*gpu))
+    assert [record.status for record in result.loops] == ["ok"] * 4, step_notes(result)
     fit, captured, eager, bare = result.loops
     assert fit.engine == "captured" and captured.captured >= 1 and bare.captured == bare.shapes == 1
     assert fit.loss == pytest.approx(captured.loss, rel=0.01) == pytest.approx(eager.loss, rel=0.01)
@@ -348,4 +355,4 @@ def test_captured_and_bare_agree_on_a_gpu():
     for record in (captured, bare):
         groups = record.where["groups"]
         assert all(groups[label] > 0 for label in ("layers", "attention", "matrix products", "optimiser"))
-        assert record.memory_mb > 0 and groups[OTHER] < record.ms and len(record.where["kernels"]) == LONGEST
+        assert record.memory_mb > 0 and groups[OTHER] < record.ms and len(record.where["kernels"]) == LONGEST_KERNELS

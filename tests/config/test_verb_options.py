@@ -108,5 +108,5 @@ def needed(cls: type, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def test_a_list_has_commas_and_may_have_brackets():
-    assert parse(accuracy.Options, ["tasks=[listops,text]"]) == parse(accuracy.Options, ["tasks=listops,text"])
-    assert parse(accuracy.Options, ["attns=[flash]"]).attns == ("flash",)
+    assert parse(accuracy.GridOptions, ["tasks=[listops,text]"]) == parse(accuracy.GridOptions, ["tasks=listops,text"])
+    assert parse(accuracy.GridOptions, ["attns=[flash]"]).attns == ("flash",)

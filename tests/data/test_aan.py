@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lra.data import aan
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import pack, write_aan_pairs, write_aan_papers
 
@@ -21,8 +21,8 @@ SPLITS = {
 
 
 def store(source, dataset):
-    content = Content("retrieval", 1, {"dataset": dataset}, str(source), aan.VOCABULARY, aan.GENERATOR, None)
-    return prepare(content, lambda writer: aan.build(writer, source, dataset), force=True)
+    content = StoreContent("retrieval", 1, {"dataset": dataset}, str(source), aan.VOCABULARY, aan.GENERATOR, None)
+    return prepare_store(content, lambda writer: aan.build_aan(writer, source, dataset), force=True)
 
 
 def read(made):
@@ -129,10 +129,10 @@ def test_official_files_with_another_line(release, line, message):
 def test_missing_and_empty_official_files(release):
     path = release / "lra_release" / "tsv_data" / "new_aan_pairs.test.tsv"
     path.write_bytes(b"")
-    with pytest.raises(UsageError, match=f"{path}: no pairs; get the file anew"):
+    with pytest.raises(UsageError, match=f"{path}: no pairs; get the file again"):
         store(release, "lra")
     path.unlink()
-    with pytest.raises(UsageError, match="tsv_data has no new_aan_pairs.test.tsv: get it anew"):
+    with pytest.raises(UsageError, match="tsv_data has no new_aan_pairs.test.tsv: get it again"):
         store(release, "lra")
 
 
@@ -162,9 +162,9 @@ def test_compact_form_with_other_pairs(compact, lines, message):
     [
         ({"id": ["A1"]}, "no column 'text'"),
         ({"text": ["a"]}, "no column 'id'"),
-        ({"id": ["A1", None], "text": ["a", "b"]}, "id or text of row 1 is no string"),
-        ({"id": ["A1"], "text": pa.array([None], pa.string())}, "id or text of row 0 is no string"),
-        ({"id": [1], "text": ["a"]}, "id or text of row 0 is no string"),
+        ({"id": ["A1", None], "text": ["a", "b"]}, "id or text of row 1 is not a string"),
+        ({"id": ["A1"], "text": pa.array([None], pa.string())}, "id or text of row 0 is not a string"),
+        ({"id": [1], "text": ["a"]}, "id or text of row 0 is not a string"),
         ({"id": ["A1", "B2", "A1"], "text": ["a", "b", "a"]}, "id of row 2, 'A1', occurs twice"),
     ],
 )
@@ -181,7 +181,7 @@ def test_unreadable_files_of_the_compact_form(compact):
     whole = (compact / "papers.parquet").read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"id\ttext\n"):
         (compact / "papers.parquet").write_bytes(content)
-        with pytest.raises(UsageError, match="papers.parquet is no readable parquet file") as caught:
+        with pytest.raises(UsageError, match="papers.parquet is not a readable parquet file") as caught:
             store(compact, "scisumm")
         assert "\n" not in str(caught.value)
 

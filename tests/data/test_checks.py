@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra.data import image, listops, text
+from lra.data import cifar10, imdb, listops
 from lra.errors import UsageError
 from lra.training.data_verbs import describe_store, prepare_store, task_data
 from tests.fixtures import pngs, write_aan_pairs, write_cifar10, write_imdb, write_pathfinder
@@ -25,8 +25,8 @@ def joined(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def imdb(tmp_path):
-    """`imdb(train=…, test=…)`: the fields of a mirror with these splits."""
+def mirror(tmp_path):
+    """`mirror(train=…, test=…)`: the fields of a mirror with these splits."""
 
     def make(**splits: dict[str, Any]) -> list[str]:
         return ["task=text", f"source={write_imdb(tmp_path / 'imdb', **splits)}"]
@@ -54,34 +54,34 @@ def refused(message: str, fields: list[str]) -> None:
 COUNTS = ["!train has 20 rows, where 25,000 are published", "!test has 20 rows, where 25,000 are published"]
 
 
-def test_a_part_is_told_from_the_whole(imdb):
-    assert said(imdb(train=reviews("a", 20), test=reviews("b", 20))) == COUNTS
+def test_a_part_is_told_from_the_whole(mirror):
+    assert said(mirror(train=reviews("a", 20), test=reviews("b", 20))) == COUNTS
 
 
-def test_a_whole_has_no_note_that_runs_repeat(imdb, monkeypatch):
-    monkeypatch.setattr("lra.data.text.PUBLISHED", 200)
-    first = imdb(train=reviews("a", 200), test=joined(reviews("b", 199), reviews("a", 1)))
+def test_a_whole_has_no_note_that_runs_repeat(mirror, monkeypatch):
+    monkeypatch.setattr("lra.data.imdb.PUBLISHED", 200)
+    first = mirror(train=reviews("a", 200), test=joined(reviews("b", 199), reviews("a", 1)))
     assert said(first) == ["1 of 200 rows of test are in train, too"], "as some of IMDB's"
 
 
-def test_splits_that_are_the_same_are_refused_in_any_order(imdb):
+def test_splits_that_are_the_same_are_refused_in_any_order(mirror):
     rows = reviews("a", 20)
-    refused("imdb: test has the same rows as train", imdb(train=rows, test={k: v[::-1] for k, v in rows.items()}))
+    refused("imdb: test has the same rows as train", mirror(train=rows, test={k: v[::-1] for k, v in rows.items()}))
 
 
-def test_rows_that_two_splits_share_are_counted(imdb):
-    made = imdb(train=reviews("a", 20), test=joined(reviews("a", 19), reviews("b", 1)))
+def test_rows_that_two_splits_share_are_counted(mirror):
+    made = mirror(train=reviews("a", 20), test=joined(reviews("a", 19), reviews("b", 1)))
     assert said(made) == [*COUNTS, "!19 of 20 rows of test are in train, too"]
 
 
-def test_a_split_within_another_is_told(imdb):
-    assert "!10 of 10 rows of test are in train, too" in said(imdb(train=reviews("a", 20), test=reviews("a", 10)))
+def test_a_split_within_another_is_told(mirror):
+    assert "!10 of 10 rows of test are in train, too" in said(mirror(train=reviews("a", 20), test=reviews("a", 10)))
 
 
-def test_one_label_alone_and_empty_reviews_are_told(imdb):
+def test_one_label_alone_and_empty_reviews_are_told(mirror):
     train = reviews("a", 20) | {"label": [0] * 20}
     test = joined(reviews("b", 19), {"text": [""], "label": [1]})
-    assert said(imdb(train=train, test=test)) == [
+    assert said(mirror(train=train, test=test)) == [
         *COUNTS,
         "!all 20 rows of train have the label 0",
         "!1 of 20 sequences of test are empty",
@@ -140,7 +140,7 @@ def expressions(folder: Path, **splits: list[str]) -> list[str]:
 
 
 def lines(seed: int, count: int, low: int = 4, high: int = 60) -> list[str]:
-    sequences, labels = listops.generate(count, seed=seed, min_length=low, max_length=high)
+    sequences, labels = listops.generate_expressions(count, seed=seed, min_length=low, max_length=high)
     return [f"{listops.decode(tokens)}\t{label}" for tokens, label in zip(sequences, labels, strict=True)]
 
 
@@ -164,14 +164,14 @@ def lines(seed: int, count: int, low: int = 4, high: int = 60) -> list[str]:
 def test_what_is_no_expression_or_has_another_value_is_refused_by_its_line(tmp_path, line, message):
     few = lines(0, 3)
     fields = expressions(tmp_path / "l", train=lines(1, 3), val=lines(2, 3), test=[*few, line, *few])
-    refused(f"^{tmp_path}/l/basic_test.tsv:5: {message}.*; get the file anew$", fields)
+    refused(f"^{tmp_path}/l/basic_test.tsv:5: {message}.*; get the file again$", fields)
 
 
 def test_the_values_of_expressions_are_those_of_the_generator():
-    sequences, values = listops.generate(300, seed=5, min_length=1, max_length=200)
-    assert listops.evaluate(sequences) == values.tolist() and listops.evaluate([]) == []
-    assert listops.evaluate([listops.tokenize("[SM [MED 4 9 2 ] [MIN 7 ] 8 ]")]) == [9]
-    assert listops.evaluate([listops.tokenize("7"), np.empty(0, np.uint8)]) == [7, -1]
+    sequences, values = listops.generate_expressions(300, seed=5, min_length=1, max_length=200)
+    assert listops.evaluate_expressions(sequences) == values.tolist() and listops.evaluate_expressions([]) == []
+    assert listops.evaluate_expressions([listops.tokenize("[SM [MED 4 9 2 ] [MIN 7 ] 8 ]")]) == [9]
+    assert listops.evaluate_expressions([listops.tokenize("7"), np.empty(0, np.uint8)]) == [7, -1]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_test_and_fresh_of_different_laws_are_told(tmp_path, low, high, count, l
 def test_real_data_has_no_note_that_runs_repeat():
     """Of what is real: IMDB's test reviews in train. No image and no pair of papers is in two splits."""
     folder = Path(os.environ["LRA_TEST_DATA"])
-    assert said(["task=text", f"source={folder / text.HUB}"]) == ["123 of 25,000 rows of test are in train, too"]
-    assert said(["task=image", f"source={folder / image.HUB}"]) == []
+    assert said(["task=text", f"source={folder / imdb.HUB}"]) == ["123 of 25,000 rows of test are in train, too"]
+    assert said(["task=image", f"source={folder / cifar10.HUB}"]) == []
     assert said(["task=retrieval", "dataset=scisumm", f"source={folder / 'aan'}"]) == []
 
 

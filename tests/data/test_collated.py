@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 from lra.data.split import Split
 
 
-def collated(count: int = 3, prefix: int | None = None, dtype: type = np.uint8, **options) -> Collated:
+def collated(count: int = 3, prefix: int | None = None, dtype: type = np.uint8, **options) -> CollatedBatch:
     lengths = np.arange(1, count + 1)
     offsets = np.concatenate([[0], lengths.cumsum()])
     split = Split.from_offsets(np.arange(offsets[-1], dtype=dtype), offsets, np.arange(count))

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lra.data.store import Store, prepare
+from lra.data.store import Store, prepare_store
 from lra.data.writer import _save
-from lra.errors import UsageError, disk_full, failing
+from lra.errors import UsageError, is_disk_failure, is_disk_full
 from tests.data.toy import build, content
 
 
@@ -29,24 +29,24 @@ def test_full_disk(wrapped):
             raise
 
     with pytest.raises(UsageError, match="no space left.*LRA_DATA") as caught:
-        prepare(content(), fills_up)
+        prepare_store(content(), fills_up)
     assert "\n" not in str(caught.value)
     assert not [path for path in content().path.parent.iterdir() if path.suffix != ".lock"]
-    prepare(content(), build).verify()
+    prepare_store(content(), build).verify()
 
 
 def test_folder_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LRA_DATA", str(tmp_path / "file" / "below"))
     with pytest.raises(UsageError, match="cannot write to .*set LRA_DATA"):
-        prepare(content(), build)
+        prepare_store(content(), build)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
 def test_an_array_on_a_full_disk_says_so():
     with pytest.raises(OSError) as caught:
         _save(Path("/dev/full"), np.zeros(100_000))
-    assert disk_full(caught.value)
+    assert is_disk_full(caught.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENODEV, errno.EINVAL])
@@ -62,7 +62,7 @@ def test_a_file_system_that_can_not_map_files(monkeypatch, number, private):
     monkeypatch.setattr(mmap, "mmap", fails)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
-        made = prepare(content(), build)
+        made = prepare_store(content(), build)
         made.verify()
     assert len(told) == (not private)
     assert all("can't map files: they are read into memory" in str(each.message) for each in told)
@@ -77,7 +77,7 @@ TROUBLE = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, er
 @pytest.mark.parametrize("number", TROUBLE)
 @pytest.mark.parametrize("what", ["mmap.mmap", "numpy.load", "pathlib.Path.open", "pathlib.Path.stat"])
 def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
 
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), *([str(path)] if "Path" in what else []))
@@ -86,7 +86,7 @@ def test_what_can_not_be_read_is_not_called_damaged(monkeypatch, number, what):
         patch.setattr(what, fails)
         Store.open(path, "lra data prepare task=toy")
     assert caught.value.errno == number and caught.value.filename
-    assert number == errno.EACCES or failing(caught.value)
+    assert number == errno.EACCES or is_disk_failure(caught.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -96,7 +96,7 @@ def test_a_file_system_without_locks(monkeypatch, number):
 
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(UsageError, match=r"has no locks \(.*\): set LRA_DATA to a folder of another one"):
-        prepare(content(), build)
+        prepare_store(content(), build)
     monkeypatch.undo()
 
 
@@ -109,14 +109,14 @@ def test_a_file_system_that_can_not_sync_folders_and_has_files_of_its_own(monkey
         (writer._folder / "._train.tokens.npy").write_bytes(b"\0\5\x16\7")
 
     monkeypatch.setattr(os, "fsync", fails)
-    made = prepare(content(), visited)
+    made = prepare_store(content(), visited)
     assert not [name for name in made.manifest["files"] if name.startswith(".")]
     (made.path / "._train.tokens.npy").unlink()
     made.verify()
 
 
 def test_a_store_larger_than_memory_where_files_can_not_be_mapped(monkeypatch):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
 
     def fails(*_, mmap_mode=None):
         raise OSError(errno.ENODEV, "No such device") if mmap_mode else MemoryError

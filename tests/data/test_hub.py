@@ -29,7 +29,7 @@ def mirror(folder: Path) -> Path:
 def load(source: str | Path = NAME, notes: list[str] | None = None):
     """The rows of each split; `notes` gets what is to be known of them."""
     note = ([] if notes is None else notes).append
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend="lra data prepare …", note=note)
+    splits = hub.load_splits(source, name="IMDB", columns=("text", "label"), mend="lra data prepare …", note=note)
     return {
         split: {name: [value for batch in batches for value in batch[name]] for name in COLUMNS}
         for split, batches in ((split, list(batches)) for split, batches in splits.items())
@@ -155,7 +155,7 @@ def test_a_download_asks_for_the_data_set_alone_and_stays(served):
     served.answer = lambda handler, path: handler.send(503)
     assert load(notes=notes) == EXPECTED  # the copy
     assert len(notes) == 1 and "HTTP 503" in notes[0] and "in the Hub's cache was read" in notes[0]
-    rows = hub.load(NAME, name="IMDB", columns=("label",), mend="", note=notes.append)["train"]
+    rows = hub.load_splits(NAME, name="IMDB", columns=("label",), mend="", note=notes.append)["train"]
     assert len(rows) == 3 and list(rows) == list(rows) == [{"label": COLUMNS["label"]}]
 
 
@@ -194,7 +194,7 @@ def test_a_hub_that_answers_too_late(served, monkeypatch):
 
 def test_a_page_instead_of_the_hub(served):
     served.answer = lambda handler, path: handler.send(200, b"<html>Please log in</html>")
-    assert "is no Hub" in refused()
+    assert "is not the Hub" in refused()
 
 
 def test_a_connection_that_breaks(served):
@@ -234,7 +234,7 @@ def test_a_name_that_is_not_known_and_a_port_where_nobody_listens(online):
 
 def test_an_endpoint_that_is_no_address(online):
     online("hub.example")
-    assert "HF_ENDPOINT=hub.example is no address" in refused()
+    assert "HF_ENDPOINT=hub.example is not an address" in refused()
 
 
 def test_a_proxy_that_is_no_address(online, monkeypatch):
@@ -250,10 +250,10 @@ def test_a_connection_that_is_not_secure(served, online):
 
 
 def test_the_number_of_an_error_of_tls_is_none_of_the_operating_system():
-    from lra.data import network
+    from lra.data import hub_errors
 
     error = ssl.SSLCertVerificationError(errno.EPERM, "certificate verify failed")
-    assert "no secure connection" in network.reason(error)
+    assert "no secure connection" in hub_errors.explain_failure(error)
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])

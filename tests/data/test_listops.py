@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from lra.data import listops
-from lra.data.expressions import CLOSE, MAX, MED, MIN, SM, draw
-from lra.data.store import Content, prepare
+from lra.data.expressions import CLOSE, MAX, MED, MIN, SM, draw_expressions
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import pack, write_listops
 
@@ -24,7 +24,7 @@ REFERENCE = 120_000  # expressions behind the reference statistics
 
 @pytest.fixture(scope="module")
 def sample():
-    return listops.generate(COUNT, seed=0)
+    return listops.generate_expressions(COUNT, seed=0)
 
 
 FUNCTIONS = {"[MIN": min, "[MAX": max, "[MED": lambda v: int(statistics.median(v)), "[SM": lambda v: sum(v) % 10}
@@ -124,15 +124,15 @@ def test_expressions_differ(sample):
 
 def test_independent_of_chunks_and_workers(sample, monkeypatch):
     law = (501, 1999, 10, 10)
-    whole, lengths, values = draw(3, 0, 60, *law)
+    whole, lengths, values = draw_expressions(3, 0, 60, *law)
     for first, count in ((0, 1), (17, 20), (59, 1)):
-        tokens, some, part = draw(3, first, count, *law)
+        tokens, some, part = draw_expressions(3, first, count, *law)
         same = slice(first, first + count)
         assert np.array_equal(some, lengths[same]) and np.array_equal(part, values[same])
         assert all(np.array_equal(a[:n], b[:n]) for a, b, n in zip(tokens, whole[same], some, strict=True))
     monkeypatch.setattr(listops, "CHUNK", 7)
     for workers in (1, 3):
-        sequences, labels = listops.generate(200, seed=0, workers=workers)
+        sequences, labels = listops.generate_expressions(200, seed=0, workers=workers)
         assert np.array_equal(labels, sample[1][:200])
         assert all(np.array_equal(a, b) for a, b in zip(sequences, sample[0], strict=False))
 
@@ -149,7 +149,7 @@ GOLDEN = ([3, 0, 3, 6, 0, 6, 9, 9], "9f1fce02977646df")
 
 @pytest.mark.slow
 def test_ids_do_not_depend_on_the_hash_seed():
-    code = "from lra.data import listops; print(listops.VOCABULARY, listops.generate(5, seed=1))"
+    code = "from lra.data import listops; print(listops.VOCABULARY, listops.generate_expressions(5, seed=1))"
 
     def output(seed):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -159,7 +159,7 @@ def test_ids_do_not_depend_on_the_hash_seed():
 
 
 def test_duplicates_and_excluded_expressions_are_skipped():
-    generate = partial(listops.generate, min_length=1, max_length=1)
+    generate = partial(listops.generate_expressions, min_length=1, max_length=1)
     sequences, labels = generate(10, seed=0)
     assert sorted(ids[0] for ids in sequences) == list(range(10)) and sorted(labels) == list(range(10))
     others, _ = generate(4, seed=5, exclude=listops.fingerprints(sequences[:6]))
@@ -174,23 +174,23 @@ def test_duplicates_and_excluded_expressions_are_skipped():
 )
 def test_impossible_limits(limits):
     with pytest.raises(UsageError, match="limits"):
-        listops.generate(1, seed=0, **limits)
+        listops.generate_expressions(1, seed=0, **limits)
 
 
 def test_shallow_law():
-    sequences, labels = listops.generate(500, seed=2, min_length=3, max_length=40, max_depth=3, max_args=3)
+    sequences, labels = listops.generate_expressions(500, seed=2, min_length=3, max_length=40, max_depth=3, max_args=3)
     for ids, label in zip(sequences, labels, strict=True):
         tree = parse(ids)
         assert tree.value == label and tree.depth <= 2 and tree.arity <= 3
 
 
 def content(**params):
-    return Content("listops", 1, params, "generated", listops.VOCABULARY, listops.GENERATOR, 0)
+    return StoreContent("listops", 1, params, "generated", listops.VOCABULARY, listops.GENERATOR, 0)
 
 
 def test_build_makes_disjoint_splits(sample):
     counts = {"train": 60, "val": 20, "test": 20, "fresh": 50}
-    store = prepare(content(), lambda w: listops.build(w, **counts))
+    store = prepare_store(content(), lambda w: listops.build_listops(w, **counts))
     splits = [store.split(name) for name in counts]
     assert [len(split) for split in splits] == list(counts.values())
     every = [bytes(split[i]) for split in splits for i in range(len(split))]
@@ -210,7 +210,7 @@ def official(tmp_path, sample):
 def test_official_files(official, sample):
     text = (official / "basic_train.tsv").read_text().splitlines()[1].split("\t")[0]
     assert len(text.split()) == 3 * len(sample[0][0]) - 2  # the layout of the release
-    store = prepare(content(), lambda w: listops.build_from_tsv(w, official, fresh=20))
+    store = prepare_store(content(), lambda w: listops.build_released_listops(w, official, fresh=20))
     assert store.splits == ("train", "val", "test", "fresh")
     got = [store.split(name)[i] for name in ("train", "val", "test") for i in range(10)]
     assert all(np.array_equal(a, b) for a, b in zip(got, sample[0], strict=False))
@@ -219,8 +219,8 @@ def test_official_files(official, sample):
 
 def test_other_counts_than_published_are_noted(official, monkeypatch):
     def notes():
-        build = partial(listops.build_from_tsv, source=official, fresh=2)
-        return prepare(content(), build, force=True).manifest["notes"]
+        build = partial(listops.build_released_listops, source=official, fresh=2)
+        return prepare_store(content(), build, force=True).manifest["notes"]
 
     published = {"train": "96,000", "val": "2,000", "test": "2,000"}
     said = [f"basic_{split}.tsv has 10 rows, where {count} are published" for split, count in published.items()]
@@ -232,15 +232,15 @@ def test_other_counts_than_published_are_noted(official, monkeypatch):
 def test_fresh_expressions_are_no_others(tmp_path):
     """Of the same seed, whether the other splits are imported or generated."""
     limits: dict[str, Any] = {"min_length": 4, "max_length": 4}  # 400 expressions, so they repeat
-    sequences, labels = listops.generate(30, seed=0, **limits)
+    sequences, labels = listops.generate_expressions(30, seed=0, **limits)
     parts = {"train": slice(10), "val": slice(10, 20), "test": slice(20, 30)}
     rows = {split: (sequences[part], labels[part]) for split, part in parts.items()}
     folder = write_listops(tmp_path / "listops-1000", **rows)
-    imported = partial(listops.build_from_tsv, source=folder, fresh=200, **limits)
-    generated = partial(listops.build, train=10, val=10, test=10, fresh=200, **limits)
+    imported = partial(listops.build_released_listops, source=folder, fresh=200, **limits)
+    generated = partial(listops.build_listops, train=10, val=10, test=10, fresh=200, **limits)
     fresh = []
     for build in (imported, generated):
-        part = prepare(content(), build, force=True).split("fresh")
+        part = prepare_store(content(), build, force=True).split("fresh")
         fresh.append([bytes(part[i]) for i in range(200)])
     assert fresh[0] == fresh[1] and not set(fresh[0]) & {bytes(ids) for ids in sequences}
 
@@ -279,7 +279,9 @@ def test_official_files_in_an_archive(official, sample, tmp_path):
     (outer / "lra_release").mkdir()
     official.rename(outer / "lra_release" / "listops-1000")
     for source in (outer, pack(outer, tmp_path / "lra_release.gz")):
-        store = prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source, fresh=2), force=True)
+        store = prepare_store(
+            content(), lambda w, source=source: listops.build_released_listops(w, source, fresh=2), force=True
+        )
         val = store.split("val")
         assert all(np.array_equal(val[i], ids) for i, ids in enumerate(sample[0][10:20]))
 
@@ -289,10 +291,10 @@ def test_files_are_named_with_their_place(official, tmp_path):
         file.write("[AVG 2 9 ]\t9\n")
     for source in (tmp_path, pack(official, tmp_path / "lra_release.gz")):
         with pytest.raises(UsageError, match=f"^{source}/listops-1000/basic_val.tsv:12: unknown ListOps token"):
-            prepare(content(), lambda w, source=source: listops.build_from_tsv(w, source, fresh=2))
+            prepare_store(content(), lambda w, source=source: listops.build_released_listops(w, source, fresh=2))
 
 
 def test_folder_without_the_files(official):
     (official / "basic_val.tsv").unlink()
-    with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it anew"):
-        prepare(content(), lambda w: listops.build_from_tsv(w, official, fresh=2))
+    with pytest.raises(UsageError, match=r"listops-1000 has no basic_val.tsv: get it again"):
+        prepare_store(content(), lambda w: listops.build_released_listops(w, official, fresh=2))

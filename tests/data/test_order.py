@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from lra.data.order import order, rows, split_off
+from lra.data.order import epoch_order, hold_out, step_rows
 from lra.errors import UsageError
 
 
@@ -14,7 +14,7 @@ def digest(array):
 
 
 def test_every_epoch_is_another_permutation():
-    epochs = [order(seed, epoch, 1000) for seed in (0, 1) for epoch in (0, 1, 2)]
+    epochs = [epoch_order(seed, epoch, 1000) for seed in (0, 1) for epoch in (0, 1, 2)]
     assert all(np.array_equal(np.sort(epoch), np.arange(1000)) for epoch in epochs)
     assert len({digest(epoch) for epoch in epochs}) == 6
     assert epochs[0].dtype == np.int64 and not epochs[0].flags.writeable
@@ -22,10 +22,10 @@ def test_every_epoch_is_another_permutation():
 
 def test_golden_orders():
     """They must never change: a resumed run and a colleague's machine rely on it."""
-    assert order(0, 0, 8).tolist() == GOLDEN[0]
-    assert digest(order(7, 3, 96_000)) == GOLDEN[1]
-    assert digest(rows(5, 999, 32, 25_000)) == GOLDEN[2]
-    assert digest(split_off(0, 25_000, 0.1)[1]) == GOLDEN[3]
+    assert epoch_order(0, 0, 8).tolist() == GOLDEN[0]
+    assert digest(epoch_order(7, 3, 96_000)) == GOLDEN[1]
+    assert digest(step_rows(5, 999, 32, 25_000)) == GOLDEN[2]
+    assert digest(hold_out(0, 25_000, 0.1)[1]) == GOLDEN[3]
 
 
 GOLDEN = ([6, 4, 1, 3, 2, 7, 5, 0], "72dac1a2112cdf8b", "3c95419149b82e20", "ea2b5b04633eeebc")
@@ -33,40 +33,40 @@ GOLDEN = ([6, 4, 1, 3, 2, 7, 5, 0], "72dac1a2112cdf8b", "3c95419149b82e20", "ea2
 
 @pytest.mark.parametrize(("size", "count"), [(4, 10), (5, 10), (10, 10), (32, 10), (1, 3), (7, 1)])
 def test_steps_cut_the_endless_stream(size, count):
-    stream = np.concatenate([order(3, epoch, count) for epoch in range(-(-20 * size // count))])
-    steps = [rows(3, step, size, count) for step in range(20)]
+    stream = np.concatenate([epoch_order(3, epoch, count) for epoch in range(-(-20 * size // count))])
+    steps = [step_rows(3, step, size, count) for step in range(20)]
     assert all(step.shape == (size,) and step.dtype == np.int64 for step in steps)
     assert np.array_equal(np.concatenate(steps), stream[: 20 * size])  # nothing dropped, whatever the border
-    assert np.array_equal(rows(3, 13, size, count), steps[13])  # a resumed run asks for step 13 first
+    assert np.array_equal(step_rows(3, 13, size, count), steps[13])  # a resumed run asks for step 13 first
 
 
 def test_all_orders_are_equally_likely():
     counts = np.zeros((4, 4))
     for epoch in range(4000):
-        counts[np.arange(4), order(11, epoch, 4)] += 1
+        counts[np.arange(4), epoch_order(11, epoch, 4)] += 1
     assert np.abs(counts / 4000 - 0.25).max() < 4 * np.sqrt(0.25 * 0.75 / 4000)
 
 
 def test_returned_rows_can_be_changed_without_harm():
-    first = rows(0, 0, 4, 10)
+    first = step_rows(0, 0, 4, 10)
     first[:] = 0
-    assert not np.array_equal(rows(0, 0, 4, 10), first)
+    assert not np.array_equal(step_rows(0, 0, 4, 10), first)
 
 
 def test_split_off_partitions_and_is_its_own_draw():
-    kept, held = split_off(0, 25_000, 0.1)
+    kept, held = hold_out(0, 25_000, 0.1)
     assert len(held) == 2500 and np.array_equal(np.sort(np.concatenate([kept, held])), np.arange(25_000))
     assert (np.diff(kept) > 0).all() and (np.diff(held) > 0).all()
-    assert not np.array_equal(held, split_off(1, 25_000, 0.1)[1])
-    assert not np.array_equal(held, np.sort(order(0, 0, 25_000)[:2500]))
+    assert not np.array_equal(held, hold_out(1, 25_000, 0.1)[1])
+    assert not np.array_equal(held, np.sort(epoch_order(0, 0, 25_000)[:2500]))
 
 
 @pytest.mark.parametrize("arguments", [(0, 10, 0), (0, 10, 1.0), (0, 10, 0.01), (0, 1, 0.5), (0, 10, -0.5)])
 def test_split_off_leaves_both_parts(arguments):
     with pytest.raises(UsageError, match="cannot hold out"):
-        split_off(*arguments)
+        hold_out(*arguments)
 
 
 def test_bad_input():
     with pytest.raises(UsageError, match="no training rows"):
-        rows(0, 0, 4, 0)
+        step_rows(0, 0, 4, 0)

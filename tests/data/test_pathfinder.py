@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lra.data.pathfinder import generate as pathfinder
-from lra.data.pathfinder.generate import draw, generate, marker_distance, threshold_accuracy
-from lra.data.pathfinder.law import LEVELS, RESOLUTIONS, law
-from lra.data.pathfinder.stamps import DEGREES, marker_windows, tables
+from lra.data.pathfinder.generate import draw_image, generate_images, marker_distance, threshold_accuracy
+from lra.data.pathfinder.law import LEVELS, RESOLUTIONS, image_law
+from lra.data.pathfinder.stamps import DEGREES, make_tables, marker_windows
 from lra.errors import UsageError
 
 QUICK = {32: 2000, 64: 100, 128: 100, 256: 500}  # images in the default run: the others take milliseconds each
@@ -80,7 +80,7 @@ def sample(resolution: int, count: int) -> dict[str, np.ndarray]:
     """What can be said of `count` images in one number each."""
 
     def features(index: int) -> tuple[Any, ...]:
-        one = draw(law(resolution, "hard"), seed=0, index=index)
+        one = draw_image(image_law(resolution, "hard"), seed=0, index=index)
         levels = np.bincount(one.pixels.ravel(), minlength=256) / one.pixels.size
         mean = levels @ np.arange(256)
         std = np.sqrt(levels @ np.arange(256) ** 2 - mean**2)
@@ -135,7 +135,7 @@ def test_no_feature_gives_the_label_away(resolution, count):
     [(32, "easy", 3.3), (32, "intermediate", 1.8), (64, "easy", 7.85), (64, "intermediate", 4.5)],
 )
 def test_distractors_of_other_levels(resolution, level, placed):
-    some = [len(draw(law(resolution, level), seed=0, index=i).distractors) for i in range(300)]
+    some = [len(draw_image(image_law(resolution, level), seed=0, index=i).distractors) for i in range(300)]
     assert near(some, (placed, 0.05), 300)
 
 
@@ -150,9 +150,9 @@ def walk(chain, margin):
 
 @pytest.mark.parametrize(("resolution", "level"), [(side, level) for side in RESOLUTIONS for level in LEVELS])
 def test_the_label_is_what_a_walk_finds(resolution, level):
-    rules, labels = law(resolution, level), []
+    rules, labels = image_law(resolution, level), []
     for index in range(40):
-        one = draw(rules, seed=3, index=index)
+        one = draw_image(rules, seed=3, index=index)
         assert one.targets.shape == (2, rules.contour_length, 2, 2)
         assert (
             one.distractors.shape[1:] == (rules.distractor_length, 2, 2) and len(one.distractors) <= rules.distractors
@@ -171,9 +171,9 @@ def test_the_label_is_what_a_walk_finds(resolution, level):
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_what_is_recorded_is_drawn_and_nothing_else(resolution):
-    rules = law(resolution, "hard")
+    rules = image_law(resolution, "hard")
     for index in range(4):
-        one = draw(rules, seed=4, index=index)
+        one = draw_image(rules, seed=4, index=index)
         paddles = np.concatenate([one.targets.reshape(-1, 2, 2), one.distractors.reshape(-1, 2, 2)])
         y, x = np.indices(one.pixels.shape)
         away = np.hypot(y - one.markers[:, :1, None], x - one.markers[:, 1:, None]).min(0) > rules.marker_radius + 3.5
@@ -190,23 +190,23 @@ def test_what_is_recorded_is_drawn_and_nothing_else(resolution):
 @pytest.mark.parametrize(("resolution", "inside"), [(64, 213), (128, 226), (256, 228)])
 def test_pixels(resolution, inside):
     """Scaled to 0 to 255 by the overshoot of the markers' rims, which the released images show too."""
-    images = [draw(law(resolution, "hard"), seed=5, index=index) for index in range(20)]
+    images = [draw_image(image_law(resolution, "hard"), seed=5, index=index) for index in range(20)]
     assert all(one.pixels.dtype == np.uint8 and one.pixels.min() == 0 and one.pixels.max() == 255 for one in images)
     assert abs(np.median([one.pixels[tuple(tip)] for one in images for tip in one.markers]) - inside) <= 1
 
 
 def collect(*args, **options):
-    parts = list(generate(*args, **options))
+    parts = list(generate_images(*args, **options))
     return [np.concatenate([getattr(part, name) for part in parts]) for name in ("pixels", "labels", "marker_distance")]
 
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_an_image_depends_on_seed_and_index_alone(resolution, monkeypatch):
-    rules = law(resolution, "easy")
+    rules = image_law(resolution, "easy")
     whole = collect(rules, seed=1, first=0, count=40, workers=1)
     assert whole[0].shape == (40, resolution**2) and whole[0].dtype == np.uint8 and whole[1].dtype == np.int64
     for index in (0, 17, 39):
-        one = draw(rules, seed=1, index=index)
+        one = draw_image(rules, seed=1, index=index)
         assert np.array_equal(one.pixels.ravel(), whole[0][index]) and one.label == whole[1][index]
         assert np.hypot(*(one.markers[0] - one.markers[1])) == pytest.approx(whole[2][index])
     monkeypatch.setattr(pathfinder, "CHUNK", 7)
@@ -218,7 +218,7 @@ def test_an_image_depends_on_seed_and_index_alone(resolution, monkeypatch):
 
 
 def test_images_are_drawn_as_they_are_asked_for():
-    endless = generate(law(256, "hard"), seed=0, first=0, count=10**12)
+    endless = generate_images(image_law(256, "hard"), seed=0, first=0, count=10**12)
     assert len(next(endless).labels) == pathfinder.CHUNK
 
 
@@ -226,7 +226,7 @@ STREAMS = [(side, level, seed) for side in (32, 64) for level in ("easy", "hard"
 
 
 def labels(side: int, level: str, seed: int, version: int, count: int = 400) -> np.ndarray:
-    return collect(law(side, level), seed=seed, first=0, count=count, version=version)[1]
+    return collect(image_law(side, level), seed=seed, first=0, count=count, version=version)[1]
 
 
 def test_resolutions_levels_and_neighbouring_seeds_are_independent():
@@ -251,7 +251,7 @@ def test_the_stream_of_version_1_knows_no_resolution_and_no_level():
 )
 def test_golden_images(resolution, level, version):
     """They must never change within a version: results are compared across machines and years."""
-    pixels, labels, _ = collect(law(resolution, level), seed=0, first=0, count=8, version=version)
+    pixels, labels, _ = collect(image_law(resolution, level), seed=0, first=0, count=8, version=version)
     made = hashlib.sha256(pixels.tobytes() + bytes(labels.tolist())).hexdigest()[:16]
     assert made == GOLDEN[version][resolution, level]
 
@@ -277,9 +277,9 @@ GOLDEN[1] = {
 
 def test_images_do_not_depend_on_the_hash_seed():
     code = """
-from lra.data.pathfinder.generate import draw
-from lra.data.pathfinder.law import law
-one = draw(law(32, "hard"), seed=1, index=2)
+from lra.data.pathfinder.generate import draw_image
+from lra.data.pathfinder.law import image_law
+one = draw_image(image_law(32, "hard"), seed=1, index=2)
 print(one.pixels.tobytes().hex(), one.label, one.targets.tolist())
 """
 
@@ -292,7 +292,9 @@ print(one.pixels.tobytes().hex(), one.label, one.targets.tolist())
 
 def test_laws():
     shapes = {
-        side: [(one.contour_length, one.distractor_length, one.distractors) for one in map(law, [side] * 3, LEVELS)]
+        side: [
+            (one.contour_length, one.distractor_length, one.distractors) for one in map(image_law, [side] * 3, LEVELS)
+        ]
         for side in RESOLUTIONS
     }
     assert shapes == {
@@ -302,9 +304,9 @@ def test_laws():
         256: [(6, 2, 15), (9, 3, 10), (14, 4, 7)],
     }
     with pytest.raises(UsageError, match="no Pathfinder images of resolution 48: choose from 32, 64, 128, 256"):
-        law(48, "hard")
+        image_law(48, "hard")
     with pytest.raises(UsageError, match="no Pathfinder level 'harder': choose from easy, intermediate, hard"):
-        law(32, "harder")
+        image_law(32, "harder")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_laws():
 )
 def test_paddles(resolution, startable, steps, peak, mass):
     """Directions, steps and ink, by margin, as measured on LRA's generator."""
-    made = tables(law(resolution, "hard"))
+    made = make_tables(image_law(resolution, "hard"))
     blocks = np.split(made.kinds, made.starts[1:])
     assert [block["startable"].sum() for block in blocks] == startable
     assert [len(block) - DEGREES for block in blocks] == steps
@@ -331,7 +333,7 @@ def test_paddles(resolution, startable, steps, peak, mass):
     ("resolution", "rim", "area"), [(32, 1.114, 8), (64, 1.161, 20), (128, 1.124, 28), (256, 1.118, 81)]
 )
 def test_markers(resolution, rim, area):
-    windows = marker_windows(law(resolution, "hard"))
+    windows = marker_windows(image_law(resolution, "hard"))
     whole = windows[len(windows) // 2, len(windows) // 2]
     assert whole.max() == pytest.approx(rim, abs=5e-4) and (whole > 0.5).sum() == area
     assert np.argwhere(whole == whole.max()).mean() == pytest.approx(len(whole) // 2, abs=1)
@@ -340,12 +342,12 @@ def test_markers(resolution, rim, area):
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_markers_are_found_in_the_pixels(resolution):
     for level in LEVELS if resolution != 64 else ("easy", "intermediate"):
-        rules = law(resolution, level)
+        rules = image_law(resolution, level)
         pixels, _, distance = collect(rules, seed=6, first=0, count=200 if resolution in (32, 64) else 50)
         assert np.array_equal(marker_distance(pixels, rules), distance)
 
 
 def test_images_without_markers():
-    pixels = collect(law(32, "easy"), seed=0, first=0, count=3)[0]
+    pixels = collect(image_law(32, "easy"), seed=0, first=0, count=3)[0]
     pixels[1] = 0
-    assert np.isnan(marker_distance(pixels, law(32, "easy"))).tolist() == [False, True, False]
+    assert np.isnan(marker_distance(pixels, image_law(32, "easy"))).tolist() == [False, True, False]

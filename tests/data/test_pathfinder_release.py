@@ -9,12 +9,12 @@ from PIL import Image
 from torch import Generator
 from torch.utils.data import random_split
 
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import released
-from lra.data.pathfinder.generate import draw, generate, threshold_accuracy
-from lra.data.pathfinder.law import law
-from lra.data.store import Content, prepare
-from lra.data.writer import Writer
+from lra.data.pathfinder.generate import draw_image, generate_images, threshold_accuracy
+from lra.data.pathfinder.law import image_law
+from lra.data.store import StoreContent, prepare_store
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 from tests.fixtures import pack, write_pathfinder
 
@@ -47,9 +47,11 @@ def folder(tmp_path):
 
 def store(source, resolution=32, level="hard"):
     params = {"resolution": resolution, "level": level}
-    content = Content("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
-    return prepare(
-        content, lambda writer: released.build(writer, source, resolution=resolution, level=level), force=True
+    content = StoreContent("pathfinder", 1, params, str(source), PIXELS, released.GENERATOR, None)
+    return prepare_store(
+        content,
+        lambda writer: released.build_released_pathfinder(writer, source, resolution=resolution, level=level),
+        force=True,
     )
 
 
@@ -104,7 +106,7 @@ def test_the_image_that_the_release_has_empty(tmp_path):
         assert "images of pathfinder32/curv_baseline left out, empty or not in metadata: 1" in made.manifest["notes"]
         check(made, pixels, classes, splits)
     (folder / "imgs/0/sample_171.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="sample_171.png is empty or no readable PNG image; get it anew"):
+    with pytest.raises(UsageError, match="sample_171.png is empty, or is not a readable PNG image; get it again"):
         store(folder, level="easy")
 
 
@@ -118,12 +120,12 @@ def test_another_count_than_published_is_noted(folder, monkeypatch):
 def test_that_image_is_good_in_other_folders(tmp_path):
     folder = write_pathfinder(tmp_path / "pathfinder32" / "hard", images(200), labels(200), 14, each=200)
     (folder / "imgs/0/sample_172.png").write_bytes(b"")
-    with pytest.raises(UsageError, match="sample_172.png is empty or no readable PNG image"):
+    with pytest.raises(UsageError, match="sample_172.png is empty, or is not a readable PNG image"):
         store(folder)
 
 
 def test_the_baseline_of_the_marker_distance(tmp_path):
-    drawn = list(generate(law(32, "hard"), seed=0, first=0, count=120))
+    drawn = list(generate_images(image_law(32, "hard"), seed=0, first=0, count=120))
     pixels, classes, distances = (
         np.concatenate([getattr(part, field) for part in drawn]) for field in ("pixels", "labels", "marker_distance")
     )
@@ -137,7 +139,7 @@ def test_the_baseline_of_the_marker_distance(tmp_path):
 
 def unmarked():
     """Generated images whose markers are blacked out."""
-    drawings = [draw(law(32, "hard"), seed=0, index=index) for index in range(COUNT)]
+    drawings = [draw_image(image_law(32, "hard"), seed=0, index=index) for index in range(COUNT)]
     for drawing in drawings:
         for y, x in drawing.markers:
             drawing.pixels[max(y - 3, 0) : y + 4, max(x - 3, 0) : x + 4] = 0
@@ -157,7 +159,9 @@ def test_images_without_markers_have_no_baseline(tmp_path, make):
 
 def test_an_image_without_markers_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(released, "CHUNK", 5 * 1024)
-    pixels = np.concatenate([part.pixels for part in generate(law(32, "hard"), seed=0, first=0, count=COUNT)])
+    pixels = np.concatenate(
+        [part.pixels for part in generate_images(image_law(32, "hard"), seed=0, first=0, count=COUNT)]
+    )
     pixels[[17, 23]] = 0
     folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     write_pathfinder(folder, pixels.reshape(-1, 32, 32), labels(), 14, each=2)
@@ -185,15 +189,15 @@ NOISE = images(1, side=64)[0]
         (png(NOISE), "is 64x64 of mode L, not 32x32 of 8 bits"),
         (png(NOISE[:32, :31]), "is 31x32 of mode L, not 32x32"),
         (png(NOISE[:32, :32].astype(np.uint16)), "is 32x32 of mode I;16, not 32x32 of 8 bits"),
-        (png(NOISE[:32, :32])[:-400], "is empty or no readable PNG image"),
-        (png(NOISE[:32, :32], "GIF"), "is empty or no readable PNG image"),
-        (b"text", "is empty or no readable PNG image"),
+        (png(NOISE[:32, :32])[:-400], "is empty, or is not a readable PNG image"),
+        (png(NOISE[:32, :32], "GIF"), "is empty, or is not a readable PNG image"),
+        (b"text", "is empty, or is not a readable PNG image"),
     ],
 )
 def test_other_images(folder, tmp_path, data, message):
     (folder / "imgs/10/sample_0.png").write_bytes(data)
     for source in (folder, pack(folder.parent, tmp_path / "release.tar.gz")):
-        with pytest.raises(UsageError, match=f"imgs/10/sample_0.png {message}.*; get it anew") as caught:
+        with pytest.raises(UsageError, match=f"imgs/10/sample_0.png {message}.*; get it again") as caught:
             store(source)
         assert "\n" not in str(caught.value)
 
@@ -272,7 +276,7 @@ def test_a_folder_that_is_not_in_the_release(folder):
 def test_half_an_archive_gives_no_store(folder, tmp_path, data_root):
     data = pack(folder.parent, tmp_path / "whole.tar.gz").read_bytes()
     (tmp_path / "half.tar.gz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UsageError, match="half.tar.gz is no tar archive or a damaged one"):
+    with pytest.raises(UsageError, match="half.tar.gz is not a tar archive, or is damaged"):
         store(tmp_path / "half.tar.gz")
     assert not [path for path in data_root.iterdir() if path.is_dir()]
 
@@ -280,6 +284,6 @@ def test_half_an_archive_gives_no_store(folder, tmp_path, data_root):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
 def test_a_full_disk_is_one_line(folder, tmp_path, monkeypatch):
     (tmp_path / "pixels").symlink_to("/dev/full")
-    monkeypatch.setattr(Writer, "scratch", lambda _: tmp_path)
+    monkeypatch.setattr(StoreWriter, "scratch", lambda _: tmp_path)
     with pytest.raises(UsageError, match="no space left"):
         store(folder)

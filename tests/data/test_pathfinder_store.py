@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from lra.data.image import PIXELS
+from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate as pathfinder
 from lra.data.pathfinder.generate import threshold_accuracy
-from lra.data.pathfinder.law import law
-from lra.data.store import Content, prepare
+from lra.data.pathfinder.law import image_law
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.data.test_pathfinder import collect
 
@@ -33,13 +33,13 @@ def test_threshold_is_chosen_on_train():
 
 
 def content(**params):
-    return Content("pathfinder", 1, params, "generated", PIXELS, pathfinder.GENERATOR, 0)
+    return StoreContent("pathfinder", 1, params, "generated", PIXELS, pathfinder.GENERATOR, 0)
 
 
 def test_build():
     options = {"resolution": 32, "level": "hard", "seed": 4, "train": 150, "val": 60, "test": 70}
-    store = prepare(content(), lambda writer: pathfinder.build(writer, **options))
-    pixels, labels, distance = collect(law(32, "hard"), seed=4, first=0, count=280)
+    store = prepare_store(content(), lambda writer: pathfinder.build_pathfinder(writer, **options))
+    pixels, labels, distance = collect(image_law(32, "hard"), seed=4, first=0, count=280)
     parts = {"train": slice(0, 150), "val": slice(150, 210), "test": slice(210, 280)}
     for name, part in parts.items():
         split = store.split(name)
@@ -61,4 +61,4 @@ def test_build():
 def test_bad_input_of_build(options, message):
     options = {"resolution": 32, "level": "easy", "seed": 0, "train": 1, "val": 1, "test": 1} | options
     with pytest.raises(UsageError, match=message):
-        prepare(content(**options), lambda writer: pathfinder.build(writer, **options))
+        prepare_store(content(**options), lambda writer: pathfinder.build_pathfinder(writer, **options))

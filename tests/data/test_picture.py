@@ -42,7 +42,7 @@ def box(one, other):
 )
 def test_every_image_is_in_its_cell(count, side, columns, factor):
     images = noise(count, side)
-    made = picture.grid(images, ["sample"] * count)
+    made = picture.image_grid(images, ["sample"] * count)
     large = factor * side
     across, down = large + GAP, large + LETTER[1] + 2 * GAP
     assert made.size == (GAP + columns * across, GAP + -(-count // columns) * down)
@@ -62,8 +62,8 @@ def test_every_image_is_in_its_cell(count, side, columns, factor):
 
 def test_a_caption_changes_its_own_place_only():
     images = noise(4, 32)
-    one = picture.grid(images, ["cat", "cat", "cat", "cat"])
-    other = picture.grid(images, ["cat", "cat", "cat", "cut"])
+    one = picture.image_grid(images, ["cat", "cat", "cat", "cat"])
+    other = picture.image_grid(images, ["cat", "cat", "cat", "cut"])
     left, top, right, bottom = box(one, other)
     side = 24 * 32
     place = 2 * GAP + side, GAP + 2 * (side + LETTER[1] + 2 * GAP) - LETTER[1] - 2 * GAP
@@ -73,7 +73,7 @@ def test_a_caption_changes_its_own_place_only():
 
 def test_a_long_caption_is_wrapped_into_its_column():
     images = noise(4, 32)
-    short, long = (picture.grid(images, [caption] * 4) for caption in ("word", "word " * 100))
+    short, long = (picture.image_grid(images, [caption] * 4) for caption in ("word", "word " * 100))
     assert short.width == long.width and (long.height - short.height) % (2 * LETTER[1]) == 0
     assert long.height - short.height > 10 * LETTER[1]
     assert (pixels(long)[:, -GAP:] == 255).all()
@@ -81,11 +81,11 @@ def test_a_long_caption_is_wrapped_into_its_column():
 
 def test_images_and_captions_must_match():
     with pytest.raises(ValueError, match="zip"):
-        picture.grid(noise(2, 32), ["one"])
+        picture.image_grid(noise(2, 32), ["one"])
     with pytest.raises(ValueError, match="shape"):
-        picture.grid([*noise(1, 32), *noise(1, 64)], ["one", "two"])
+        picture.image_grid([*noise(1, 32), *noise(1, 64)], ["one", "two"])
     with pytest.raises(ValueError, match="zip"):
-        picture.page(["text"], [])
+        picture.text_page(["text"], [])
 
 
 def lines_of(page):
@@ -95,48 +95,48 @@ def lines_of(page):
 
 
 def test_page_draws_letters_where_they_belong():
-    one, other = picture.page(["abc\n  dXf"], ["caption"]), picture.page(["abc\n  dYf"], ["caption"])
+    one, other = picture.text_page(["abc\n  dXf"], ["caption"]), picture.text_page(["abc\n  dYf"], ["caption"])
     left, top, right, bottom = box(one, other)
     assert GAP + 3 * LETTER[0] - REACH <= left < right <= GAP + 4 * LETTER[0]
     assert GAP + 2 * LETTER[1] <= top < bottom <= GAP + 3 * LETTER[1]
-    _, top, _, bottom = box(one, picture.page(["abc\n  dXf"], ["CAPTION"]))
+    _, top, _, bottom = box(one, picture.text_page(["abc\n  dXf"], ["CAPTION"]))
     assert GAP <= top < bottom <= GAP + LETTER[1]
 
 
 def test_page_wraps_and_cuts():
     letters = (WIDTH - 2 * GAP) // LETTER[0]
-    assert len(lines_of(picture.page(["x" * letters], ["t"]))) == 1
-    assert len(lines_of(picture.page(["x" * (letters + 1)], ["t"]))) == 2
-    assert len(lines_of(picture.page(["word " * 3 * letters], ["t"]))) == 16  # 26 whole words a line
-    assert (lines_of(picture.page(["a\n\n\tb"], ["t"])) > 0).tolist() == [True, False, True]
+    assert len(lines_of(picture.text_page(["x" * letters], ["t"]))) == 1
+    assert len(lines_of(picture.text_page(["x" * (letters + 1)], ["t"]))) == 2
+    assert len(lines_of(picture.text_page(["word " * 3 * letters], ["t"]))) == 16  # 26 whole words a line
+    assert (lines_of(picture.text_page(["a\n\n\tb"], ["t"])) > 0).tolist() == [True, False, True]
     exact = [str(number) for number in range(LINES)]
-    cut = picture.page(["\n".join([*exact, "a", "b"])], ["t"])
-    says = picture.page(["\n".join([*exact[:-1], "... 3 more lines"])], ["t"])
-    assert cut.tobytes() == says.tobytes() != picture.page(["\n".join(exact)], ["t"]).tobytes()
+    cut = picture.text_page(["\n".join([*exact, "a", "b"])], ["t"])
+    says = picture.text_page(["\n".join([*exact[:-1], "... 3 more lines"])], ["t"])
+    assert cut.tobytes() == says.tobytes() != picture.text_page(["\n".join(exact)], ["t"]).tobytes()
 
 
 def test_page_of_several_texts_is_theirs_below_each_other():
-    whole = pixels(picture.page(["one", "two\nlines"], ["first", "second"]))
-    parts = [pixels(picture.page([text], [note])) for text, note in (("one", "first"), ("two\nlines", "second"))]
+    whole = pixels(picture.text_page(["one", "two\nlines"], ["first", "second"]))
+    parts = [pixels(picture.text_page([text], [note])) for text, note in (("one", "first"), ("two\nlines", "second"))]
     assert np.array_equal(whole, np.concatenate(parts))
 
 
 def test_letters_that_the_font_lacks():
-    assert picture.page(["映画 �"], ["…"]).tobytes() == picture.page(["?? ?"], ["..."]).tobytes()
-    assert picture.page(["na\xefve"], ["t"]).tobytes() != picture.page(["na?ve"], ["t"]).tobytes()
-    assert len(lines_of(picture.page(["a\x00b\x07\x1b\udc80"], ["t"]))) == 1
+    assert picture.text_page(["映画 �"], ["…"]).tobytes() == picture.text_page(["?? ?"], ["..."]).tobytes()
+    assert picture.text_page(["na\xefve"], ["t"]).tobytes() != picture.text_page(["na?ve"], ["t"]).tobytes()
+    assert len(lines_of(picture.text_page(["a\x00b\x07\x1b\udc80"], ["t"]))) == 1
 
 
 def test_two_calls_give_equal_bytes(tmp_path):
     for name in ("one.png", "two.PNG"):
-        picture.save(picture.grid(noise(3, 32), ["a", "b", "c"]), tmp_path / name)
+        picture.save_png(picture.image_grid(noise(3, 32), ["a", "b", "c"]), tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.PNG").read_bytes()
 
 
 def test_save_replaces_a_file_and_leaves_nothing_else(tmp_path):
-    made = picture.page(["text"], ["caption"])
+    made = picture.text_page(["text"], ["caption"])
     (tmp_path / "samples.png").write_text("old")
-    picture.save(made, str(tmp_path / "samples.png"))
+    picture.save_png(made, str(tmp_path / "samples.png"))
     with Image.open(tmp_path / "samples.png") as read:
         assert read.format == "PNG" and read.tobytes() == made.tobytes()
     assert [file.name for file in tmp_path.iterdir()] == ["samples.png"]
@@ -156,7 +156,7 @@ def test_where_no_picture_can_be_written(tmp_path, name, message):
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match=message) as caught:
-        picture.save(picture.page(["text"], ["caption"]), tmp_path / name)
+        picture.save_png(picture.text_page(["text"], ["caption"]), tmp_path / name)
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
     assert {file.name for file in tmp_path.iterdir()} == {"file", "folder.png"}
 
@@ -181,15 +181,15 @@ def read(lines, depth=0):
 
 
 def test_tree_holds_the_expression_and_every_value():
-    sequences, labels = listops.generate(40, seed=0)
+    sequences, labels = listops.generate_expressions(40, seed=0)
     for ids, label in zip(sequences, labels, strict=True):
-        lines = listops.tree(ids, max_lines=10_000).split("\n")[::-1]
+        lines = listops.format_tree(ids, max_lines=10_000).split("\n")[::-1]
         assert read(lines) == [(label, listops.decode(ids))] and not lines
 
 
 def test_tree_of_a_small_expression():
     ids = listops.tokenize("[MAX 2 [MIN 4 7 ] 9 8 [SM [MED 1 2 6 9 ] 5 ] ]")
-    assert listops.tree(ids).split("\n") == [
+    assert listops.format_tree(ids).split("\n") == [
         "MAX = 9",
         "  2",
         "  MIN 4 7 = 4",
@@ -198,19 +198,19 @@ def test_tree_of_a_small_expression():
         "    MED 1 2 6 9 = 4",
         "    5",
     ]
-    assert listops.tree([7]) == "7" and listops.tree(listops.tokenize("[SM 7 8 ]")) == "SM 7 8 = 5"
+    assert listops.format_tree([7]) == "7" and listops.format_tree(listops.tokenize("[SM 7 8 ]")) == "SM 7 8 = 5"
 
 
 def test_tree_is_cut():
-    (ids,), _ = listops.generate(1, seed=0)
-    whole = listops.tree(ids, max_lines=10_000).split("\n")
+    (ids,), _ = listops.generate_expressions(1, seed=0)
+    whole = listops.format_tree(ids, max_lines=10_000).split("\n")
     assert len(whole) > 100
-    assert listops.tree(ids, max_lines=len(whole)).split("\n") == whole
-    assert listops.tree(ids, max_lines=5).split("\n") == [*whole[:4], f"… {len(whole) - 4} more lines"]
-    assert len(listops.tree(ids).split("\n")) == LINES  # a page shows it as it is
+    assert listops.format_tree(ids, max_lines=len(whole)).split("\n") == whole
+    assert listops.format_tree(ids, max_lines=5).split("\n") == [*whole[:4], f"… {len(whole) - 4} more lines"]
+    assert len(listops.format_tree(ids).split("\n")) == LINES  # a page shows it as it is
 
 
 @pytest.mark.parametrize("text", ["", "]", "[MAX 2 3", "[MAX ]", "[MED ]", "[MAX 2 3 ] 4", "[MAX [MIN 2 3 ]", "2 ]"])
 def test_tree_of_what_is_no_expression(text):
     with pytest.raises(UsageError, match=rf"begin '{text.replace('[', '.')}' are not one whole ListOps expression"):
-        listops.tree(listops.tokenize(text))
+        listops.format_tree(listops.tokenize(text))

@@ -12,7 +12,7 @@ import torch
 import lra
 from lra.batch import Batch
 from lra.data import resident
-from lra.data.resident import upload
+from lra.data.resident import upload_splits
 from lra.data.split import Examples, Pairs, Split
 from lra.tasks.base import TaskData
 from lra.tasks.batches import Rank
@@ -43,7 +43,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def on(device: str, split: Examples, **options: Any) -> Examples:
-    (there,) = upload({"split": split}, torch.device(device), 1e9, **{"max_length": 1, **options}).values()
+    (there,) = upload_splits({"split": split}, torch.device(device), 1e9, **{"max_length": 1, **options}).values()
     return there
 
 
@@ -144,25 +144,25 @@ def test_more_than_one_chunk_is_uploaded_whole(monkeypatch):
 
 def tokens_of(split: Examples) -> torch.Tensor:
     held = split.documents if isinstance(split, Pairs) else split
-    assert isinstance(held, resident.Resident)
+    assert isinstance(held, resident.ResidentSplit)
     return held.tokens
 
 
 def test_what_splits_share_is_uploaded_once(tmp_path):
     split, labels = make(), np.zeros(2, np.int64)
     parts = {"train": split.subset([3, 1]), "val": split.subset([2]), "other": make()}
-    there = {name: tokens_of(part).data_ptr() for name, part in upload(parts, CPU, 1e9, max_length=9).items()}
+    there = {name: tokens_of(part).data_ptr() for name, part in upload_splits(parts, CPU, 1e9, max_length=9).items()}
     assert there["train"] == there["val"] != there["other"]
 
     np.save(tmp_path / "documents.npy", split.tokens)
     maps = [np.asarray(np.load(tmp_path / "documents.npy", mmap_mode="r")) for _ in range(2)]
     documents = [dataclasses.replace(split, tokens=tokens) for tokens in maps]
     pairs = {str(i): Pairs(some, np.array([[i, 1], [2, i]]), labels) for i, some in enumerate(documents)}
-    there = upload(pairs, CPU, split.tokens.nbytes + 1, max_length=9)
+    there = upload_splits(pairs, CPU, split.tokens.nbytes + 1, max_length=9)
     assert tokens_of(there["0"]).data_ptr() == tokens_of(there["1"]).data_ptr()
 
     halves = {str(i): Split.from_offsets(maps[0][i : i + 5], np.array([0, 5])) for i in (0, 5)}
-    there = upload(halves, CPU, 1e9, max_length=9)
+    there = upload_splits(halves, CPU, 1e9, max_length=9)
     for name, half in halves.items():
         assert tokens_of(there[name]).tolist() == [*half.tokens.tolist(), 0]
 
@@ -170,10 +170,12 @@ def test_what_splits_share_is_uploaded_once(tmp_path):
 def test_all_splits_fit_or_none_is_uploaded():
     parts: dict[str, Examples] = {"train": make(), "val": make(count=11)}
     need = sum(tokens_of(on("cpu", part)).nbytes for part in parts.values())
-    assert upload(parts, CPU, need, max_length=9).keys() == parts.keys()
-    assert upload(parts, CPU, need - 1, max_length=9) == {}
+    assert upload_splits(parts, CPU, need, max_length=9).keys() == parts.keys()
+    assert upload_splits(parts, CPU, need - 1, max_length=9) == {}
     lit = {"train": make(high=200)}
-    assert upload(lit, CPU, 10, max_length=9, threshold=200) and not upload(lit, CPU, 10, max_length=9, threshold=199)
+    assert upload_splits(lit, CPU, 10, max_length=9, threshold=200) and not upload_splits(
+        lit, CPU, 10, max_length=9, threshold=199
+    )
 
 
 def test_other_options_than_those_of_the_upload_are_errors():
@@ -211,7 +213,7 @@ def batches(data: Any) -> list[Batch]:
 def test_a_task_s_batches_are_the_same_from_a_memory_that_is_large_enough(fields, monkeypatch):
     host = data_of(*fields)
     assert host.place == "data on the host" and host.resident == {}
-    monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
+    monkeypatch.setattr(resident, "device_memory", lambda _: 1 << 30)
     there = data_of(*fields)
     assert there.place == "data on the GPU" and there.resident.keys() == {"train", "val", *there.test_sets}
     assert all(same(a, b) for a, b in zip(batches(host), batches(there), strict=True))
@@ -224,7 +226,7 @@ def test_a_quarter_of_the_memory_is_for_the_data(monkeypatch):
     parts = data_of(*LISTOPS).parts
     need = sum(part.tokens.nbytes + 1 for part in parts.values())
     for size, place in ((4 * need, "data on the GPU"), (4 * need - 1, "data on the host")):
-        monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
+        monkeypatch.setattr(resident, "device_memory", lambda _, size=size: size)
         assert data_of(*LISTOPS).place == place
     assert data_of(*LISTOPS, stage="test").resident.keys() == {"test", "fresh"}
 
@@ -235,7 +237,7 @@ def test_a_run_from_uploaded_data_is_the_run_from_the_host(tmp_path, monkeypatch
     monkeypatch.setattr(TaskData, "setup", lambda data, stage=None: (setup(data, stage), places.append(data.place)))
     results = {}
     for name, size in (("host", 0), ("there", 1 << 30)):
-        monkeypatch.setattr(resident, "memory", lambda _, size=size: size)
+        monkeypatch.setattr(resident, "device_memory", lambda _, size=size: size)
         results[name] = lra.fit(*LISTOPS, *FEW_STEPS, f"name={name}")
     assert places == ["data on the host"] * 2 + ["data on the GPU"] * 2  # of fit and of test
     one, other = (checkpoints.read_checkpoint(result["directory"])[0] for result in results.values())
@@ -261,4 +263,4 @@ def test_no_gather_waits_for_the_gpu(shape, prefix, threshold):
 
 @pytest.mark.gpu
 def test_a_gpu_s_memory_is_known():
-    assert resident.memory(torch.device("cuda", 0)) > 1 << 30 and resident.memory(CPU) == 0
+    assert resident.device_memory(torch.device("cuda", 0)) > 1 << 30 and resident.device_memory(CPU) == 0

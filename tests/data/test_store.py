@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from lra.data import store
-from lra.data.store import Store, prepare
+from lra.data.store import Store, prepare_store
 from lra.errors import UsageError
 from tests.data.toy import build, content, sequences
 
 
 def test_root_follows_the_environment(monkeypatch, tmp_path):
-    assert store.root() == tmp_path / "stores"
+    assert store.data_root() == tmp_path / "stores"
     monkeypatch.delenv("LRA_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
-    assert str(store.root()) == "/some/cache/lra"
+    assert str(store.data_root()) == "/some/cache/lra"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert str(store.root()) == "/home/someone/.cache/lra"
+    assert str(store.data_root()) == "/home/someone/.cache/lra"
 
 
 def test_a_root_that_can_not_be_is_one_line(monkeypatch):
@@ -35,14 +35,17 @@ def test_a_root_that_can_not_be_is_one_line(monkeypatch):
     with pytest.raises(UsageError, match="is not prepared"):
         Store.open(content().path)
     with pytest.raises(UsageError, match="cannot write to .*: set LRA_DATA to another folder"):
-        prepare(content(), build)
+        prepare_store(content(), build)
 
 
 def test_folder_is_named_after_the_content(data_root):
-    path = store.folder("toy", 1, {"b": 1, "a": [2]})
+    path = store.store_folder("toy", 1, {"b": 1, "a": [2]})
     assert path.parent == data_root and path.name == "toy@1-" + store._hash({"a": [2], "b": 1})[:8]
-    assert path == store.folder("toy", 1, {"a": (2,), "b": 1})
-    assert len({path, store.folder("toy", 2, {"b": 1, "a": [2]}), store.folder("toy", 1, {"b": 2, "a": [2]})}) == 3
+    assert path == store.store_folder("toy", 1, {"a": (2,), "b": 1})
+    assert (
+        len({path, store.store_folder("toy", 2, {"b": 1, "a": [2]}), store.store_folder("toy", 1, {"b": 2, "a": [2]})})
+        == 3
+    )
 
 
 def paired(writer):
@@ -55,7 +58,7 @@ def paired(writer):
 
 
 def test_pairs_and_baselines_round_trip():
-    made = prepare(content(), paired)
+    made = prepare_store(content(), paired)
     documents = [*sequences(), np.array([2, 2])]
     train = made.pairs("train")
     assert made.splits == ("train", "test") and len(train) == 3 and train.labels.tolist() == [1, 0, 1]
@@ -74,7 +77,7 @@ def test_pairs_and_baselines_round_trip():
 
 
 def test_the_mend_of_an_imported_store_names_its_source(tmp_path):
-    made = prepare(content(source=str(tmp_path / "a folder")), build, command="lra data prepare task=toy")
+    made = prepare_store(content(source=str(tmp_path / "a folder")), build, command="lra data prepare task=toy")
     (made.path / "train.tokens.npy").write_bytes(b"")
     mend = f"run: lra data prepare task=toy 'task.source={tmp_path}/a folder' force=true$"
     with pytest.raises(UsageError, match=mend):
@@ -88,11 +91,11 @@ def test_a_pair_of_no_document_is_refused(pairs):
         writer.add_pairs("train", np.array(pairs), [0])
 
     with pytest.raises(ValueError, match="a document outside 0 to 4"):
-        prepare(content(), build)
+        prepare_store(content(), build)
 
 
 def test_round_trip(data_root):
-    made = prepare(content(), build)
+    made = prepare_store(content(), build)
     assert made.path.parent == data_root and made.splits == ("train", "test")
     train, test = made.split("train"), made.split("test")
     expected = [*sequences(), np.array([2, 2, 2, 2])]
@@ -108,7 +111,7 @@ def test_round_trip(data_root):
 
 
 def test_manifest_describes_the_store():
-    made = prepare(content(), build)
+    made = prepare_store(content(), build)
     manifest = json.loads((made.path / "manifest.json").read_text())
     assert manifest["format"] == store.FORMAT and manifest["task"] == "toy" and manifest["params"] == {"n": 3}
     assert manifest["vocabulary"] == ["a", "b", "c"] and manifest["generator"] == "test@1" and manifest["seed"] == 0
@@ -131,7 +134,7 @@ def test_large_vocabulary_is_uint16_and_empty_splits_work():
         writer.add("none", [], [])
         writer.add("blank", [np.empty(0, np.uint8)] * 2, [0, 1])
 
-    made = prepare(wide, build_wide)
+    made = prepare_store(wide, build_wide)
     train = made.split("train")
     assert train.tokens.dtype == np.uint16 and all(np.array_equal(train[i], ids[i]) for i in range(5))
     assert len(made.split("none")) == 0 and made.split("blank")[1].size == 0
@@ -143,14 +146,14 @@ def test_large_vocabulary_is_uint16_and_empty_splits_work():
 )
 def test_writer_refuses_what_it_cannot_hold(ids, labels, message):
     with pytest.raises(ValueError, match=message):
-        prepare(content(), lambda writer: writer.add("train", [np.array(i) for i in ids], labels))
+        prepare_store(content(), lambda writer: writer.add("train", [np.array(i) for i in ids], labels))
 
 
 def test_existing_store_is_reused_and_force_replaces_it():
-    first = prepare(content(), build)
-    reused = prepare(content(), lambda writer: pytest.fail("built again"))
+    first = prepare_store(content(), build)
+    reused = prepare_store(content(), lambda writer: pytest.fail("built again"))
     assert reused.path == first.path
-    again = prepare(content(), lambda writer: writer.add("train", [np.array([1])], [4]), force=True)
+    again = prepare_store(content(), lambda writer: writer.add("train", [np.array([1])], [4]), force=True)
     assert again.path == first.path and again.splits == ("train",) and again.split("train")[0].tolist() == [1]
     assert first.splits == ("train", "test") and first.split("train")[5].tolist() == [2, 2, 2, 2]  # its readers keep it
     assert {path.name for path in first.path.parent.iterdir()} <= {first.path.name, f".{first.path.name}.lock"}
@@ -164,12 +167,12 @@ def build_another(writer):
 
 @pytest.mark.parametrize("mapped", [0, 1, 3])
 def test_a_store_that_is_replaced_while_it_is_opened_is_all_the_new_one(mapped, monkeypatch):
-    path, loaded, load = prepare(content(), build).path, [], np.load
+    path, loaded, load = prepare_store(content(), build).path, [], np.load
 
     def replacing(*args, **options):
         loaded.append(args)
         if len(loaded) == mapped + 1:
-            prepare(content(), build_another, force=True)
+            prepare_store(content(), build_another, force=True)
         return load(*args, **options)
 
     monkeypatch.setattr(np, "load", replacing)
@@ -179,7 +182,7 @@ def test_a_store_that_is_replaced_while_it_is_opened_is_all_the_new_one(mapped, 
 
 
 def test_a_store_that_goes_while_it_is_opened_is_not_prepared(monkeypatch):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
     monkeypatch.setattr(store, "_map", lambda *_: shutil.rmtree(path, ignore_errors=True))
     with pytest.raises(UsageError, match="toy is not prepared"):
         Store.open(path)
@@ -199,52 +202,52 @@ def test_nothing_is_visible_before_everything_is_on_disk(monkeypatch):
         build(writer)
         assert not path.exists() and not list(path.parent.rglob("manifest.json"))
 
-    prepare(content(), watched)
+    prepare_store(content(), watched)
     assert synced[-2:] == ["manifest.json", f".{path.name}.partial"] and len(synced) == 8
 
 
 def test_failed_force_keeps_the_old_store():
-    prepare(content(), build)
+    prepare_store(content(), build)
     with pytest.raises(UsageError, match="bad input"):
 
         def fails(writer):
             raise UsageError("bad input")
 
-        prepare(content(), fails, force=True)
+        prepare_store(content(), fails, force=True)
     Store.open(content().path).verify()
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_store_that_could_not_be_replaced_is_there_again(killed):
-    prepare(content(), build)
+    prepare_store(content(), build)
     rename = Path.rename
 
     def fails(self, target):
         if not self.name.endswith(".partial"):
             return rename(self, target)
         if killed:  # nobody tidies up
-            patch.setattr(store, "_settle", lambda path: None)
+            patch.setattr(store, "_clean_up", lambda path: None)
         raise OSError(errno.EIO, "no")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no"):
         patch.setattr(Path, "rename", fails)
-        prepare(content(), build, force=True)
+        prepare_store(content(), build, force=True)
     assert content().path.exists() != killed
-    prepare(content(), lambda writer: pytest.fail("it is there")).verify()
+    prepare_store(content(), lambda writer: pytest.fail("it is there")).verify()
     assert not [each.name for each in content().path.parent.iterdir() if each.name.endswith((".old", ".partial"))]
 
 
 SLOW_BUILD = """
 import sys, time
 import numpy as np
-from lra.data.store import Content, prepare
+from lra.data.store import StoreContent, prepare_store
 
 def build(writer):
     writer.add("train", [np.array([0, 1, 2])], [1])
     print("building", flush=True)
     time.sleep(float(sys.argv[1]))
 
-prepare(Content("toy", 1, {"n": 3}, "made up", ["a", "b", "c"], "test@1", 0), build)
+prepare_store(StoreContent("toy", 1, {"n": 3}, "made up", ["a", "b", "c"], "test@1", 0), build)
 """
 
 
@@ -270,7 +273,7 @@ def test_killed_build_leaves_no_store_and_no_rubbish():
     assert partial.exists()
     with pytest.raises(UsageError, match="not prepared"):
         Store.open(path)
-    prepare(content(), build).verify()
+    prepare_store(content(), build).verify()
     assert not partial.exists()
 
 
@@ -325,20 +328,20 @@ def damage_checksum(path):
     ],
 )
 def test_damage_is_named_with_its_mend(damage, message):
-    path = prepare(content(), build).path
+    path = prepare_store(content(), build).path
     damage(path)
     command = "lra data prepare task=toy"
-    for reader in (partial(Store.open, path), partial(prepare, content(), build)):
+    for reader in (partial(Store.open, path), partial(prepare_store, content(), build)):
         with pytest.raises(UsageError, match=message) as caught:
             reader(command=command)
         assert str(caught.value).endswith(f"; run: {command} force=true") and "\n" not in str(caught.value)
-        with pytest.raises(UsageError, match=f"; remove {path}, and what needs it prepares it anew$"):
+        with pytest.raises(UsageError, match=f"; remove {path}, and the next command that needs it prepares it again$"):
             reader()
-    prepare(content(), build, force=True).verify()
+    prepare_store(content(), build, force=True).verify()
 
 
 def test_verify_finds_a_flipped_bit():
-    made = prepare(content(), build)
+    made = prepare_store(content(), build)
     file = made.path / "train.tokens.npy"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -350,7 +353,7 @@ def test_verify_finds_a_flipped_bit():
 
 def test_unknown_split():
     with pytest.raises(UsageError, match="no split 'val': choose from train, test"):
-        prepare(content(), build).split("val")
+        prepare_store(content(), build).split("val")
 
 
 def test_who_waits_for_another_process_says_so(monkeypatch):
@@ -362,17 +365,17 @@ def test_who_waits_for_another_process_says_so(monkeypatch):
         timer = threading.Timer(0.2, lambda: fcntl.flock(held, fcntl.LOCK_UN))
         timer.start()
         with pytest.warns(UserWarning, match=f"another process prepares {path}: this one waits for it") as told:
-            prepare(content(), build)
+            prepare_store(content(), build)
         timer.join()
     assert len(told) == 1
 
 
 def test_a_store_of_other_files_that_takes_the_place_while_one_is_opened(monkeypatch):
-    path, load = prepare(content(), build).path, np.load
+    path, load = prepare_store(content(), build).path, np.load
 
     def replacing(*args, **options):
         monkeypatch.setattr(np, "load", load)
-        prepare(content(), paired, force=True)
+        prepare_store(content(), paired, force=True)
         return load(*args, **options)
 
     monkeypatch.setattr(np, "load", replacing)

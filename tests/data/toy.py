@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from lra.data.store import Content
+from lra.data.store import StoreContent
 
 
 def content(**changes):
     fields = {"task": "toy", "version": 1, "params": {"n": 3}, "source": "made up", "vocabulary": ["a", "b", "c"]}
-    return Content(**{**fields, "generator": "test@1", "seed": 0, **changes})
+    return StoreContent(**{**fields, "generator": "test@1", "seed": 0, **changes})
 
 
 def sequences(count=5, high=3):

@@ -14,7 +14,7 @@ import yaml
 
 from lra.config.override import parse_overrides
 from lra.experiments.grid.grid import Cell, Column, Grid
-from lra.experiments.grid.launch import Local
+from lra.experiments.grid.local_launcher import LocalLauncher
 
 TINY = (
     "task.train=50", "task.val=10", "task.test=10", "task.fresh=10", "trainer.steps=4", "trainer.eval_every=2",
@@ -121,4 +121,4 @@ def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
 
 
 def _work(todo: Sequence[Cell], line: Sequence[str], slots: int) -> None:
-    Local(todo, [None] * slots, command=line).work()
+    LocalLauncher(todo, [None] * slots, command=line).work()

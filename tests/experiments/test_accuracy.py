@@ -22,11 +22,11 @@ from lra.cli import app
 from lra.config.options import parse
 from lra.errors import UsageError
 from lra.experiments import accuracy
-from lra.experiments.grid import grid, launch, watch
-from lra.experiments.grid.cells import State
+from lra.experiments.grid import grid, local_launcher, watch
+from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import Cell
-from lra.experiments.grid.launch import Local
-from lra.experiments.grid.watch import Pace, Watch
+from lra.experiments.grid.local_launcher import LocalLauncher
+from lra.experiments.grid.watch import GridWatch, RunPace
 from lra.training.run_directory import claim_directory
 from tests.experiments.runs import GRID, TINY, cells, made, stub, until
 
@@ -36,7 +36,7 @@ ONE = ("tasks=listops", "attns=flash", "seeds=1", "recipe=demo", *TINY)
 
 @pytest.fixture(autouse=True)
 def short_ticks(here, no_gpus, monkeypatch):
-    monkeypatch.setattr(launch, "TICK_S", 0.02)
+    monkeypatch.setattr(local_launcher, "TICK_S", 0.02)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def stubbed(monkeypatch):
     """Makes the command work with a process that stands for `lra fit`; gives the cells of its arguments."""
 
     def use(*does: str, args=("tasks=listops", "attns=flash,standard", "seeds=2", "recipe=demo")):
-        options = parse(accuracy.Options, args)
-        todo = accuracy.choose(grid.read("table3"), options, ())
-        monkeypatch.setattr(accuracy, "Local", functools.partial(Local, command=stub(todo, *does)))
+        options = parse(accuracy.GridOptions, args)
+        todo = accuracy.choose_cells(grid.read_grid("table3"), options, ())
+        monkeypatch.setattr(accuracy, "LocalLauncher", functools.partial(LocalLauncher, command=stub(todo, *does)))
         return todo, args
 
     return use
@@ -81,7 +81,7 @@ def stubbed(monkeypatch):
 def test_bad_input_is_refused_before_anything_runs(here, args, message):
     args = [*args, *(arg for arg in ("seeds=1", "recipe=xiong2021") if arg[:5] not in {given[:5] for given in args})]
     with pytest.raises(UsageError, match=re.escape(message)):
-        accuracy.run("table3", args)
+        accuracy.reproduce("table3", args)
     assert not list(here.iterdir())
 
 
@@ -90,14 +90,14 @@ def test_another_configuration_in_a_directory_stops_all_before_the_first(stubbed
     path = made(todo[3])
     (path / "config.yaml").write_text((path / "config.yaml").read_text().replace("lr: 0.002", "lr: 0.5"))
     with pytest.raises(UsageError, match=rf"{path} holds a run with another configuration \(optim.lr: 0.5 -> 0.002\)"):
-        accuracy.run("table3", args)
+        accuracy.reproduce("table3", args)
     assert not Path("runs.txt").exists()
 
 
 def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     args = ("tasks=listops,text", "attns=flash,standard", "seeds=3", "recipe=demo")
-    options = parse(accuracy.Options, args)
-    todo = {str(cell): cell for cell in accuracy.choose(grid.read("table3"), options, ())}
+    options = parse(accuracy.GridOptions, args)
+    todo = {str(cell): cell for cell in accuracy.choose_cells(grid.read_grid("table3"), options, ())}
     made(todo["listops flash seed 0"], "finished", steps_per_second=10.0)
     path = made(todo["listops flash seed 1"])
     torch.save({"global_step": 520, "callbacks": {}}, path / "last.ckpt")  # a signal came after the validation
@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
     made(todo["listops standard seed 1"], "failed", steps_per_second=3.0)
     held = claim_directory(made(todo["text flash seed 0"]))
     before = sorted(here.rglob("*"))
-    report = accuracy.run("table3", args, dry_run=True)
+    report = accuracy.reproduce("table3", args, dry_run=True)
     os.close(held or 0)
     assert sorted(here.rglob("*")) == before
     rows = {" ".join([column, attn, "seed", seed]): rest for column, attn, seed, *rest in report.tables[0][2]}
@@ -124,7 +124,7 @@ def test_a_dry_run_says_what_is_left_and_writes_nothing(here):
         "tasks=listops,text attns=flash,standard recipe=demo speed=true measures steps per second",
     ]
     assert not report.wrong
-    shared = accuracy.run("table3", (*args, "per_device=3"), dry_run=True)
+    shared = accuracy.reproduce("table3", (*args, "per_device=3"), dry_run=True)
     assert shared.lines[1].endswith("slots: 3") and shared.lines[2].endswith(": 4 min of training"), "of one machine"
 
 
@@ -136,7 +136,7 @@ def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
         path = made(todo[3], status)
         (path / "failed.json").touch()
     said: list[str] = []
-    report = accuracy.run("table3", args, said.append)
+    report = accuracy.reproduce("table3", args, said.append)
     title, header, rows = report.tables[0]
     assert title == "table3: test accuracy, %" and header == ["attention", "listops", "paper"]
     assert rows == [["flash", "45.00 ± 7.07", "37.6"], ["standard", "OOM s0, failed s1", "36.0"]]
@@ -152,7 +152,7 @@ def test_the_report_has_means_deviations_and_what_is_missing(stubbed):
 
 def test_the_command_line_replaces_what_a_column_sets_beside_its_task():
     def cell(*fields: str) -> Any:
-        return grid.read("table3").cells(["scisumm"], ["flash"], 1, "curriculum", fields)[0].composed.config
+        return grid.read_grid("table3").cells(["scisumm"], ["flash"], 1, "curriculum", fields)[0].composed.config
 
     assert (cell().trainer.steps, cell().trainer.eval_every) == (3000, 300)
     assert (cell("trainer.steps=600").trainer.steps, cell("trainer.steps=600").trainer.eval_every) == (600, 300)
@@ -164,12 +164,22 @@ def test_the_command_line_replaces_what_a_column_sets_beside_its_task():
 
 def test_an_average_is_there_when_all_columns_are():
     todo = GRID.cells(["listops", "text", "cut"], None, 1)
-    states = {cell: State("done", {"test": {"accuracy": 0.1 * i}}, True) for i, cell in enumerate(todo)}
-    _, header, rows = accuracy.accuracies(GRID, states)
+    states = {cell: CellState("done", {"test": {"accuracy": 0.1 * i}}, True) for i, cell in enumerate(todo)}
+    _, header, rows = accuracy.accuracy_table(GRID, states)
     assert header == ["attention", "listops", "paper", "text", "paper", "cut", "paper", "average", "paper"]
     assert rows[0] == ["flash", "0.00", "37.6", "20.00", "", "40.00", "", "10.00", "59.8"]
-    states[todo[2]] = State("OOM", {}, True)
-    assert accuracy.accuracies(GRID, states)[2][0] == ["flash", "0.00", "37.6", "OOM s0", "", "40.00", "", "", "59.8"]
+    states[todo[2]] = CellState("OOM", {}, True)
+    assert accuracy.accuracy_table(GRID, states)[2][0] == [
+        "flash",
+        "0.00",
+        "37.6",
+        "OOM s0",
+        "",
+        "40.00",
+        "",
+        "",
+        "59.8",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,7 @@ def test_the_command_ends_with_1_if_a_cell_is_not_done(stubbed, does, state, lef
 
 def test_why_a_cell_is_refused_is_in_the_report_and_in_the_view(stubbed):
     todo, args = stubbed("refuse")
-    report = accuracy.run("table3", args)
+    report = accuracy.reproduce("table3", args)
     why = "refused: no data here: prepare it"
     assert report.lines[2:] == [f"{cell}: {why}; see {cell.directory.path}/log.txt" for cell in todo]
     text = Path("checkpoints/table3.txt").read_text()
@@ -200,7 +210,7 @@ def test_a_dry_run_needs_a_name_and_is_not_ignored():
 def test_the_text_file_has_the_grid_as_it_is(stubbed):
     todo, args = stubbed("finish")
     made(todo[1], "oom")
-    accuracy.run("table3", args)
+    accuracy.reproduce("table3", args)
     text = Path("checkpoints/table3.txt").read_text()
     assert "accuracy of nine attentions on five tasks" in text and "cells: 4, 3 done, 1 OOM; 20" in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -218,7 +228,7 @@ def curves(cell: Cell, *rows: str, at: float) -> None:
 def test_a_running_cell_shows_its_step_pace_and_best_validation():
     (cell,) = cells(1)
     curves(cell, "250,,,1.0,0.25", at=100.0)  # of an earlier session: it tells no pace
-    pace = Pace(cell)
+    pace = RunPace(cell)
     pace.update()
     assert str(pace) == "250/1500, val 25.00"
     curves(cell, "250,,,1.0,0.25", "300,1,1,,", at=5000.0)
@@ -231,7 +241,7 @@ def test_a_running_cell_shows_its_step_pace_and_best_validation():
 
 def test_the_pace_of_a_run_that_went_back_begins_there():
     (cell,) = cells(1)
-    pace = Pace(cell)
+    pace = RunPace(cell)
     for step, at in ((400, 100.0), (500, 110.0), (300, 1000.0)):
         curves(cell, f"{step},1,1,,", at=at)
         pace.update()
@@ -244,9 +254,9 @@ def test_the_pace_of_a_run_that_went_back_begins_there():
 def test_a_terminal_is_redrawn_and_gets_no_lines(here):
     (one, two), said = cells(), []
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    with Watch(GRID, said.append, terminal) as view:
-        view({one: State("running"), two: State("running elsewhere")})
-        view({one: State("failed", {"error": "x"}, True), two: State("interrupted")})
+    with GridWatch(GRID, said.append, terminal) as view:
+        view({one: CellState("running"), two: CellState("running elsewhere")})
+        view({one: CellState("failed", {"error": "x"}, True), two: CellState("interrupted")})
     text = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert "s0: 0/1500" in text and "s1: 0/1500, elsewhere" in text and "failed s0, interrupted s1" in text
     assert said == [] and "failed s0" in (here / "checkpoints/small.txt").read_text()
@@ -256,9 +266,9 @@ def test_a_text_file_that_cannot_be_written_stops_nothing(here, monkeypatch):
     monkeypatch.setattr(watch, "FILE_S", 0.0)
     (here / "checkpoints").write_text("")
     (cell,), said = cells(1), []
-    with Watch(GRID, said.append) as view:
-        view({cell: State("open")})
-        view({cell: State("open")})
+    with GridWatch(GRID, said.append) as view:
+        view({cell: CellState("open")})
+        view({cell: CellState("open")})
     assert said == ["cells: 1, 1 open", "checkpoints/small.txt can't be written: File exists"]
 
 
@@ -278,7 +288,7 @@ def test_a_real_cell_is_run_and_not_again(here):
     scored = f"{100 * json.loads(file.read_text())['test']['accuracy']:.2f}"
     assert f"listops flash seed 0: done, test accuracy {scored}%" in out and f"│ {scored}" in out
     before = file.stat().st_mtime
-    again = accuracy.run("table3", ONE)
+    again = accuracy.reproduce("table3", ONE)
     assert again.tables[0][2][0][1] == scored and file.stat().st_mtime == before
 
 
@@ -291,7 +301,7 @@ def test_a_real_cell_is_interrupted_and_goes_on(here):
     first.send_signal(signal.SIGTERM)
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 143 and "seed 0: interrupted, goes on from last.ckpt" in out, out
-    plan = accuracy.run("table3", args, dry_run=True)
+    plan = accuracy.reproduce("table3", args, dry_run=True)
     assert plan.tables[0][2][0][3] == "interrupted, goes on from last.ckpt"
     second = lra(here, *args)
     out, _ = second.communicate(timeout=200)

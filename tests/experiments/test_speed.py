@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from lra import environment
-from lra.bench.records import Measured, StepMeasurement
+from lra.bench.records import MeasurementFile, StepMeasurement
 from lra.cli import app
 from lra.config.override import parse_overrides
 from lra.errors import UsageError
@@ -27,7 +27,7 @@ from lra.experiments.speed import SpeedMeasurement, Speeds
 from lra.training import step as step_module
 from lra.training.step import Step
 
-TABLE = grid.read("table3")
+TABLE = grid.read_grid("table3")
 SMALL = replace(
     TABLE, columns={**TABLE.columns, "short": Column(parse_overrides(["task=listops", "task.max_length=32"]))}
 )
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("here", "one_thread")
 def committed():
     """Whatever the tree of these tests is, what they measure is of a clean commit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "commit", lambda: "0123456789ab")
+        patch.setattr(environment, "current_commit", lambda: "0123456789ab")
         yield
 
 
@@ -65,7 +65,7 @@ def fake(monkeypatch):
         )
 
     monkeypatch.setattr(speed.step, "measured", measured)
-    monkeypatch.setattr(grid, "read", lambda name: SMALL)
+    monkeypatch.setattr(grid, "read_grid", lambda name: SMALL)
     return called
 
 
@@ -99,8 +99,8 @@ def real(tmp_path_factory):
     folder, lines = tmp_path_factory.mktemp("speed"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(grid, "read", lambda name: SMALL)
-        return folder, accuracy.run("table3", TWO, lines.append), lines
+        patch.setattr(grid, "read_grid", lambda name: SMALL)
+        return folder, accuracy.reproduce("table3", TWO, lines.append), lines
 
 
 def test_each_cell_is_measured_in_both_ways(real):
@@ -137,7 +137,7 @@ def test_each_cell_is_measured_in_both_ways(real):
 def test_what_can_be_captured_is(monkeypatch):
     monkeypatch.setattr(Step, "captures", lambda self, *_: self.run.engine != "eager")
     monkeypatch.setattr(step_module.torch, "compile", lambda function, **options: function)
-    made = accuracy.run("table3", [*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
+    made = accuracy.reproduce("table3", [*(arg for arg in ONE if not arg.startswith("attns=")), "attns=flash"])
     assert [(r["loop"], r["engine"], r["reason"]) for r in read()["cells"]] == [
         ("captured", "captured", ""), ("fit", "captured", ""),
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_what_can_be_captured_is(monkeypatch):
 
 
 def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
-    accuracy.run("table3", TWO)
+    accuracy.reproduce("table3", TWO)
     whole = list(fake)
     assert whole[:2] == ["listops standard captured padded", "listops standard fit packed"] and len(whole) == 8
     first = read()["cells"]
@@ -161,16 +161,16 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(speed.step, "measured", stopped)
         with pytest.raises(KeyboardInterrupt):
-            accuracy.run("table3", TWO)
+            accuracy.reproduce("table3", TWO)
     assert read()["cells"] == first[:2]
     fake.clear()
-    plan = accuracy.run("table3", TWO, dry_run=True)
+    plan = accuracy.reproduce("table3", TWO, dry_run=True)
     assert plan.lines[-1] == "6 of 8 remain to be measured" and not plan.wrong and not fake
-    accuracy.run("table3", TWO)
+    accuracy.reproduce("table3", TWO)
     assert fake == whole[2:] and [record | {"made": None} for record in read()["cells"]] == [
         record | {"made": None} for record in first
     ]
-    made = accuracy.run("table3", TWO)
+    made = accuracy.reproduce("table3", TWO)
     assert len(fake) == 6 and shown(made, "speedup")["flash"] == ["4.00 (2)", "4.00 (2)", ""]
     assert sorted(path.name for path in FILE.absolute().parent.iterdir()) == ["speed.json"]
 
@@ -180,12 +180,12 @@ def test_two_commands_do_not_measure_for_one_file(fake, monkeypatch):
 
     def again(*args):
         with pytest.raises(UsageError, match=r"another process measures for .*speed\.json: wait for it"):
-            accuracy.run("table3", TWO)
+            accuracy.reproduce("table3", TWO)
         refusals.append(args)
         return measured(*args)
 
     monkeypatch.setattr(speed.step, "measured", again)
-    accuracy.run("table3", TWO)
+    accuracy.reproduce("table3", TWO)
     assert len(refusals) == len(fake) == len(read()["cells"]) == 8
 
 
@@ -210,14 +210,14 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     }  # fmt: skip
     assert records["flash", "attention"]["reason"] == "RuntimeError: a compiler"
     assert records["flash", "attention"]["steps_per_second"] is None
-    made = accuracy.run("table3", ONE, dry_run=True)
+    made = accuracy.reproduce("table3", ONE, dry_run=True)
     assert "1 of 4 remain to be measured" in made.lines, "a failure may have passed"
     assert shown(made, "attention, ")["flash"] == ["failed"] and shown(made, "product, ")["standard"] == ["OOM"]
     assert shown(made, "speedup")["flash"] == ["", "", ""]
     assert "measurements: 1 ok, 2 OOM, 1 failed" in made.lines
     assert "attention, failed: RuntimeError: a compiler (listops flash)" in made.lines
     monkeypatch.setattr(speed.step.loops, "by_hand", by_hand)
-    assert "measurements: 2 ok, 2 OOM" in accuracy.run("table3", ONE).lines
+    assert "measurements: 2 ok, 2 OOM" in accuracy.reproduce("table3", ONE).lines
 
 
 @pytest.mark.parametrize(
@@ -228,22 +228,22 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     ],
 )
 def test_other_options_are_refused(fake, change, message):
-    accuracy.run("table3", ONE)
+    accuracy.reproduce("table3", ONE)
     with pytest.raises(UsageError, match=message):
-        accuracy.run("table3", [arg.replace(*change) for arg in ONE])
+        accuracy.reproduce("table3", [arg.replace(*change) for arg in ONE])
 
 
 def test_a_file_grows_by_attentions_and_tasks(fake):
     flash, both = ([arg.replace("standard,flash", attns) for arg in ONE] for attns in ("flash", "flash,standard"))
-    accuracy.run("table3", flash)
+    accuracy.reproduce("table3", flash)
     assert len(fake) == 2 and read()["options"]["attns"] == ["flash"]
-    made = accuracy.run("table3", both)
+    made = accuracy.reproduce("table3", both)
     assert len(fake) == 4 and sorted(read()["options"]["attns"]) == ["flash", "standard"]
-    assert accuracy.run("table3", flash).tables[0][2] == made.tables[0][2][-1:], "its row alone"
+    assert accuracy.reproduce("table3", flash).tables[0][2] == made.tables[0][2][-1:], "its row alone"
 
 
 def test_an_attention_that_is_not_the_papers_is_measured_beside_standard(fake):
-    made = accuracy.run("table3", [arg.replace("standard,flash", "standard,megatron") for arg in ONE])
+    made = accuracy.reproduce("table3", [arg.replace("standard,flash", "standard,megatron") for arg in ONE])
     assert read()["options"]["attns"] == ["standard", "megatron"]
     assert shown(made, "speedup")["megatron"][0] == "2.00 (1)"
 
@@ -262,46 +262,46 @@ def test_a_gpu_that_others_use_is_refused(monkeypatch):
     [({"gpu": "another"}, "gpu: another -> None"), ({"versions": {"torch": "1"}}, r"versions.torch: 1 -> \d")],
 )
 def test_another_environment_is_refused_where_something_is_lacking(fake, change, message):
-    accuracy.run("table3", ONE)
+    accuracy.reproduce("table3", ONE)
     found = read()
     found["environment"] |= change
     FILE.write_text(json.dumps(found))
-    accuracy.run("table3", ONE)
+    accuracy.reproduce("table3", ONE)
     found["cells"].pop()
     FILE.write_text(json.dumps(found))
     with pytest.raises(UsageError, match=f"measured in another environment .*{message}"):
-        accuracy.run("table3", ONE)
+        accuracy.reproduce("table3", ONE)
     assert len(fake) == 4
 
 
 def test_what_is_measured_later_states_its_own_date_command_and_commit(fake, monkeypatch):
-    monkeypatch.setattr(environment, "commit", lambda: "b")
-    accuracy.run("table3", ONE)
+    monkeypatch.setattr(environment, "current_commit", lambda: "b")
+    accuracy.reproduce("table3", ONE)
     found = read()
     assert not any("made" in record for record in found["cells"])
     begun = {"commit": "a", "date": "2026-01-01", "command": "lra"}
     found["environment"] |= begun | {"gpus": 9}
     kept = found["cells"][:-1]
     FILE.write_text(json.dumps(found | {"cells": kept}))
-    accuracy.run("table3", ONE)
+    accuracy.reproduce("table3", ONE)
     found = read()
     assert len(fake) == 5 and found["environment"].items() >= begun.items()
     assert found["cells"][:-1] == kept, "as they are, without a word"
-    result = speed.read(FILE)
+    result = speed.read_speeds(FILE)
     *older, last = (record.made or {} for record in result.cells)
-    assert last["commit"] == "b" and last["command"] == environment.command() and last["date"] > begun["date"]
+    assert last["commit"] == "b" and last["command"] == environment.current_command() and last["date"] > begun["date"]
     assert older == [begun] * 3
-    assert speed.made_with(result).startswith(f"CPU, commit a, b, 2026-01-01 to {last['date']}")
+    assert speed.describe_origin(result).startswith(f"CPU, commit a, b, 2026-01-01 to {last['date']}")
 
 
 @pytest.mark.parametrize("made", [5, {"date": 5}, {"date": "1", "commit": 5, "command": "lra"}, {}])
 def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
-    accuracy.run("table3", ONE)
+    accuracy.reproduce("table3", ONE)
     found = read()
     found["cells"][-1]["made"] = made
     FILE.write_text(json.dumps(found))
-    with pytest.raises(UsageError, match="is no measurement of lra reproduce with speed=true"):
-        accuracy.run("table3", ONE)
+    with pytest.raises(UsageError, match="is not a measurement of lra reproduce with speed=true"):
+        accuracy.reproduce("table3", ONE)
 
 
 @pytest.mark.parametrize(
@@ -322,24 +322,24 @@ def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
         (["tasks=listop"], "unknown task 'listop'"),
         (["tasks=text,text"], "tasks=text,text names one twice"),
         (["tasks=listops", "out=file/speed.json"], "out=file/speed.json can't be written"),
-        (["tasks=listops", "out=file"], "file is no measurement of lra reproduce with speed=true: remove it"),
+        (["tasks=listops", "out=file"], "file is not a measurement of lra reproduce with speed=true: remove it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(fake, more, message):
     Path("file").write_text('{"cells": []}')
     args = [arg for arg in TINY if not (arg.startswith("out=") and any(one.startswith("out=") for one in more))]
     with pytest.raises(UsageError, match=re.escape(message)):
-        accuracy.run("table3", [*args, *more])
+        accuracy.reproduce("table3", [*args, *more])
     assert not fake and [path.name for path in Path().iterdir()] == ["file"]
 
 
 def test_each_table_has_a_file_of_its_own(fake):
-    accuracy.run("table3", [arg for arg in ONE if not arg.startswith("out=")])
+    accuracy.reproduce("table3", [arg for arg in ONE if not arg.startswith("out=")])
     assert Path("checkpoints/table3-speed.json").is_file() and not FILE.exists()
 
 
 def test_a_recipe_that_starts_from_another_run_is_measured():
-    report = accuracy.run("table6", ["speed=true", "tasks=path64", "attns=flash"], dry_run=True)
+    report = accuracy.reproduce("table6", ["speed=true", "tasks=path64", "attns=flash"], dry_run=True)
     assert "2 of 2 remain to be measured" in report.lines
 
 
@@ -353,30 +353,30 @@ def test_ratios_are_of_columns_that_both_have_and_the_mean_leaves_out_what_is_ap
     records.append(made("listops", "flash", "attention", 5.0))
     stated = result()
     cells = [SpeedMeasurement.loaded(record) for record in records]
-    measured = Measured(stated["environment"], stated["options"], cells)
+    measured = MeasurementFile(stated["environment"], stated["options"], cells)
     speeds = Speeds(measured.cells)
     assert speeds.ratios(columns, "flash", "product") == pytest.approx([4.0, 9.0, 50.0])
     assert speeds.ratios(columns, "flash", "attention") == [] and speeds.ratio("text", "linear", "product") is None
-    summary, attention, product = speed.tables(TABLE, measured, columns, ["standard", "flash", "linear"])
+    summary, attention, product = speed.speed_tables(TABLE, measured, columns, ["standard", "flash", "linear"])
     assert summary[0] == "speedup over standard on NVIDIA H200, each measured alone: geometric mean (columns)"
     assert summary[1] == ["attention", "speedup, attention", "speedup, product", "paper"]
     assert summary[2] == [["standard", "", "1.00 (2)", ""], ["flash", "", "6.00 (2)", "2.4"], ["linear", "", "", "2.3"]]
     assert attention[2][1] == ["flash", "200", "", "", ""] and product[2][2] == ["linear", "", "", "", ""]
     assert product[2][0] == ["standard", "125 (1.00×)", "111.111 (1.00×)", "OOM", "20 (1.00×)"]
     assert product[2][1] == ["flash", "500 (4.00×)", "1000 (9.00×)", "1000", "1000 (50.00×)"]
-    assert speed.notes(list(speeds.records.values()))[1:] == ["product, OOM: too much (image standard)"]
+    assert speed.speed_notes(list(speeds.records.values()))[1:] == ["product, OOM: too much (image standard)"]
 
 
 def test_a_real_file_tells_how_long_its_cells_take(real):
     fields = [arg for arg in TINY if not arg.startswith(("speed=", "steps=", "warmup=", "out="))]
-    plan = accuracy.run("table3", [*fields, "tasks=listops", f"speed={real[0] / 'speed.json'}"], dry_run=True)
+    plan = accuracy.reproduce("table3", [*fields, "tasks=listops", f"speed={real[0] / 'speed.json'}"], dry_run=True)
     assert "unknown" not in str(plan) and "(each alone on CPU, " in plan.lines[2]
 
 
 def test_a_real_file_is_shown_with_its_options(real):
     shutil.copy(real[0] / "speed.json", FILE)
     Path("runs").mkdir()
-    beside = report.run("table3", ["results=runs", "recipe=demo", "tasks=listops", f"speed={FILE}"])
+    beside = report.make_report("table3", ["results=runs", "recipe=demo", "tasks=listops", f"speed={FILE}"])
     [note] = [note for note in beside.notes if note.startswith("speed: ")]
     assert "CPU" in note and "batch.size=2" in note
     assert list(shown(beside, "speedup over standard on CPU")) == list(TABLE.attns)

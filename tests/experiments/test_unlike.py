@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lra.experiments import speed
-from lra.experiments.grid import launch
-from lra.experiments.grid.launch import Local
+from lra.experiments.grid import local_launcher
+from lra.experiments.grid.local_launcher import LocalLauncher
 from lra.experiments.results import report
 from tests.experiments.results.test_ledger import put, result
 from tests.experiments.results.test_report import cells
@@ -18,7 +18,7 @@ def test_batches_in_portions_are_named_and_in_the_command(tmp_path):
         made = result(cell)
         made["config"]["batch"]["micro"] = micro
         put(tmp_path / f"{attn}.json", made)
-    found = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash,standard", "seeds=1"])
+    found = report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash,standard", "seeds=1"])
     said = (
         "listops: memory and speed of batches in different portions are compared (batch.micro=2: standard s0; whole: "
     )
@@ -43,14 +43,14 @@ def test_speeds_of_another_configuration_are_not_drawn_against_accuracy(tmp_path
         }  # fmt: skip
         file = put(tmp_path / "speed.json", measured)
         args = [f"results={tmp_path / 'runs'}", f"speed={file}", "tasks=listops", "attns=flash", "seeds=1"]
-        assert list(report.run("table3", args).alone.values()) == drawn
+        assert list(report.make_report("table3", args).alone.values()) == drawn
 
 
 def test_a_cell_that_is_refused_leaves_the_others_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "TICK_S", 0.02)
+    monkeypatch.setattr(local_launcher, "TICK_S", 0.02)
     todo, said = todo_cells(3), []
-    local = Local(todo, [None], say=said.append, command=stub(todo, "finish"))
+    local = LocalLauncher(todo, [None], say=said.append, command=stub(todo, "finish"))
     path = todo[1].directory.path  # where another command meanwhile begins another run
     path.mkdir(parents=True)
     (path / "config.yaml").write_text("seed: 7\n")

@@ -38,7 +38,7 @@ LISTOPS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "too long": (_row(f"( [MAX {'1 ' * 3000}] )\t1"), ("basic_train.tsv:3", "1999")),
     "a link": (lambda f: ((f / TSV[0]).unlink(), (f / TSV[0]).symlink_to("/etc/hosts")), ("basic_train.tsv", "link")),
     "a folder": (lambda f: ((f / TSV[0]).unlink(), (f / TSV[0]).mkdir()), ("basic_train.tsv", "regular file")),
-    "missing": (lambda f: (f / TSV[1]).unlink(), ("basic_val.tsv", "get it anew")),
+    "missing": (lambda f: (f / TSV[1]).unlink(), ("basic_val.tsv", "get it again")),
 }
 
 
@@ -64,18 +64,18 @@ def archive(path: Path, name: str, kind: bytes = tarfile.REGTYPE, size: int | No
 
 _INSIDE = "lra_release/listops-1000/basic_train.tsv"
 ARCHIVES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "parent": (lambda path: archive(path, "../../pwned"), ("../../pwned", "get it anew")),
-    "parent within": (lambda path: archive(path, "a/../../pwned"), ("a/../../pwned", "get it anew")),
-    "absolute": (lambda path: archive(path, "/tmp/pwned"), ("/tmp/pwned", "get it anew")),
+    "parent": (lambda path: archive(path, "../../pwned"), ("../../pwned", "get it again")),
+    "parent within": (lambda path: archive(path, "a/../../pwned"), ("a/../../pwned", "get it again")),
+    "absolute": (lambda path: archive(path, "/tmp/pwned"), ("/tmp/pwned", "get it again")),
     "twice": (lambda path: archive(path, _INSIDE), ("more than once", "name the folder")),
     "twice, a link": (lambda path: archive(path, _INSIDE, tarfile.SYMTYPE), ("more than once", "name the folder")),
-    "size without bytes": (lambda path: archive(path, "x", size=1 << 40), ("damaged", "get it anew")),
-    "empty": (lambda path: path.write_bytes(b""), ("no tar archive", "get it anew")),
+    "size without bytes": (lambda path: archive(path, "x", size=1 << 40), ("damaged", "get it again")),
+    "empty": (lambda path: path.write_bytes(b""), ("not a tar archive", "get it again")),
     "zeros": (lambda path: path.write_bytes(bytes(10240)), ("basic_train.tsv", "name LRA's")),
-    "a zip": (lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)), ("no tar archive", "get it anew")),
-    "gzip of nothing": (lambda path: path.write_bytes(b"\x1f\x8b"), ("no tar archive", "get it anew")),
-    "cut": (lambda path: path.write_bytes(archive(path, "x").read_bytes()[:-30]), ("damaged", "get it anew")),
-    "text": (lambda path: path.write_bytes(b"<html>404</html>" * 99), ("no tar archive", "get it anew")),
+    "a zip": (lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)), ("not a tar archive", "get it again")),
+    "gzip of nothing": (lambda path: path.write_bytes(b"\x1f\x8b"), ("not a tar archive", "get it again")),
+    "cut": (lambda path: path.write_bytes(archive(path, "x").read_bytes()[:-30]), ("damaged", "get it again")),
+    "text": (lambda path: path.write_bytes(b"<html>404</html>" * 99), ("not a tar archive", "get it again")),
 }
 
 

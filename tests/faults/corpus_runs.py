@@ -104,7 +104,7 @@ DIRECTORIES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "result with NaN": (_told(lambda result: result["test"].update(loss=float("nan"))), _RESULT),
     "result with a key twice": (_result(b'{"status": "finished", "status": "finished"}'), (*_RESULT, "a key twice")),
     "result a pipe": (
-        lambda run: ((run / "result.json").unlink(), os.mkfifo(run / "result.json")), (*_RESULT, "no regular file")
+        lambda run: ((run / "result.json").unlink(), os.mkfifo(run / "result.json")), (*_RESULT, "not a regular file")
     ),
     "config a pipe": (lambda run: ((run / "config.yaml").unlink(), os.mkfifo(run / "config.yaml")), _CONFIG),
     "config with digits without end": (_config(lambda good: good + b"a: " + b"9" * 5000), _CONFIG),
@@ -357,8 +357,8 @@ def _xz_bomb(path: Path, _: Path) -> None:
         file.write(packer.flush())
 
 
-_NAME, _KIND = ("no file of a run", "get it anew"), ("no regular file", "get it anew")
-_BROKEN = ("no archive of lra results pack", "get it anew")
+_NAME, _KIND = ("not a file of a run", "get it again"), ("not a regular file", "get it again")
+_BROKEN = ("not an archive of lra results pack", "get it again")
 # what lra results merge is given -> words
 ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
     "parent": (_packed({"../../pwned/result.json": b"{}"}), _NAME),
@@ -373,15 +373,15 @@ ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
     "a folder": (_packed(_special(f"{RUN}/best.ckpt", tarfile.DIRTYPE)), _KIND),
     "a pipe": (_packed(_special(f"{RUN}/best.ckpt", tarfile.FIFOTYPE)), _KIND),
     "a device": (_packed(_special(f"{RUN}/best.ckpt", tarfile.CHRTYPE)), _KIND),
-    "a size without bytes": (_raw(lambda _: lzma.compress(_stating(1 << 40).tobuf())), ("more bytes", "get it anew")),
-    "a bomb": (_xz_bomb, ("more bytes", "get it anew")),
-    "no configuration": (_packed({f"{RUN}/config.yaml": None}), (f"no {RUN}/config.yaml", "get it anew")),
+    "a size without bytes": (_raw(lambda _: lzma.compress(_stating(1 << 40).tobuf())), ("more bytes", "get it again")),
+    "a bomb": (_xz_bomb, ("more bytes", "get it again")),
+    "no configuration": (_packed({f"{RUN}/config.yaml": None}), (f"no {RUN}/config.yaml", "get it again")),
     "no result": (_packed({f"{RUN}/result.json": None}), ("neither a result.json nor a last.ckpt",)),
     "a failure that is none": (_packed({f"{RUN}/failed.json": b'{"status": "oom"}'}), ("is no whole result",)),
     "half a result": (_packed({f"{RUN}/result.json": b'{"status": "fin'}), ("is no whole result",)),
-    "a configuration of aliases": (_packed({f"{RUN}/config.yaml": _BOMB}), ("no configuration", "get it anew")),
+    "a configuration of aliases": (_packed({f"{RUN}/config.yaml": _BOMB}), ("not a configuration", "get it again")),
     "a configuration with a tag": (
-        _packed({f"{RUN}/config.yaml": b"a: !!python/object/apply:os.system ['touch pwned']"}), ("no configuration",)
+        _packed({f"{RUN}/config.yaml": b"a: !!python/object/apply:os.system ['touch pwned']"}), ("not a configuration",)
     ),
     "a configuration of another run": (
         _packed({f"{RUN}/config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}), ("a run of text",)
@@ -390,8 +390,8 @@ ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
         _packed({f"{RUN}/metrics.csv": b"\xff\xfe", f"{RUN}/last.ckpt": b""}), ("metrics.csv can't be read",)
     ),
     "an empty checkpoint": (_packed({f"{RUN}/last.ckpt": b""}), ("last.ckpt can't be read",)),
-    "empty": (_raw(lambda _: b""), ("get it anew",)),
-    "nothing packed": (_raw(lambda _: lzma.compress(b"")), ("get it anew",)),
+    "empty": (_raw(lambda _: b""), ("get it again",)),
+    "nothing packed": (_raw(lambda _: lzma.compress(b"")), ("get it again",)),
     "text": (_raw(lambda _: b"<html>404</html>" * 99), _BROKEN),
     "cut": (_raw(lambda good: good[: len(good) // 2]), _BROKEN),
     "cut at the end": (_raw(lambda good: good[:-9]), _BROKEN),

@@ -87,7 +87,7 @@ PIXEL_BOMBS = {
 }
 
 _IMDB = ("cannot load IMDB", "a local mirror")
-_TEXT, _SENTIMENT = ("text that is no string", "'train'"), ("label other than 0 and 1", "'train'")
+_TEXT, _SENTIMENT = ("text that is not a string", "'train'"), ("label other than 0 and 1", "'train'")
 TEXT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no text": (_table(label=[0, 1]), ("no column 'text'", "'train'", "a local mirror")),
     "no label": (_table(text=["a"]), ("no column 'label'", "'train'", "a local mirror")),
@@ -166,24 +166,24 @@ def _line(text: str) -> Spoil:
     return spoil
 
 
-_THIRD, _PNG = "metadata/0.npy:3", ("sample_3.png", "no readable PNG", "get it anew")
+_THIRD, _PNG = "metadata/0.npy:3", ("sample_3.png", "not a readable PNG", "get it again")
 PATHFINDER: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "an empty line": (_line(""), (_THIRD, "0 columns", "get the file anew")),
-    "few columns": (_line("imgs/0 sample_2.png 2 1"), (_THIRD, "4 columns", "get the file anew")),
+    "an empty line": (_line(""), (_THIRD, "0 columns", "get the file again")),
+    "few columns": (_line("imgs/0 sample_2.png 2 1"), (_THIRD, "4 columns", "get the file again")),
     "label 2": (_line("imgs/0 sample_2.png 2 2 1.0 6 2 2 0.5 1 1"), (_THIRD, "'2'", "not 0 or 1")),
     "label NaN": (_line("imgs/0 sample_2.png 2 nan 1.0 6 2 2 0.5 1 1"), (_THIRD, "'nan'", "not 0 or 1")),
     "another level": (_line("imgs/0 sample_2.png 2 1 1.0 14 4 2 0.5 1 1"), (_THIRD, "'14'", "the level asked for")),
     "no length": (_line("imgs/0 sample_2.png 2 1 1.0 x 4 2 0.5 1 1"), (_THIRD, "'x'", "the level asked for")),
     "not UTF-8": (lambda folder: (folder / "metadata/0.npy").write_bytes(b"\xff\xfe" * 9), ("0.npy:1", "columns")),
-    "a real .npy": (lambda folder: np.save(folder / "metadata/0.npy", np.zeros(3)), ("0.npy:1", "get the file anew")),
+    "a real .npy": (lambda folder: np.save(folder / "metadata/0.npy", np.zeros(3)), ("0.npy:1", "get the file again")),
     "named twice": (_line("imgs/0 sample_1.png 1 1 1.0 6 2 2 0.5 1 1"), (_THIRD, "is named before")),
     "named and not there": (_line("imgs/0 sample_99.png 2 1 1.0 6 2 2 0.5 1 1"), (_THIRD, "is not there")),
-    "outside": (_line("../../../etc hosts 2 1 1.0 6 2 2 0.5 1 1"), (_THIRD, "is not there", "get the folder anew")),
+    "outside": (_line("../../../etc hosts 2 1 1.0 6 2 2 0.5 1 1"), (_THIRD, "is not there", "get the folder again")),
     "metadata without a number": (
         lambda folder: (folder / "metadata/0.npy").rename(folder / "metadata/x.npy"), ("x.npy", "numbers as names")
     ),
     "no metadata": (
-        lambda folder: [file.unlink() for file in (folder / "metadata").iterdir()], ("metadata/*.npy", "get it anew")
+        lambda folder: [file.unlink() for file in (folder / "metadata").iterdir()], ("metadata/*.npy", "get it again")
     ),
     "too few lines": (
         lambda folder: [_put("metadata/0.npy", b"")(folder), _put("metadata/1.npy", b"")(folder)], ("too few to split",)
@@ -198,13 +198,13 @@ PATHFINDER: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "a narrow image": (_images(png(16, height=32, gray=True)), ("sample_3.png", "16x32", "not 32x32 of 8 bits")),
     "an image of 16 bits": (_images(png(32, wide=True)), ("sample_3.png", "mode I;16", "not 32x32 of 8 bits")),
     "a GIF": (_images(b"GIF89a" + bytes(99)), _PNG),
-    **{name: (_images(data), ("sample_3.png", "get it anew")) for name, data in PIXEL_BOMBS.items()},
+    **{name: (_images(data), ("sample_3.png", "get it again")) for name, data in PIXEL_BOMBS.items()},
 }  # fmt: skip
 
 _TRAIN, _PAIRS = "new_aan_pairs.train.tsv", b"1.0\ta\tb\tone\tother\n"
 AAN: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "empty": (_put(_TRAIN, b""), (_TRAIN, "no pairs", "get the file anew")),
-    "zeros": (_put(_TRAIN, bytes(500)), (f"{_TRAIN}:1", "1 columns", "get the file anew")),
+    "empty": (_put(_TRAIN, b""), (_TRAIN, "no pairs", "get the file again")),
+    "zeros": (_put(_TRAIN, bytes(500)), (f"{_TRAIN}:1", "1 columns", "get the file again")),
     "four columns": (_put(_TRAIN, _PAIRS + b"1.0\ta\tb\tone\n"), (f"{_TRAIN}:2", "4 columns instead of 5")),
     "a tab in a text": (_put(_TRAIN, b"1.0\ta\tb\to\tne\tother\n"), (f"{_TRAIN}:1", "6 columns instead of 5")),
     "an empty line": (_put(_TRAIN, _PAIRS + b"\n" + _PAIRS), (f"{_TRAIN}:2", "1 columns instead of 5")),
@@ -215,7 +215,7 @@ AAN: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "label of a megabyte": (_put(_TRAIN, b"1" * 1_000_000 + b"\ta\tb\tone\tother\n"), (f"{_TRAIN}:1", "not 0 or 1")),
     "a label that a terminal would obey": (_put(_TRAIN, b"\x1b[2J\ta\tb\tone\tother\n"), (r"x1b[2J", "not 0 or 1")),
     "UTF-16": (_put(_TRAIN, "1.0\ta\tb\tone\tother\n".encode("utf-16")), (f"{_TRAIN}:1", "not 0 or 1")),
-    "gone": (_gone("new_aan_pairs.eval.tsv"), ("new_aan_pairs.eval.tsv", "get it anew")),
+    "gone": (_gone("new_aan_pairs.eval.tsv"), ("new_aan_pairs.eval.tsv", "get it again")),
     "a folder": (_folder(_TRAIN), (_TRAIN, "regular file")),
     "a link": (_link(_TRAIN), (_TRAIN, "link")),
 }
@@ -230,8 +230,8 @@ SCISUMM: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "pairs gone": (_gone(_PAIRS_TSV), (_PAIRS_TSV, "name the folder")),
     "pairs a folder": (_folder(_PAIRS_TSV), (_PAIRS_TSV, "name the folder")),
     "papers gone": (_gone("papers.parquet"), ("papers.parquet", "dataset=lra")),
-    "papers cut": (_cut("papers.parquet", 100), ("papers.parquet", "get the file anew")),
-    "papers empty": (_cut("papers.parquet", 0), ("papers.parquet", "get the file anew")),
+    "papers cut": (_cut("papers.parquet", 100), ("papers.parquet", "get the file again")),
+    "papers empty": (_cut("papers.parquet", 0), ("papers.parquet", "get the file again")),
     "papers a folder": (_folder("papers.parquet"), ("papers.parquet", "Is a directory")),
     "no text": (_table("papers.parquet", id=["a", "b"]), ("papers.parquet", "'text'")),
     "no id": (_table("papers.parquet", text=["a", "b"]), ("papers.parquet", "'id'")),

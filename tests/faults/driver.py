@@ -16,7 +16,7 @@ import torch
 
 from lra import cli
 from lra.data import store
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.tasks.base import TaskData, TaskModule
 from lra.training import checkpoints
 from lra.training.curves import Curves
@@ -25,7 +25,8 @@ from lra.training.run_directory import RunDirectory
 from lra.training.step import Step
 
 FUNCTIONS: dict[str, tuple[Any, str]] = {
-    "build": (store, "_build"), "add": (Writer, "add"), "complete": (Writer, "finish"), "hash": (store, "_file_hash"),
+    "build": (store, "_build"), "add": (StoreWriter, "add"), "complete": (StoreWriter, "finish"),
+    "hash": (store, "_file_hash"),
     "sync": (os, "fsync"), "rename": (Path, "rename"), "open": (RunDirectory, "_open"), "setup": (TaskData, "setup"),
     "step": (Step, "__call__"), "log": (Curves, "log_metrics"), "rewrite": (csv.DictWriter, "writerows"),
     "validate": (TaskModule, "validation_step"), "tell": (Narrator, "on_validation_end"), "save": (torch, "save"),

@@ -129,7 +129,7 @@ def test_a_cut_or_changed_archive_gives_no_store(seed, around):
     data = bytearray(file.read_bytes())
     data[draw.randrange(30, len(data))] ^= 1 << draw.randrange(8)
     file.write_bytes(data if seed % 2 else data[: draw.randrange(1, len(data))])
-    refuses(around, ("data", "prepare", "task=listops", "fresh=10", f"source={file}"), ("get it anew",))
+    refuses(around, ("data", "prepare", "task=listops", "fresh=10", f"source={file}"), ("get it again",))
 
 
 def test_what_a_kill_left_half_written_goes(around, made):
@@ -198,7 +198,7 @@ def members(session: int) -> list[str]:
 
 PROCESSES = {  # as it is typed: no traceback of an import, no warning above the line
     ("fit", "task=listops", "attn=flahs", *SHORT): ("'flahs'", "'flash'"),
-    ("data", "prepare", "task=listops", "source=file"): ("file", "no tar archive"),
+    ("data", "prepare", "task=listops", "source=file"): ("file", "not a tar archive"),
 }
 
 

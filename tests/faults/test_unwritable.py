@@ -118,7 +118,7 @@ def test_a_folder_that_has_the_name_of_a_file(around):
     Path("fig3/plain.json").mkdir(parents=True)
     check(
         lra("reproduce", "fig3"),
-        ("fig3/plain.json is no measurement of lra reproduce fig3: remove it, or choose another out=",),
+        ("fig3/plain.json is not a measurement of lra reproduce fig3: remove it, or choose another out=",),
     )
 
 

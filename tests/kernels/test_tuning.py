@@ -181,15 +181,15 @@ def bench(gpu, monkeypatch):
         return {"out": Error(0.0, 1.0), "dq": Error(error, 1.0)}
 
     monkeypatch.setattr(tuner, "check", errors)
-    monkeypatch.setattr(tuner, "time", lambda key, head_dim, tile: 1000.0 / tile.warps / tile.columns)
+    monkeypatch.setattr(tuner, "time_tile", lambda key, head_dim, tile: 1000.0 / tile.warps / tile.columns)
     return gpu
 
 
 def test_the_fastest_right_tile_is_kept(bench):
     trials: list[tuner.Trial] = []
-    assert tuner.tune(FORWARD, trials.append) == bench.user
+    assert tuner.tune_tiles(FORWARD, trials.append) == bench.user
     tried = [trial.tile for trial in trials if not trial.fault.startswith("causal")]
-    assert tried == tuner.candidates(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64, False)
+    assert tried == tuner.candidate_tiles(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64, False)
     for trial in trials:
         if trial.tile.stages == 3:
             assert trial.fault == "RuntimeError: out of resource: shared memory"
@@ -203,12 +203,12 @@ def test_the_fastest_right_tile_is_kept(bench):
 
 
 def test_a_row_that_is_measured_later_states_its_own_date_command_and_commit(bench):
-    tuner.tune(FORWARD)
+    tuner.tune_tiles(FORWARD)
     begun = tuning.read(bench.user)
     assert begun.made == {KEY: {}}
     begun.measured["date"] = "2026-01-01"
     tuning.write(begun)
-    tuner.tune(["kernels=dq", *FORWARD[1:]])
+    tuner.tune_tiles(["kernels=dq", *FORWARD[1:]])
     found = tuning.read(bench.user)
     (later,) = found.tiles.keys() - {KEY}
     assert found.measured == begun.measured and found.made[KEY] == {}
@@ -217,7 +217,7 @@ def test_a_row_that_is_measured_later_states_its_own_date_command_and_commit(ben
 
 
 def test_the_fastest_of_the_right_tiles_is_chosen(monkeypatch):
-    monkeypatch.setattr(tuner, "wrong", lambda *_, **__: "")
+    monkeypatch.setattr(tuner, "find_fault", lambda *_, **__: "")
     tiles = [Tile(rows, 64, 4, 2) for rows in (64, 16, 32, 128)]
     trials = [tuner.Trial(KEY, tile, us) for tile, us in zip(tiles, (3.0, 1.0, 2.0, None), strict=True)]
     assert tuner._fastest(KEY, 64, trials, lambda trial: None) == (tiles[1], 1.0)
@@ -225,29 +225,29 @@ def test_the_fastest_of_the_right_tiles_is_chosen(monkeypatch):
 
 def test_measuring_in_parts_keeps_the_other_rows(bench):
     for dropout in ("false", "true"):
-        tuner.tune([*FORWARD[:3], f"dropout={dropout}"])
+        tuner.tune_tiles([*FORWARD[:3], f"dropout={dropout}"])
     assert set(tuning.read(bench.user).tiles) == {KEY, KEY._replace(dropout=True)}
     table(bench.user, {KEY._replace(block_d=16): Tile(16, 32, 4, 1)}, sources="of other kernels")
-    tuner.tune(["kernels=dq", "dtypes=bfloat16", "head_dims=128", "dropout=false"])
+    tuner.tune_tiles(["kernels=dq", "dtypes=bfloat16", "head_dims=128", "dropout=false"])
     assert all(key.kernel == "dq" for key in tuning.read(bench.user).tiles)
 
 
 def test_without_a_right_candidate_there_is_no_row(bench, monkeypatch, tmp_path):
-    monkeypatch.setattr(tuner, "candidates", lambda key: [Tile(64, 64, 4, 2)])
+    monkeypatch.setattr(tuner, "candidate_tiles", lambda key: [Tile(64, 64, 4, 2)])
     out = tmp_path / "out.json"
     with pytest.raises(UsageError, match="no tile was right"):
-        tuner.tune([*FORWARD[:3], f"out={out}"])
+        tuner.tune_tiles([*FORWARD[:3], f"out={out}"])
     assert not out.exists()
 
 
 def test_hopper_kernels_are_left_out_or_refused(bench, monkeypatch):
     bench.ptxas = OLD
-    monkeypatch.setattr(tuner, "candidates", lambda key: [Tile(32, 32, 8, 2)])
+    monkeypatch.setattr(tuner, "candidate_tiles", lambda key: [Tile(32, 32, 8, 2)])
     trials: list[tuner.Trial] = []
-    tuner.tune(["head_dims=64", "dropout=true"], trials.append)
+    tuner.tune_tiles(["head_dims=64", "dropout=true"], trials.append)
     assert {trial.key.kernel for trial in trials} == {"forward", "dkdv", "dq", "dkdv_dq"}
     with pytest.raises(UsageError, match=r"can't be measured: ptxas 12\.8"):
-        tuner.tune(["kernels=hopper_forward"])
+        tuner.tune_tiles(["kernels=hopper_forward"])
 
 
 @pytest.mark.parametrize(
@@ -266,20 +266,20 @@ def test_hopper_kernels_are_left_out_or_refused(bench, monkeypatch):
 )
 def test_bad_arguments_are_named(arg, message):
     with pytest.raises(UsageError, match=message):
-        tuner.tune([arg])
+        tuner.tune_tiles([arg])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_nothing_is_measured():
     with pytest.raises(UsageError, match="PyTorch sees none here"):
-        tuner.tune([])
+        tuner.tune_tiles([])
 
 
 @pytest.mark.gpu
 def test_tuning_writes_a_table_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trials: list[tuner.Trial] = []
-    written = tuning.read(tuner.tune(FORWARD, trials.append))
+    written = tuning.read(tuner.tune_tiles(FORWARD, trials.append))
     assert any(trial.microseconds for trial in trials)
     assert written.path == tuning.user_table(torch.cuda.get_device_name())
     assert forward_tile() == written.tiles[KEY]

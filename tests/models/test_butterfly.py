@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lra
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.compose import compose, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lra.batch import Batch
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.kernels import effective_dropout
 from lra.models.dropout import drop, mix, row_keys
 

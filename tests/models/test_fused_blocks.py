@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.schema import ModelConfig
 from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
 from lra.models import transformer

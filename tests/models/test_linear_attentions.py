@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lra
 from lra.batch import Batch
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.compose import compose
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

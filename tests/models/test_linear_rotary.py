@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.models.attention import Capabilities
 from tests.models.test_linear_attentions import CPU, LENGTHS, build, elu_features, qkv
 

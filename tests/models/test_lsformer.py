@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lra
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.compose import compose
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

@@ -12,7 +12,7 @@ from torch import Tensor, library
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.compose import compose
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

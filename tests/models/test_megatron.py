@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
 from lra.models.attention.base import AttentionSpec

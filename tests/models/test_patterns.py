@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lra
-from lra.bench.case import has_reference_dropout, make_batch
+from lra.bench.cases import has_reference_dropout, make_batch
 from lra.config.compose import compose, restore
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

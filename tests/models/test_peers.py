@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
 from lra.kernels.testing import largest

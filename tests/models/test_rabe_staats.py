@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.compose import compose
 from lra.config.schema import RunConfig
 from lra.errors import UsageError

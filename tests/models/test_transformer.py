@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.bench.case import make_batch
+from lra.bench.cases import make_batch
 from lra.config.schema import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError

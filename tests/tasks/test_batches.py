@@ -11,7 +11,7 @@ import torch
 
 from lra.batch import Batch
 from lra.data import order
-from lra.data.split import IGNORED, Pairs, Split
+from lra.data.split import IGNORED_LABEL, Pairs, Split
 from lra.tasks.batches import EvalBatches, Rank, TrainBatches
 from tests.tasks.test_data import CPU, SHORT, run_of
 
@@ -39,7 +39,7 @@ def test_micro_batches_and_ranks_partition_a_step_in_order(world, micro):
         parts = list(itertools.chain(*shares))
         assert all(1 <= part.size <= min(micro, 12 // world) for part in parts)
         assert all(len(share) == len(shares[0]) for share in shares)  # or some rank would wait for a gradient
-        rows = order.rows(5, step, 12, 50)
+        rows = order.step_rows(5, step, 12, 50)
         assert torch.cat([part.tokens for part in parts]).tolist() == rows.tolist()
         assert torch.cat([part.label for part in parts]).tolist() == (rows % 10).tolist()
         assert torch.cat([part.index for part in parts]).tolist() == list(range(12))
@@ -78,7 +78,7 @@ def test_filled_up_batches_of_evaluation_have_one_size_and_count_each_row_once(c
     gather = {**WHOLE, "layout": layout}
     batches = list(EvalBatches(numbered(count), size, Rank(0, 1, CPU), gather, few_shapes=True))
     assert len({batch.size for batch in batches}) == 1
-    counted = [batch.start[batch.label != IGNORED].long() for batch in batches]
+    counted = [batch.start[batch.label != IGNORED_LABEL].long() for batch in batches]
     rows = [token for batch, start in zip(batches, counted, strict=True) for token in batch.tokens[start].tolist()]
     assert sorted(rows) == list(range(count))
 

@@ -184,7 +184,7 @@ def test_baselines_survive_an_operator_that_train_lacks():
 
 
 def test_the_official_files_are_prepared_and_fitted(tmp_path, monkeypatch):
-    sequences, labels = listops.generate(140, seed=3, min_length=8, max_length=32)
+    sequences, labels = listops.generate_expressions(140, seed=3, min_length=8, max_length=32)
     parts = {"train": slice(0, 100), "val": slice(100, 120), "test": slice(120, 140)}
     folder = write_listops(tmp_path / "lra_release", **{k: (sequences[p], labels[p]) for k, p in parts.items()})
     monkeypatch.chdir(tmp_path)
@@ -272,7 +272,7 @@ def test_training_begins_at_the_trainers_step():
     data = data_of("task=listops", *SHORT, step=7)
     ((batch,), *_) = next(iter(data.train_dataloader()))
     batch = batch.to(CPU)
-    labels = data.parts["train"].labels[order.rows(0, 7, 64, 300)]
+    labels = data.parts["train"].labels[order.step_rows(0, 7, 64, 300)]
     places, found = rows_and_labels(batch)
     assert sorted(places) == list(range(64)) and found == labels[places].tolist()
     assert batch.length.tolist() == sorted(batch.length.tolist(), reverse=True)

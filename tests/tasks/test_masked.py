@@ -13,7 +13,7 @@ import torch
 
 import lra
 from lra.batch import Batch
-from lra.data.split import IGNORED, Pairs, Split
+from lra.data.split import IGNORED_LABEL, Pairs, Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.masked import commonest_token, hidden_rows
@@ -95,7 +95,9 @@ def test_cls_padding_and_filling_are_never_hidden(examples, layout):
     batch = gathered(examples, prefix=15, **LAYOUTS[layout])
     rows = hidden_rows(batch, 1 - 2**-24, 15)  # as good as all
     ends = (batch.start + batch.length).tolist()
-    wanted = [label != IGNORED for label in batch.label.repeat_interleave(batch.size // len(batch.label)).tolist()]
+    wanted = [
+        label != IGNORED_LABEL for label in batch.label.repeat_interleave(batch.size // len(batch.label)).tolist()
+    ]
     real = torch.zeros_like(rows)
     for start, end, counts in zip(batch.start.tolist(), ends, wanted, strict=True):
         real[start + 1 : end] = counts
@@ -155,14 +157,14 @@ def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden(task, examples,
     for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True):
         by_hand += float(losses[start : start + length].detach().sum()) / (0.5 * length * each)
     assert float(pretraining.loss(batch).detach()) == pytest.approx(by_hand, rel=1e-5)
-    assert torch.equal(target != IGNORED, hidden_rows(batch, 0.5, None)) and scores.dtype == torch.float32
+    assert torch.equal(target != IGNORED_LABEL, hidden_rows(batch, 0.5, None)) and scores.dtype == torch.float32
 
 
 def test_rows_that_are_not_hidden_give_the_decoder_nothing():
     pretraining, batch = module("listops"), gathered(split(), layout="padded")
     scores, target, losses = pretraining.losses(batch)
     (gradient,) = torch.autograd.grad(losses.sum(), scores, retain_graph=True)
-    seen = target == IGNORED
+    seen = target == IGNORED_LABEL
     assert not gradient[seen].any() and gradient[~seen].any(1).all()
     rows = []
     pretraining.model.decoder.register_forward_pre_hook(lambda _, given: rows.append(given[0]))
@@ -185,7 +187,7 @@ def test_evaluation_keeps_sums(layout):
     batch = Batch(**{**vars(gathered(split(), **LAYOUTS[layout])), "seed": None})
     found, loss, *counts = pretraining(batch).tolist()
     scores, target, losses = pretraining.losses(batch)
-    rows = target != IGNORED
+    rows = target != IGNORED_LABEL
     assert found == (scores.argmax(1) == target)[rows].sum() and loss == pytest.approx(
         float(losses[rows].detach().sum())
     )

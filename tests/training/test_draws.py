@@ -12,7 +12,7 @@ import torch
 
 import lra
 from lra.batch import Batch
-from lra.data.order import rows
+from lra.data.order import step_rows
 from lra.errors import UsageError
 from lra.kernels.flash.reference import keep_mask
 from lra.models.attention.performer import orthogonal_features
@@ -52,7 +52,7 @@ def weights() -> list[float]:
 
 
 def order() -> str:
-    return digest([rows(0, 0, 8, 100).tolist(), rows(3, 12, 8, 100).tolist()])
+    return digest([step_rows(0, 0, 8, 100).tolist(), step_rows(3, 12, 8, 100).tolist()])
 
 
 def dropout() -> str:

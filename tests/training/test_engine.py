@@ -13,7 +13,7 @@ import lra
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data import resident
-from lra.data.collated import Collated
+from lra.data.collated import CollatedBatch
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
@@ -141,7 +141,7 @@ SPLIT = Split.from_offsets(
 )
 
 
-def filled_batch(seed: int) -> Collated:
+def filled_batch(seed: int) -> CollatedBatch:
     """Packed, of always the same shape, and 64 rows fill it up."""
     return SPLIT.collate(np.random.default_rng(seed).permutation(8), max_length=400, multiple=128)
 
@@ -165,7 +165,7 @@ def test_a_graph_is_of_one_length_by_which_kernels_are_launched():
 
 def test_data_that_is_uploaded_goes_through_static_buffers(small, without_graphs, monkeypatch):
     host = small("name=host")
-    monkeypatch.setattr(resident, "memory", lambda _: 1 << 30)
+    monkeypatch.setattr(resident, "device_memory", lambda _: 1 << 30)
     there = small("name=there")
     a, b = (read_checkpoint(result["directory"])[0] for result in (host, there))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -11,7 +11,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
-from lra.ranks import STARTER
+from lra.ranks import STARTER_VARIABLE
 from lra.tasks.base import TaskModule
 from lra.training.fit import configure
 from lra.training.hardware import crowding_note, trainer_hardware
@@ -33,7 +33,7 @@ def test_a_program_that_is_no_file_is_refused_before_anything_is_written(option,
 
 def test_files_modules_and_launchers_start_several_processes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(STARTER, "")  # back after the test, although the first rank sets it
+    monkeypatch.setenv(STARTER_VARIABLE, "")  # back after the test, although the first rank sets it
     run, main = configure(arguments("trainer.devices=2")).config, SimpleNamespace(__spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", main)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", [__file__])
@@ -47,13 +47,13 @@ def test_files_modules_and_launchers_start_several_processes(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(main, "__spec__", "as python -m has it")
         assert trainer_hardware(run)["devices"] == 2
-    for name, value in ((STARTER, os.getppid()), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("MASTER_PORT", 29500)):
+    for name, value in ((STARTER_VARIABLE, os.getppid()), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("MASTER_PORT", 29500)):
         monkeypatch.setenv(name, str(value))
     assert trainer_hardware(run)["devices"] == 2
 
 
 def test_processes_on_a_cpu_are_asked_for_by_name_and_counted(monkeypatch):
-    monkeypatch.setenv(STARTER, "")
+    monkeypatch.setenv(STARTER_VARIABLE, "")
     monkeypatch.setattr(sys, "argv", [__file__])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lra.training.hardware._cores", lambda: 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lra
-from lra.errors import UsageError, out_of_memory
+from lra.errors import UsageError, is_out_of_memory
 from lra.tasks.base import TaskModule
 from lra.training import faults
 from lra.training.clock import RUNS_PER_DEVICE
@@ -32,8 +32,10 @@ def full(request):
 def test_what_memory_that_ran_out_is_and_what_is_none(full):
     with pytest.raises(RuntimeError) as raised:
         full()
-    assert out_of_memory(raised.value) and out_of_memory(MemoryError())
-    assert not out_of_memory(RuntimeError("shapes do not agree")) and not out_of_memory(ValueError(str(raised.value)))
+    assert is_out_of_memory(raised.value) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not agree")) and not is_out_of_memory(
+        ValueError(str(raised.value))
+    )
 
 
 def test_running_out_of_memory_says_what_to_change(small, monkeypatch, tmp_path, full):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lra
-from lra.experiments.grid.launch import Local
+from lra.experiments.grid.local_launcher import LocalLauncher
 from lra.training.preemption import Preemption
 from tests.experiments import runs
 from tests.training.conftest import arguments
@@ -216,7 +216,7 @@ def test_a_stopped_grid_loses_nothing(tmp_path, monkeypatch):
     slow.join(60)
     assert slow.exitcode == 143 and not (path / "result.json").exists()
     assert torch.load(path / "last.ckpt", weights_only=True)["global_step"] == 2
-    states = Local(todo, [None]).work()
+    states = LocalLauncher(todo, [None]).work()
     assert states[todo[0]].status == "done"
 
 

@@ -21,7 +21,7 @@ FEW = ("trainer.steps=4", "trainer.eval_every=2")
 @pytest.fixture
 def at(monkeypatch):
     """`at("abc")` makes that the commit of the checkout."""
-    return lambda commit: monkeypatch.setattr(environment, "commit", lambda: commit)
+    return lambda commit: monkeypatch.setattr(environment, "current_commit", lambda: commit)
 
 
 def untrained(*args: str):

@@ -23,7 +23,7 @@ def test_sampling_bound(accuracy, n, bound):
 
 
 def test_a_result_has_the_commit_that_made_it(small, monkeypatch):
-    monkeypatch.setattr(environment, "commit", lambda: "0123456789ab+")
+    monkeypatch.setattr(environment, "current_commit", lambda: "0123456789ab+")
     path = Path(small("trainer.steps=2", "trainer.eval_every=2")["directory"])
     for file in ("result.json", "env.json"):
         said = json.loads((path / file).read_text())

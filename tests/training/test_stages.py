@@ -15,8 +15,8 @@ from lra.config import compose, recipes
 from lra.errors import UsageError
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import with_stages
-from lra.experiments.grid.grid import read
-from lra.experiments.grid.launch import Local
+from lra.experiments.grid.grid import read_grid
+from lra.experiments.grid.local_launcher import LocalLauncher
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
 from lra.training.run_directory import claim_directory
@@ -212,7 +212,7 @@ def test_what_is_refused_of_a_run_is_refused_before_its_stages(fields, message, 
 def test_a_grid_runs_stages_first_and_none_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fields = [arg for arg in TINY if not arg.startswith(("recipe=", "attn=", "task.tokens="))]
-    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum", fields)
+    asked = read_grid("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum", fields)
     todo = with_stages(asked)
     assert [cell.column for cell in todo] == ["pathfinder-lit stage 1", "pathfinder-lit stage 2", "pathfinder-lit"]
     assert with_stages(todo) == todo, "a stage that is asked for is no other cell"
@@ -223,14 +223,14 @@ def test_a_grid_runs_stages_first_and_none_twice(tmp_path, monkeypatch):
             cell.column for cell, state in states.items() if state.status == "done" and cell.column not in order
         )
 
-    states = Local(todo, [None, None], watch).work()
+    states = LocalLauncher(todo, [None, None], watch).work()
     assert {state.status for state in states.values()} == {"done"}
     assert order == [cell.column for cell in todo]
 
 
 def test_what_comes_before_a_finished_stage_is_not_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
+    asked = read_grid("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
     first, second, last = with_stages(asked)
     made(second, "finished")
     assert with_stages(asked) == [second, last]
@@ -241,7 +241,7 @@ def test_what_comes_before_a_finished_stage_is_not_run_again(tmp_path, monkeypat
 
 def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
+    asked = read_grid("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum")
     first, second, last = with_stages(asked)
     made(last, "finished")
     (last.directory.path / "result.json").unlink()
@@ -255,13 +255,13 @@ def test_a_run_that_goes_on_needs_no_stage(tmp_path, monkeypatch):
     made(second, "failed")
     (second.directory.path / "failed.json").touch()  # for the second time: nothing can start from it any more
     todo = [second, last]
-    states = Local(todo, [None], command=stub(todo, "finish")).work()
+    states = LocalLauncher(todo, [None], command=stub(todo, "finish")).work()
     assert [states[cell].status for cell in todo] == ["failed", "done"]
 
 
 def test_a_run_of_another_process_is_waited_for_whatever_became_of_its_stage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, second, last = with_stages(read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
+    _, second, last = with_stages(read_grid("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
     made(second, "failed")
     (second.directory.path / "failed.json").touch()
     held = claim_directory(last.directory.path)
@@ -272,14 +272,14 @@ def test_a_run_of_another_process_is_waited_for_whatever_became_of_its_stage(tmp
         os.close(held)
 
     threading.Timer(0.3, end).start()
-    assert Local([second, last], [None]).work()[last].status == "done"
+    assert LocalLauncher([second, last], [None]).work()[last].status == "done"
 
 
 def test_a_stage_that_fails_leaves_the_rest_undone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    todo = with_stages(read("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
-    states = Local(todo, [None], command=[sys.executable, "-c", "raise SystemExit(1)"]).work()
-    assert [cells.look(cell).status for cell in todo] == ["open"] * 3 and not states[todo[2]].final
+    todo = with_stages(read_grid("table3").cells(["pathfinder-lit"], ["flash"], 1, "curriculum"))
+    states = LocalLauncher(todo, [None], command=[sys.executable, "-c", "raise SystemExit(1)"]).work()
+    assert [cells.cell_state(cell).status for cell in todo] == ["open"] * 3 and not states[todo[2]].final
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from torch import nn
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
-from lra.bench.io import no_counters, read_kernels, run_ncu
+from lra.bench.output import write_measurement
+from lra.bench.traffic import read_kernels, run_ncu, why_no_counters
 from lra.errors import UsageError
 from lra.kernels import flash_attention
 from lra.kernels.dropout import dropout_threshold
@@ -121,11 +121,11 @@ def main(arguments: Sequence[str]) -> None:
         return part.launch(int(given.launch[0]), float(given.launch[1]))
     if not given.out:
         parser.error("name a JSON file for the result with --out")
-    if missing := no_counters():
+    if missing := why_no_counters():
         raise UsageError(missing)
     rows = [row for d in part.widths for dropout in (0.0, 0.1) for row in profile(given.part, d, dropout)]
     result = {"environment": environment.describe(), "rows": rows}
-    write(given.out, result)
+    write_measurement(given.out, result)
     for row in rows:
         busy = ", ".join(f"{name} {value:.0f}%" for name, value in row["busy_percent"].items())
         print(f"{row['kernel']} d={row['d']} dropout={row['dropout']}: {busy}")

@@ -24,7 +24,7 @@ import lra
 from benchmarks.command import command
 from benchmarks.studies.learning.study import EAGER, FIELDS, HALVES, TASKS, combined, difference, losses_of
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 
 TASK = "image"
 
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
         runs.append(measure(seed, options.fields))
         print({name: value for name, value in runs[-1].items() if name != "args"}, flush=True)
         if options.out:  # rewritten after each
-            write(options.out, {"environment": environment.describe(), "runs": runs})
+            write_measurement(options.out, {"environment": environment.describe(), "runs": runs})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.data.split import Split
 from lra.training.data_verbs import task_data
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
         "environment": environment.describe(),
     }
     if options.out:
-        write(options.out, result)
+        write_measurement(options.out, result)
 
 
 if __name__ == "__main__":

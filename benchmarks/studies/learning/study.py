@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
-from lra.experiments.grid.launch import slots
+from lra.bench.output import write_measurement
+from lra.experiments.grid.local_launcher import list_slots
 from lra.training import curves
 from lra.training.fit import configure
 
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.per_device < 1:
         parser.error("--per-device must be at least 1")
-    pool = Pool([name for name in slots(None) if name], options.per_device)
+    pool = Pool([name for name in list_slots(None) if name], options.per_device)
     planned = jobs(options.part, options.tasks, options.seeds, options.fields)
     found = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
     records: list[dict[str, Any]] = [record for record in found if record["status"] == "finished"]
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
             records.append(future.result())
             compare(records)
             if options.out:  # rewritten after each run
-                write(options.out, {"runs": records})
+                write_measurement(options.out, {"runs": records})
     for task, name in sorted({(r["task"], r["variant"]) for r in records}):
         found = [r for r in records if (r["task"], r["variant"]) == (task, name)]
         accuracies = [r["accuracy"] for r in found if r.get("accuracy") is not None]

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.data.store import Store
 from lra.training.data_verbs import task_data
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         rows.append(count(fields))
         print(json.dumps(rows[-1]), flush=True)
     if options.out:
-        write(options.out, {"stores": rows, "environment": environment.describe()})
+        write_measurement(options.out, {"stores": rows, "environment": environment.describe()})
 
 
 if __name__ == "__main__":

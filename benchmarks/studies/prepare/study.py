@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.data import store
 from lra.training.data_verbs import task_data
 
@@ -50,17 +50,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--task", nargs="+", action="append", required=True, metavar="field=value")
     options = parser.parse_args(arguments)
-    store.root().mkdir(parents=True, exist_ok=True)
+    store.data_root().mkdir(parents=True, exist_ok=True)
     rows = []
     for fields in options.task:
-        with tempfile.TemporaryDirectory(dir=store.root()) as folder:
-            os.environ["LRA_DATA"], before = folder, str(store.root())
+        with tempfile.TemporaryDirectory(dir=store.data_root()) as folder:
+            os.environ["LRA_DATA"], before = folder, str(store.data_root())
             rows.append(measure(fields))
             os.environ["LRA_DATA"] = before
         print(json.dumps(rows[-1]), flush=True)
     result = {"stores": rows, "cores": len(os.sched_getaffinity(0)), "environment": environment.describe()}
     if options.out:
-        write(options.out, result)
+        write_measurement(options.out, result)
 
 
 if __name__ == "__main__":

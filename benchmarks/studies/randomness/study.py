@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.errors import UsageError
 from lra.kernels.flash.reference import LOW_32_BITS, ROW_FACTORS, philox
 from lra.kernels.layers.reference import SITES
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         build(given.testu01, program)
         results = list(pool.map(partial(run, program, given.crush), streams))
     drawn_for = {"seed": SEED, "index": INDEX} | ({} if given.layers else {"head": HEAD})
-    write(given.out, {"environment": environment.describe(), **drawn_for, "streams": results})
+    write_measurement(given.out, {"environment": environment.describe(), **drawn_for, "streams": results})
     for stream in results:
         what = ", ".join(stream[name] for name in ("battery", "order", "words", "bits"))
         suspect = "; ".join(f"{found['test']} {found['p']:.6g}" for found in beyond(stream, SUSPECT))

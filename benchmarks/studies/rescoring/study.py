@@ -17,7 +17,7 @@ import lra
 from benchmarks.command import command
 from benchmarks.pages import cards, measured
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.errors import UsageError
 
 SEED = 1000
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     for name in given.names:
         result = rescore(name, given.count, given.fields)
-        write(given.out / measured.place(result["environment"]["gpu"]) / f"{name}.json", result)
+        write_measurement(given.out / measured.place(result["environment"]["gpu"]) / f"{name}.json", result)
         print(f"{name}: {cards.accuracy(result['test'])}", flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import lra
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.errors import UsageError
 
 WAYS = {
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
             print(task, way, f"{100 * found['test']['accuracy']:.2f}%", flush=True)
             if out:  # rewritten after each
                 result = {"environment": environment.describe(), "runs": runs}
-                write(Path(out), result)
+                write_measurement(Path(out), result)
 
 
 if __name__ == "__main__":

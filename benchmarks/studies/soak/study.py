@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.training import curves
 
 RUN = (
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, found in result["growth"].items():
         print(f"{name}: {found['least']:,} to {found['most']:,}, {found['per_hour']:+,.0f} per hour")
     if options.out:
-        write(options.out, result)
+        write_measurement(options.out, result)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.command import command
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.errors import UsageError
 
 PASSES = "forward", "backward"
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
         found[case] = timed(trees, case, given.turns, given.seconds)
         print(line(case, found[case]), flush=True)
     measured = {"environment": environment.describe(), "seconds": given.seconds, "passes": PASSES, "ms": found}
-    write(given.out, measured)
+    write_measurement(given.out, measured)
 
 
 if __name__ == "__main__":

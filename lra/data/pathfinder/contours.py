@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from lra.data.compiled import GOLDEN, below, compiled, mix, stream
+from lra.data.numba_rng import GOLDEN, cached_njit, draw_below, mix_bits, start_stream
 from lra.data.pathfinder.stamps import DEGREES
 
 # As records, not arrays: these are passed on in the innermost loops, and numba counts references to arrays
@@ -30,31 +30,31 @@ _TRIES = 64  # of a random beginning, before all are looked at
 _S11 = np.uint64(11)
 
 
-@compiled
+@cached_njit
 def _bits(random):
     random.state += GOLDEN
-    return mix(random.state)
+    return mix_bits(random.state)
 
 
-@compiled
+@cached_njit
 def _uniform(random):
     """Float64 in [0, 1) of 53 bits."""
     return (_bits(random) >> _S11) * 2.0**-53
 
 
-@compiled
+@cached_njit
 def _flat(law, y, x):
     """Place of pixel (y, x) in a map."""
     return (y + law.border) * law.width + x + law.border
 
 
-@compiled
+@cached_njit
 def _pixel(law, at):
     """The pixel (y, x) at a place in a map."""
     return at // law.width - law.border, at % law.width - law.border
 
 
-@compiled
+@cached_njit
 def _occupy(kinds, space, paddle, occupied):
     kind = kinds[paddle.kind]
     for i in range(kind.mask[0], kind.mask[1]):
@@ -62,7 +62,7 @@ def _occupy(kinds, space, paddle, occupied):
         occupied[place] = max(occupied[place], space[i].value)
 
 
-@compiled
+@cached_njit
 def _vacate(kinds, space, paddle, occupied, empty):
     kind = kinds[paddle.kind]
     for i in range(kind.mask[0], kind.mask[1]):
@@ -70,7 +70,7 @@ def _vacate(kinds, space, paddle, occupied, empty):
         occupied[place] = empty[place]
 
 
-@compiled
+@cached_njit
 def _fits(kind, space, at, occupied):
     """Whether a paddle overlaps nothing."""
     for i in range(kind.mask[0], kind.mask[1]):
@@ -79,27 +79,28 @@ def _fits(kind, space, at, occupied):
     return True
 
 
-@compiled
+@cached_njit
 def _free(kind, space, at, occupied):
-    """How much is free within the margin around a pixel, 0 to 255: 255 less the largest value there."""
+    """How free the margin around a pixel is, 0 to 255: 255 less the largest value there."""
     most = 0
     for i in range(kind.disc[0], kind.disc[1]):
         most = max(most, np.int64(occupied[at + space[i].offset]))
     return 255 - most
 
 
-@compiled
+@cached_njit
 def _choose(kind, space, pivot, occupied, random):
-    """Which step follows, with probability ~ its weight times the share that is free there; -1 at a dead end.
+    """The next step, chosen with probability ~ its weight times the share that is free there; -1 at a dead end.
 
-    A step proposed by weight alone, and kept with the probability of its free share, is such a draw, and a cheap one.
+    Proposing a step by weight alone, and keeping it with the probability of its free share, is such a draw, and is
+    cheap.
     """
     for _ in range(_PROPOSALS):
         level, choice = _uniform(random), 0
         while kind.cumulative[choice] <= level:
             choice += 1
         free = _free(kind, space, pivot + kind.place[choice], occupied)
-        if free == 255 or below(_bits(random), 255) < free:
+        if free == 255 or draw_below(_bits(random), 255) < free:
             return choice
     total = 0.0
     for choice in range(len(kind.weight)):
@@ -114,7 +115,7 @@ def _choose(kind, space, pivot, occupied, random):
     return -1
 
 
-@compiled
+@cached_njit
 def _begin(law, kinds, number, y, x, paddle, pivot):
     """The first paddle of a contour, of kind `number` and with its tip at pixel (y, x), and the pivot after it.
 
@@ -127,9 +128,9 @@ def _begin(law, kinds, number, y, x, paddle, pivot):
     return min(end_y, end_x, pivot.y, pivot.x) >= 0 and max(end_y, end_x, pivot.y, pivot.x) < law.side
 
 
-@compiled
+@cached_njit
 def _extend(law, kinds, space, paddles, last, pivot, occupied, random):
-    """Put paddle `last + 1` after paddle `last`, which only then occupies its space. False if none has a place."""
+    """Puts paddle `last + 1` after paddle `last`, which occupies its space only then. False if none has a place."""
     kind = kinds[paddles[last].kind]
     # In floating point: near the image's edge the last digit of a step moves the pivot, in LRA's generator as here
     y, x = math.ceil(pivot.y + kind.step[0]), math.ceil(pivot.x + kind.step[1])
@@ -147,7 +148,7 @@ def _extend(law, kinds, space, paddles, last, pivot, occupied, random):
     return False
 
 
-@compiled
+@cached_njit
 def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empty, random):
     """The two target contours, begun anew until both have a place. Returns how many pairs were tried."""
     length, pairs = law.contour_length, 0
@@ -155,16 +156,16 @@ def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empt
     one, two = paddles[:length], paddles[length : 2 * length]
     while True:
         pairs += 1
-        number = first + below(_bits(random), DEGREES)
+        number = first + draw_below(_bits(random), DEGREES)
         kind = kinds[number]
         low_y, end_y = law.frame - kind.extent[0, 0], law.side - law.frame - kind.extent[0, 1]
         low_x, end_x = law.frame - kind.extent[1, 0], law.side - law.frame - kind.extent[1, 1]
         if not kind.startable or low_y >= end_y or low_x >= end_x:
             continue
-        y, x = low_y + below(_bits(random), end_y - low_y), low_x + below(_bits(random), end_x - low_x)
+        y, x = low_y + draw_below(_bits(random), end_y - low_y), low_x + draw_below(_bits(random), end_x - low_x)
         _begin(law, kinds, number, y, x, one[0], pivots[0])
         # The second begins anywhere around the tip of the first, whatever is there
-        bearing, number = below(_bits(random), DEGREES), first + below(_bits(random), DEGREES)
+        bearing, number = draw_below(_bits(random), DEGREES), first + draw_below(_bits(random), DEGREES)
         y, x = round(y + bearings[bearing, 0]), round(x + bearings[bearing, 1])
         _begin(law, kinds, number, y, x, two[0], pivots[1])
         last = 0
@@ -183,9 +184,9 @@ def _targets(law, kinds, space, bearings, first, paddles, pivots, occupied, empt
                 _vacate(kinds, space, two[placed], occupied, empty)
 
 
-@compiled
+@cached_njit
 def _startable(law, kind, space, at, occupied):
-    """Whether a contour may begin at a pixel: what the probe meets is free or outside the image."""
+    """Whether a contour may begin at a pixel: all that the probe meets is free or outside the image."""
     i = kind.probe[0]
     while i < kind.probe[1]:
         place = at + space[i].offset
@@ -197,7 +198,7 @@ def _startable(law, kind, space, at, occupied):
     return True
 
 
-@compiled
+@cached_njit
 def _crowded(law, occupied):
     """Whether less than a hundredth of the image is free."""
     free = 0
@@ -209,11 +210,13 @@ def _crowded(law, occupied):
     return True
 
 
-@compiled
+@cached_njit
 def _tip(law, kind, space, occupied, random):
-    """Uniform over the pixels where a contour may begin in this direction: y and x, or -1 and -1 if there is none."""
+    """A uniform choice of the pixels where a contour may begin in this direction: (y, x), or (-1, -1) if there is
+    none.
+    """
     for _ in range(_TRIES):
-        y, x = below(_bits(random), law.side), below(_bits(random), law.side)
+        y, x = draw_below(_bits(random), law.side), draw_below(_bits(random), law.side)
         if _startable(law, kind, space, _flat(law, y, x), occupied):
             return y, x
     found, tip = 0, (-1, -1)
@@ -221,15 +224,15 @@ def _tip(law, kind, space, occupied, random):
         for x in range(law.side):
             if _startable(law, kind, space, _flat(law, y, x), occupied):
                 found += 1
-                if below(_bits(random), found) == 0:
+                if draw_below(_bits(random), found) == 0:
                     tip = y, x
     return tip
 
 
-@compiled
+@cached_njit
 def _distractor(law, kinds, space, first, paddles, pivot, occupied, random):
-    """One attempt at a distractor. False if it has no place; part of it may then occupy space."""
-    number = first + below(_bits(random), DEGREES)
+    """One attempt at a distractor. False if it has no place. Part of it may then occupy space."""
+    number = first + draw_below(_bits(random), DEGREES)
     if not kinds[number].startable or _crowded(law, occupied):
         return False
     inside, draws = False, 0
@@ -246,9 +249,9 @@ def _distractor(law, kinds, space, first, paddles, pivot, occupied, random):
     return True
 
 
-@compiled
+@cached_njit
 def _distractors(law, kinds, space, first, paddles, pivot, occupied, saved, random):
-    """All distractors that find a place, one after the other. Returns how many."""
+    """All distractors that find a place, one after the other. Returns how many there are."""
     placed, length = 0, law.distractor_length
     saved[:] = occupied
     for _ in range(law.distractors):
@@ -262,7 +265,7 @@ def _distractors(law, kinds, space, first, paddles, pivot, occupied, saved, rand
     return placed
 
 
-@compiled
+@cached_njit
 def _draw_paddles(kinds, ink, paddles, contrast, image):
     """Draw paddles into a map of float32. Returns the largest value drawn."""
     peak = 0.0
@@ -275,7 +278,7 @@ def _draw_paddles(kinds, ink, paddles, contrast, image):
     return peak
 
 
-@compiled
+@cached_njit
 def _draw_marker(law, markers, y, x, image):
     """Draw a marker into a map of float32. Returns the largest value drawn."""
     window, peak = len(markers), 0.0
@@ -289,13 +292,13 @@ def _draw_marker(law, markers, y, x, image):
     return peak
 
 
-@compiled
-def draw(laws, starts, kinds, space, ink, bearings, markers, seed, first, count):
+@cached_njit
+def draw_images(laws, starts, kinds, space, ink, bearings, markers, seed, first, count):
     """Images `first` to `first + count - 1` of `seed`, a uint64. The other arguments are `Tables`.
 
-    Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the
-    two markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors; the number of
-    distractors and the number of pairs of targets that were tried, both int64 `[count]`.
+    Returns pixels uint8 `[count, side * side]`; labels int64 `[count]`; tips int64 `[count, 2, 2]`, y and x of the two
+    markers; paddles PADDLE `[count, most]` of the two targets and then of the distractors. The last two are int64
+    `[count]`: the number of distractors, and the number of pairs of targets that were tried.
     """
     law = laws[0]
     side, length = law.side, law.contour_length
@@ -309,9 +312,9 @@ def draw(laws, starts, kinds, space, ink, bearings, markers, seed, first, count)
     for y in range(law.padding, side - law.padding):
         empty[_flat(law, y, law.padding) : _flat(law, y, side - law.padding)] = 0
     for n in range(count):
-        random.state = stream(seed, first + n)
-        labels[n], origin = below(_bits(random), 2), below(_bits(random), 2)
-        start = starts[below(_bits(random), len(starts))]
+        random.state = start_stream(seed, first + n)
+        labels[n], origin = draw_below(_bits(random), 2), draw_below(_bits(random), 2)
+        start = starts[draw_below(_bits(random), len(starts))]
         targets, others = paddles[n, : 2 * length], paddles[n, 2 * length :]
         pairs[n] = _targets(law, kinds, space, bearings, start, targets, pivots, occupied, empty, random)
         distractors[n] = _distractors(law, kinds, space, start, others, pivots[0], occupied, saved, random)

@@ -1,8 +1,8 @@
-"""Pathfinder: are two markers on the same contour? Images by the law of LRA's sets, of 32 to 256 pixels a side.
+"""Pathfinder: are two markers on the same contour? Images as in LRA's sets, with 32 to 256 pixels a side.
 
-An image shows two target contours of paddles, shorter distractors, and two markers, one where a target begins and one
-where a target ends. Label 1: it is the same target (Linsley et al. 2018, arXiv 1805.08315; Tay et al. 2020, arXiv
-2011.04006). Targets may touch, cross and even end on one pixel, so a few images cannot be told apart.
+An image shows two target contours of paddles, shorter distractors, and two markers. One marker is where a target
+begins, the other where a target ends. Label 1 means that it is the same target (Linsley et al. 2018, arXiv 1805.08315;
+Tay et al. 2020, arXiv 2011.04006). Targets may touch, cross and even end on one pixel, so a few images are ambiguous.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from lra.data.pathfinder.law import Law, law
-from lra.data.writer import Writer
+from lra.data.pathfinder.law import ImageLaw, image_law
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 
 GENERATORS = {1: "lra.data.pathfinder@1", 2: "lra.data.pathfinder@2"}  # by version of the images: see `_key`
@@ -27,7 +27,7 @@ CHUNK = 64  # images per call: 4 MB at 256 pixels a side
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class ImageChunk:
     """Consecutive images. Image `i` is a function of (law, seed, version, i) alone."""
 
     pixels: np.ndarray  # uint8 [n, resolution * resolution], row by row
@@ -37,7 +37,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One image and what it shows: contours from tip to tip, paddles as their two ends, pixels as y and x."""
+    """One image and what it shows. A contour runs from tip to tip, a paddle is its two ends, a pixel is y and x."""
 
     pixels: np.ndarray  # uint8 [resolution, resolution]
     label: int
@@ -47,20 +47,20 @@ class Drawing:
     pairs: int  # of targets that were tried
 
 
-def build(
-    writer: Writer, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
+def build_pathfinder(
+    writer: StoreWriter, *, resolution: int, level: str, seed: int, train: int, val: int, test: int, version: int = 2
 ) -> None:
-    """Generate the splits train, val and test, of so many images, and the baseline of the marker distance.
+    """Generate the splits train, val and test, with so many images each, and the baseline of the marker distance.
 
-    UsageError if there is no such resolution or level or a split is empty.
+    UsageError if there is no such resolution or level, or if a split is empty.
     """
     if min(train, val, test) < 1:
         raise UsageError(f"train={train}, val={val} and test={test} must be 1 or more")
-    chosen = law(resolution, level)
+    chosen = image_law(resolution, level)
     distances = {}
     for split, first, count in (("train", 0, train), ("val", train, val), ("test", train + val, test)):
         seen = []
-        for images in generate(chosen, seed=seed, first=first, count=count, version=version):
+        for images in generate_images(chosen, seed=seed, first=first, count=count, version=version):
             writer.add(split, images.pixels, images.labels)
             seen.append((images.marker_distance, images.labels))
         distances[split] = tuple(np.concatenate(parts) for parts in zip(*seen, strict=True))
@@ -68,20 +68,21 @@ def build(
     writer.baseline("marker distance", accuracy)
 
 
-def generate(
-    law: Law, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
-) -> Iterator[Images]:
+def generate_images(
+    law: ImageLaw, *, seed: int, first: int, count: int, version: int = 2, workers: int | None = None
+) -> Iterator[ImageChunk]:
     """Images `first` to `first + count - 1` of `seed`, in consecutive chunks.
 
-    They do not depend on `workers` (threads, by default one per core), which draw up to two chunks each ahead.
+    Args:
+        workers: threads, by default one per core. The images do not depend on them. Each draws up to two chunks ahead.
     """
     from lra.data.pathfinder import contours, stamps
 
-    tables, key = stamps.tables(law), _key(law, seed, version)
+    tables, key = stamps.make_tables(law), _key(law, seed, version)
 
-    def chunk(start: int) -> Images:
-        pixels, labels, tips, *_ = contours.draw(*tables, key, start, min(CHUNK, first + count - start))
-        return Images(pixels, labels, _distance(tips))
+    def chunk(start: int) -> ImageChunk:
+        pixels, labels, tips, *_ = contours.draw_images(*tables, key, start, min(CHUNK, first + count - start))
+        return ImageChunk(pixels, labels, _distance(tips))
 
     workers = workers or os.cpu_count() or 1
     starts = iter(range(first, first + count, CHUNK))
@@ -96,12 +97,12 @@ def generate(
         pool.shutdown(cancel_futures=True)
 
 
-def draw(law: Law, *, seed: int, index: int, version: int = 2) -> Drawing:
-    """Image `index` of `seed`, the same that `generate` makes, with the contours that it shows."""
+def draw_image(law: ImageLaw, *, seed: int, index: int, version: int = 2) -> Drawing:
+    """Image `index` of `seed`, the same that `generate_images` makes, with the contours that it shows."""
     from lra.data.pathfinder import contours, stamps
 
-    tables = stamps.tables(law)
-    drawn = contours.draw(*tables, _key(law, seed, version), index, 1)
+    tables = stamps.make_tables(law)
+    drawn = contours.draw_images(*tables, _key(law, seed, version), index, 1)
     pixels, labels, tips, paddles, distractors, pairs = (part[0] for part in drawn)
     border, width = tables.law["border"], tables.law["width"]
     begins = np.stack([paddles["at"] // width - border, paddles["at"] % width - border], axis=1)
@@ -118,11 +119,11 @@ def draw(law: Law, *, seed: int, index: int, version: int = 2) -> Drawing:
     )
 
 
-def _key(law: Law, seed: int, version: int) -> np.uint64:
+def _key(law: ImageLaw, seed: int, version: int) -> np.uint64:
     """The seed of the random bits.
 
-    In version 1 it is `seed` alone: image `i` then has the same label, and partly the same targets, at every resolution
-    and level. In version 2 each resolution and level of a seed has a stream of its own.
+    In version 1 it is `seed` alone. Then image `i` has the same label, and partly the same targets, at every resolution
+    and level. In version 2 each resolution and level of a seed has its own stream.
     """
     if version == 1:
         return np.uint64(seed)
@@ -131,34 +132,36 @@ def _key(law: Law, seed: int, version: int) -> np.uint64:
 
 
 def _in_order(paddles: np.ndarray, length: int) -> np.ndarray:
-    """Contours `[n, length, 2, 2]`: all paddles but the first were drawn backwards."""
+    """Contours `[n, length, 2, 2]`. All paddles but the first were drawn backwards, and are turned here."""
     contours = paddles.reshape(-1, length, 2, 2)
     contours[:, 1:] = contours[:, 1:, ::-1].copy()
     return contours
 
 
-def marker_distance(pixels: np.ndarray, law: Law) -> np.ndarray:
-    """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution * resolution]`.
+def marker_distance(pixels: np.ndarray, law: ImageLaw) -> np.ndarray:
+    """Distance of the two markers, float64 `[n]` in pixels, found in the images uint8 `[n, resolution *
+    resolution]`.
 
-    NaN of an image that does not show two.
+    It is NaN for an image that does not show two markers.
     """
     from lra.data.pathfinder import markers, stamps
 
     windows = stamps.marker_windows(law)
     middle = len(windows) // 2
-    tips = markers.find(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
+    tips = markers.find_markers(pixels, np.minimum(255 / windows[middle, middle].max() * windows, 255).astype(np.int64))
     return np.where((tips < 0).any((1, 2)), np.nan, _distance(tips))
 
 
 def _distance(tips: np.ndarray) -> np.ndarray:
-    """Between the pixels `[n, 2, 2]`, float64 `[n]`."""
+    """Distance between the two pixels of each pair `[n, 2, 2]`, float64 `[n]`."""
     return np.sqrt(((tips[:, 0] - tips[:, 1]) ** 2).sum(axis=1))
 
 
 def threshold_accuracy(train: tuple[np.ndarray, np.ndarray], scored: tuple[np.ndarray, np.ndarray]) -> float:
-    """Share of `scored` that one threshold tells apart, the best on `train`, whichever side of it is label 1.
+    """Share of `scored` that one threshold classifies correctly: the best one on `train`, with label 1 on either
+    side.
 
-    Both are values `[n]` and labels `[n]`, 0 or 1.
+    Both arguments are values `[n]` and labels `[n]`, 0 or 1.
     """
     values, labels = train
     order = np.argsort(values)

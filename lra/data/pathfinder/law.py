@@ -1,15 +1,15 @@
-"""The law of the Pathfinder images: all parameters of their generator, by resolution and level."""
+"""The parameters of the generator of Pathfinder images, by resolution and level."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from lra.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Law:
+class ImageLaw:
     """Parameters of the generator, lengths in pixels. Contours are chains of dashes, which are called paddles."""
 
     resolution: int  # side of the image
@@ -29,60 +29,24 @@ class Law:
 
 # LRA's published parameters, with the public generator's defaults where LRA names none; at 128 and 256 the contrasts
 # and the number of distractors that the released images show, which are not the published ones.
-_BY_RESOLUTION = {
-    32: partial(
-        Law,
-        resolution=32,
-        padding=1,
-        paddle_length=2,
-        thickness=0.5,
-        margins=(1,),
-        continuity=1.0,
-        seed_distance=7,
-        marker_radius=1.5,
-        target_contrast=1.5,
-        distractor_contrast=2.0,
-    ),
-    64: partial(
-        Law,
-        resolution=64,
-        padding=1,
-        paddle_length=5,
-        thickness=1.0,
-        margins=(1,),
-        continuity=1.8,
-        seed_distance=12,
-        marker_radius=2.5,
-        target_contrast=0.8,
-        distractor_contrast=0.8,
-    ),
-    128: partial(
-        Law,
-        resolution=128,
-        padding=1,
-        paddle_length=5,
-        thickness=1.5,
-        margins=(2, 3),
-        continuity=1.8,
-        seed_distance=20,
-        marker_radius=3.0,
-        target_contrast=0.8,
-        distractor_contrast=0.8,
-    ),
-    256: partial(
-        Law,
-        resolution=256,
-        padding=22,
-        paddle_length=5,
-        thickness=2.0,
-        margins=(3,),
-        continuity=1.8,
-        seed_distance=27,
-        marker_radius=5.0,
-        target_contrast=0.8,
-        distractor_contrast=0.8,
-    ),
-}
+_BY_RESOLUTION: dict[int, dict[str, Any]] = {
+    32: {
+        "padding": 1, "paddle_length": 2, "thickness": 0.5, "margins": (1,), "continuity": 1.0, "seed_distance": 7,
+        "marker_radius": 1.5, "target_contrast": 1.5, "distractor_contrast": 2.0,
+    },
+    64: {
+        "padding": 1, "paddle_length": 5, "thickness": 1.0, "margins": (1,), "continuity": 1.8, "seed_distance": 12,
+        "marker_radius": 2.5, "target_contrast": 0.8, "distractor_contrast": 0.8,
+    },
+    128: {
+        "padding": 1, "paddle_length": 5, "thickness": 1.5, "margins": (2, 3), "continuity": 1.8, "seed_distance": 20,
+        "marker_radius": 3.0, "target_contrast": 0.8, "distractor_contrast": 0.8,
+    },
+    256: {
+        "padding": 22, "paddle_length": 5, "thickness": 2.0, "margins": (3,), "continuity": 1.8, "seed_distance": 27,
+        "marker_radius": 5.0, "target_contrast": 0.8, "distractor_contrast": 0.8,
+    },
+}  # fmt: skip
 _BUDGET = {32: 20, 64: 22, 128: 70, 256: 30}  # paddles that the distractors share, by resolution
 _CONTOUR_LENGTH = {"easy": 6, "intermediate": 9, "hard": 14}  # LRA's curv_baseline, curv_contour_length_9 and _14
 
@@ -90,15 +54,15 @@ RESOLUTIONS = tuple(_BY_RESOLUTION)
 LEVELS = tuple(_CONTOUR_LENGTH)
 
 
-def law(resolution: int, level: str) -> Law:
-    """The law of LRA's images of this side in pixels and this level; UsageError if there is none."""
+def image_law(resolution: int, level: str) -> ImageLaw:
+    """The parameters of LRA's images of this side in pixels and this level; UsageError if there are none."""
     if resolution not in RESOLUTIONS:
-        raise UsageError(
-            f"no Pathfinder images of resolution {resolution}: choose from {', '.join(map(str, RESOLUTIONS))}"
-        )
+        known = ", ".join(map(str, RESOLUTIONS))
+        raise UsageError(f"no Pathfinder images of resolution {resolution}: choose from {known}")
     if level not in LEVELS:
         raise UsageError(f"no Pathfinder level '{level}': choose from {', '.join(LEVELS)}")
     length = _CONTOUR_LENGTH[level]
-    return _BY_RESOLUTION[resolution](
-        contour_length=length, distractor_length=length // 3, distractors=_BUDGET[resolution] // (length // 3)
-    )
+    return ImageLaw(
+        resolution=resolution, contour_length=length, distractor_length=length // 3,
+        distractors=_BUDGET[resolution] // (length // 3), **_BY_RESOLUTION[resolution],
+    )  # fmt: skip

@@ -1,15 +1,15 @@
-"""Where the two markers of a Pathfinder image are, from its pixels alone. Compiled."""
+"""Finds the two markers of a Pathfinder image from its pixels alone. Compiled."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lra.data.compiled import compiled
+from lra.data.numba_rng import cached_njit
 
 
-@compiled
+@cached_njit
 def _shortfall(pixels, side, expected, y, x, limit):
-    """By how much an image is darker than a marker at pixel (y, x), summed over the marker; at most about `limit`."""
+    """How much darker an image is than a marker at pixel (y, x), summed over the marker; at most about `limit`."""
     window, missing = len(expected), 0
     top, left = min(max(y - window // 2, 0), side - window), min(max(x - window // 2, 0), side - window)
     for row in range(window):
@@ -20,11 +20,13 @@ def _shortfall(pixels, side, expected, y, x, limit):
     return missing
 
 
-@compiled
-def find(pixels, expected):
+@cached_njit
+def find_markers(pixels, expected):
     """The two pixels of each image where a marker fits best, int64 `[n, 2, 2]`; -1 where there are not two.
 
-    `pixels`: uint8 `[n, side * side]`. `expected`: int64 `[w, w, w, w]`, the windows of `marker_windows` as pixels.
+    Args:
+        pixels: uint8 `[n, side * side]`.
+        expected: int64 `[w, w, w, w]`, the windows of `marker_windows` as pixels.
     """
     side, middle = round(np.sqrt(pixels.shape[1])), len(expected) // 2
     worst = expected[middle, middle].sum() // 4  # what is darker by more than a quarter is no marker

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import random_split
 
-from lra.data import checks, picture, release
+from lra.data import checks, lra_release, picture
 from lra.data.pathfinder.generate import marker_distance, threshold_accuracy
-from lra.data.pathfinder.law import Law, law
-from lra.data.writer import Writer
+from lra.data.pathfinder.law import ImageLaw, image_law
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError, system_error
 
 GENERATOR = "lra.data.pathfinder.released@1"
@@ -32,31 +32,36 @@ class _Row(NamedTuple):
     line: str  # file and number, for messages
 
 
-def build(writer: Writer, source: str | Path, *, resolution: int, level: str) -> None:
-    """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are joined.
+def build_released_pathfinder(writer: StoreWriter, source: str | Path, *, resolution: int, level: str) -> None:
+    """Store the splits train, val and test: rows of `resolution` pixels from the top, label 1 if the ends are
+    joined.
 
-    `source` is LRA's release or a folder of it (`lra.data.release.files`). The examples are the lines of
-    `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split` with seed 42 gives a tenth of
-    them each to val and test, rounded down. A note says how many images are left out: the one that the release has
-    empty, and those that no line names. While it works the pixels are on the disk twice. UsageError names the file that
-    is not as it should be.
+    The examples are the lines of `metadata/<number>.npy`, which are text, by number and line. PyTorch's `random_split`
+    with seed 42 gives a tenth of them each to val and test, rounded down. A note says how many images are left out: the
+    one that is empty in the release, and those that no line names. While it works, the pixels are on the disk twice.
+
+    Args:
+        source: LRA's release or a folder of it (`lra_release.release_files`).
+
+    Raises:
+        UsageError: names the file that is not as it should be.
     """
     writer.compare(source)
-    images = law(resolution, level)
+    images = image_law(resolution, level)
     folder = f"pathfinder{resolution}/{_FOLDERS[level]}"
     scratch = writer.scratch() / "pixels"
     with scratch.open("wb") as file:  # not a memory map: on a full disk, writing to one kills the process
         rows, places = _read(source, folder, images, file)
-    writer.find(checks.check_count(f"{folder}/metadata", len(rows), PUBLISHED))
+    writer.find(checks.check_row_count(f"{folder}/metadata", len(rows), PUBLISHED))
     kept = [row for row in rows if row.image in places or f"{folder}/{row.image}" != _EMPTY]
     unnamed = set(places)
     for row in kept:
         if row.image not in unnamed:
             what = "is named before" if row.image in places else "is not there"
-            raise UsageError(f"{row.line}: {row.image} {what}; get the folder anew")
+            raise UsageError(f"{row.line}: {row.image} {what}; get the folder again")
         unnamed.remove(row.image)
     if len(kept) < 10:
-        raise UsageError(f"{source}: {len(kept)} images of {folder} are too few to split; get the folder anew")
+        raise UsageError(f"{source}: {len(kept)} images of {folder} are too few to split; get the folder again")
     if left := len(rows) - len(kept) + len(unnamed):
         writer.note(f"images of {folder} left out, empty or not in metadata: {left}")
 
@@ -77,11 +82,11 @@ def build(writer: Writer, source: str | Path, *, resolution: int, level: str) ->
         writer.baseline("marker distance", accuracy)
 
 
-def _read(source: str | Path, folder: str, images: Law, pixels: BinaryIO) -> tuple[list[_Row], dict[str, int]]:
-    """All lines of metadata in order, and the place in `pixels` to which each image was written."""
+def _read(source: str | Path, folder: str, images: ImageLaw, pixels: BinaryIO) -> tuple[list[_Row], dict[str, int]]:
+    """All lines of metadata in order, and the place in `pixels` at which each image was written."""
     tables: list[tuple[int, list[_Row]]] = []
     places: dict[str, int] = {}
-    for file in release.files(source, folder, "imgs/*/sample_*.png", "metadata/*.npy"):
+    for file in lra_release.release_files(source, folder, "imgs/*/sample_*.png", "metadata/*.npy"):
         if file.name.startswith("metadata/"):
             tables.append((_number(file), list(_rows(file, images.contour_length))))
         elif (data := file.stream.read()) or f"{folder}/{file.name}" != _EMPTY:
@@ -91,21 +96,21 @@ def _read(source: str | Path, folder: str, images: Law, pixels: BinaryIO) -> tup
     return [row for _, table in tables for row in table], places
 
 
-def _number(file: release.File) -> int:
+def _number(file: lra_release.ReleaseFile) -> int:
     try:
         return int(PurePosixPath(file.name).stem)
     except ValueError:
         raise UsageError(f"{file.path}: the files of metadata have numbers as names; take this one away") from None
 
 
-def _rows(file: release.File, contour_length: int) -> Iterator[_Row]:
-    """Columns: folder, file, number in the folder, label, continuity, contour length, and others that say no more."""
+def _rows(file: lra_release.ReleaseFile, contour_length: int) -> Iterator[_Row]:
+    """The columns are folder, file, number in the folder, label, continuity, contour length, and others."""
     for number, text in enumerate(file.stream, start=1):
         line, fields = f"{file.path}:{number}", text.decode(errors="replace").split()
         if len(fields) < 6:
-            raise UsageError(f"{line}: {len(fields)} columns instead of at least 6; get the file anew")
+            raise UsageError(f"{line}: {len(fields)} columns instead of at least 6; get the file again")
         if fields[3] not in ("0", "1"):
-            raise UsageError(f"{line}: the label is {fields[3][:20]!r}, not 0 or 1; get the file anew")
+            raise UsageError(f"{line}: the label is {fields[3][:20]!r}, not 0 or 1; get the file again")
         if fields[5].removesuffix(".0") != str(contour_length):
             length = f"contours of {fields[5][:20]!r} paddles instead of {contour_length}"
             raise UsageError(f"{line}: {length}; name the folder of the level asked for")
@@ -113,17 +118,17 @@ def _rows(file: release.File, contour_length: int) -> Iterator[_Row]:
 
 
 def _decode(data: bytes, path: str, resolution: int) -> bytes:
-    """Gray levels of a PNG file, row by row."""
+    """The gray levels of a PNG file, row by row."""
     try:
-        with picture.opened(data, ["PNG"]) as image:
+        with picture.open_image(data, ["PNG"]) as image:
             if image.size == (resolution, resolution) and not image.mode.startswith(("I", "F")):  # of 16 bits or more
                 return image.convert("L").tobytes()
             found = f"{image.width}x{image.height} of mode {image.mode}"
     except Exception as error:  # Pillow raises what it likes for a broken file
         if system_error(error) or isinstance(error, MemoryError):
             raise
-        raise UsageError(f"{path} is empty or no readable PNG image; get it anew") from error
-    raise UsageError(f"{path} is {found}, not {resolution}x{resolution} of 8 bits; get it anew")
+        raise UsageError(f"{path} is empty, or is not a readable PNG image; get it again") from error
+    raise UsageError(f"{path} is {found}, not {resolution}x{resolution} of 8 bits; get it again")
 
 
 def _split(count: int) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from lra.data.pathfinder.law import Law
+from lra.data.pathfinder.law import ImageLaw
 
 DEGREES = 360
 CHOICES = 16  # at most so many steps may follow a paddle
@@ -75,7 +75,7 @@ class Tables(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def tables(law: Law) -> Tables:
+def make_tables(law: ImageLaw) -> Tables:
     """The tables of a law, within a second."""
     border = max(_half(law, margin) + margin for margin in law.margins) + 2
     width = law.resolution + 2 * border
@@ -101,7 +101,7 @@ def tables(law: Law) -> Tables:
 
 
 @lru_cache(maxsize=8)
-def marker_windows(law: Law) -> np.ndarray:
+def marker_windows(law: ImageLaw) -> np.ndarray:
     """Markers as they lie in the image: float32 `[w, w, w, w]`, 1 inside, with the overshoot of Lanczos at the rim.
 
     `[y, x]` is a window of the image with the marker at its pixel (y, x). The middle one holds everywhere but near
@@ -119,12 +119,12 @@ def marker_windows(law: Law) -> np.ndarray:
     return windows
 
 
-def _half(law: Law, margin: int) -> int:
+def _half(law: ImageLaw, margin: int) -> int:
     """Half the side of a paddle's patch."""
     return law.paddle_length + math.ceil(law.thickness) + margin
 
 
-def _kinds(law: Law, margin: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _kinds(law: ImageLaw, margin: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All kinds under one margin with the entries of their patches: KIND `[kinds]`, SPACE and INK `[entries]`."""
     half, radius = _half(law, margin), law.paddle_length + margin
     circle = _circle(radius)
@@ -174,7 +174,7 @@ def _unit(angles: Iterable[float]) -> np.ndarray:
     return np.array([(math.sin(angle), math.cos(angle)) for angle in angles])
 
 
-def _turns(law: Law, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _turns(law: ImageLaw, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The steps that may follow each paddle, the likeliest first, and their weights: both `[kinds, choices]`."""
     turn = np.abs((degrees[:, None] - degrees[DEGREES:] + 180) % 360 - 180)
     turn = np.minimum(law.continuity * turn.round(9), 90)  # mirrored steps weigh the same, so keep their order
@@ -183,7 +183,7 @@ def _turns(law: Law, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.take_along_axis(weight, order, axis=1)
 
 
-def _line(law: Law, half: int, direction: np.ndarray) -> np.ndarray:
+def _line(law: ImageLaw, half: int, direction: np.ndarray) -> np.ndarray:
     """A paddle from the middle of its patch on, drawn large: uint8, 255 where it is."""
     middle = _ANTIALIAS * half
     y, x = (math.ceil(middle + _ANTIALIAS * law.paddle_length * part) for part in direction)

@@ -1,4 +1,4 @@
-"""What a cell's run directory says of it."""
+"""The state of a cell, read from its run directory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lra.training import curves
 from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_gpu_alone, is_claimed, is_vacant
 from lra.training.run_files import EndStatus, read_config, read_result
 
-Status = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
-SHOWN: dict[EndStatus, Status] = {"finished": "done", "oom": "OOM", "failed": "failed"}
+CellStatus = Literal["done", "OOM", "failed", "running", "running elsewhere", "interrupted", "refused", "open"]
+STATUS_OF_END: dict[EndStatus, CellStatus] = {"finished": "done", "oom": "OOM", "failed": "failed"}
 
 
 @dataclass(frozen=True)
-class State:
+class CellState:
     """What is known of a cell."""
 
-    status: Status
+    status: CellStatus
     result: dict[str, Any] | None = None  # result.json, of a run that ended by itself
     # nothing is left to do: done, out of a GPU's memory alone, failed for the second time, or, in this call, refused
     final: bool = False
@@ -31,17 +31,19 @@ class State:
 
     @property
     def begun(self) -> bool:
-        """Whether no run to start from is needed: it is final, has its own checkpoint, or another process has it."""
+        """Whether the cell needs no run to start from: it is final, has its own checkpoint, or another process runs
+        it.
+        """
         return self.final or self.resumes or self.status == "running elsewhere"
 
     @property
     def crowded(self) -> bool:
-        """Whether the run was out of memory beside others, and is to have a GPU to itself."""
+        """Whether the run was out of memory beside others, and must have a GPU to itself."""
         return self.status == "OOM" and not self.final
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, of a run that is done."""
+        """Accuracy on the test set of a run that is done."""
         return self.result["test"]["accuracy"] if self.result and self.status == "done" else None
 
     def __str__(self) -> str:
@@ -58,46 +60,46 @@ class State:
         return self.status
 
 
-def look(cell: Cell) -> State:
+def cell_state(cell: Cell) -> CellState:
     """The state of a cell that this process does not work on. Writes nothing.
 
-    Raises UsageError if the directory holds a run of another configuration.
+    UsageError if the directory holds a run of another configuration.
     """
-    state = settled(cell)
-    return state if state.final or not is_claimed(cell.directory.path) else State("running elsewhere")
+    state = state_on_disk(cell)
+    return state if state.final or not is_claimed(cell.directory.path) else CellState("running elsewhere")
 
 
-def settled(cell: Cell) -> State:
-    """The state of a cell that nobody else works on: of one whose claim is held here, or whose process has ended."""
+def state_on_disk(cell: Cell) -> CellState:
+    """The state of a cell that no other process works on: its claim is held here, or its process has ended."""
     directory = cell.directory
     if is_vacant(directory.path):
-        return _stopped(cell) or State("open")
+        return _blocked_by_stage(cell) or CellState("open")
     result = read_result(directory.path / "result.json")
-    same = _check(cell, result)
+    same = _computes_the_same(cell, result)
     if result is None or not (same or result["status"] == "finished"):
-        return State("interrupted", resumes=directory.last.exists())
-    status = SHOWN[result["status"]]
+        return CellState("interrupted", resumes=directory.last.exists())
+    status = STATUS_OF_END[result["status"]]
     final = {"done": True, "OOM": had_gpu_alone(result), "failed": (directory.path / FIRST_FAILURE_FILE).exists()}[
         status
     ]
-    return State(status, result, final, directory.last.exists())
+    return CellState(status, result, final, directory.last.exists())
 
 
-def _stopped(cell: Cell) -> State | None:
-    """Out of memory, if the last stage with anything to show was, of which this cell would need the weights."""
+def _blocked_by_stage(cell: Cell) -> CellState | None:
+    """The state out of memory, if the last stage with a result was. The cell would need that stage's weights."""
     for stage in reversed(cell.stages):
         if is_vacant(path := stage.directory.path):
             continue
-        state = settled(stage)
+        state = state_on_disk(stage)
         if state.status != "OOM" or not state.final:
             return None
         error = (state.result or {}).get("error", "out of memory")
-        return State("OOM", {"error": f"of its stage {path}: {error}"}, final=True)
+        return CellState("OOM", {"error": f"of its stage {path}: {error}"}, final=True)
     return None
 
 
-def clear(cell: Cell) -> None:
-    """Makes room for the next result, under the claim: the first failure is kept aside, any other one goes."""
+def clear_result(cell: Cell) -> None:
+    """Makes room for the next result, under the claim. The first failure is kept aside; any other result goes."""
     file = cell.directory.path / "result.json"
     if (result := read_result(file)) and result["status"] == "failed":
         file.replace(file.with_name(FIRST_FAILURE_FILE))
@@ -105,15 +107,15 @@ def clear(cell: Cell) -> None:
         file.unlink(missing_ok=True)
 
 
-def begun(cell: Cell) -> bool:
+def has_begun(cell: Cell) -> bool:
     """Whether a cell needs no run to start from."""
-    return look(cell).begun
+    return cell_state(cell).begun
 
 
-def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) -> list[Cell]:
-    """The cells, each after the stages that it still needs: none before a run that has `begun`.
+def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = has_begun) -> list[Cell]:
+    """The cells, each after the stages that it still needs, which are none before a run that has `begun`.
 
-    What is a cell itself, or several cells' stage, is there once.
+    A run that is both a cell and a stage, or a stage of several cells, is listed once.
     """
     cells = list(cells)
     asked = {cell.directory.path: cell for cell in cells}
@@ -130,18 +132,17 @@ def with_stages(cells: Iterable[Cell], begun: Callable[[Cell], bool] = begun) ->
     return list(found.values())
 
 
-def counted(states: Iterable[State]) -> str:
+def count_states(states: Iterable[CellState]) -> str:
     """How many cells are in which state, in words."""
     counts = Counter(state.status for state in states)
-    return (
-        f"cells: {counts.total()}, {', '.join(f'{counts[name]} {name}' for name in get_args(Status) if counts[name])}"
-    )
+    parts = [f"{counts[name]} {name}" for name in get_args(CellStatus) if counts[name]]
+    return f"cells: {counts.total()}, {', '.join(parts)}"
 
 
-def reached(cell: Cell) -> tuple[int, int, float | None]:
-    """Of a run's metrics.csv: the last step, the step of the last validation, and the best validation accuracy.
+def read_progress(cell: Cell) -> tuple[int, int, float | None]:
+    """The last step, the step of the last validation and the best validation accuracy, from a run's metrics.csv.
 
-    Zeros and None where there is none, or what can't be read: the run itself, or its merging, says so.
+    These are zeros and None if the file is missing or can't be read: the run itself, or its merging, reports that.
     """
     step, validated, best = 0, 0, None
     try:
@@ -155,8 +156,11 @@ def reached(cell: Cell) -> tuple[int, int, float | None]:
     return step, validated, best
 
 
-def _check(cell: Cell, result: Mapping[str, Any] | None) -> bool:
-    """Whether the run computed on the same and in the same portions: on others it may not fail, nor want for memory."""
+def _computes_the_same(cell: Cell, result: Mapping[str, Any] | None) -> bool:
+    """Whether the run computed on the same hardware, in the same portions.
+
+    On other hardware it may not fail, nor lack memory. UsageError if the directory holds another run.
+    """
     path = cell.directory.path
     file = path / "config.yaml"
     if not file.exists():

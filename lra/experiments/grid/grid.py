@@ -1,7 +1,7 @@
-"""The grid of a table of accuracies: attentions by columns by seeds, each cell one run of `lra fit`.
+"""The grid of a table of accuracies: attentions by columns by seeds. Each cell is one run of `lra fit`.
 
-A cell is what its run's directory says (`RunDirectory`): nothing else keeps a state, so that a grid may be stopped at
-any time, continued on another machine, or filled by hand with `lra fit`.
+Its run directory (`RunDirectory`) is a cell's only state. So a grid may be stopped at any time, continued on another
+machine, or filled by hand with `lra fit`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from lra.config.compose import Composed, differences, to_dict
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import names, read_yaml, recipes
 from lra.config.registry import unknown
-from lra.errors import UsageError, brief
+from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
 from lra.reading import is_number
 from lra.tasks import TASKS
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
 
-# fields of a task that leave what its scores mean: where its data lies, which part is held out, from which stream it is
-# drawn, how much there is, and how its classifier compares two texts
-SAME = tuple(
+# Fields of a task that do not change what its scores mean: where its data lies, which part is held out, from which
+# stream it is drawn, how much there is, and how its classifier compares two texts.
+EQUIVALENT_TASK_FIELDS = tuple(
     f"task.{name}" for name in ("source", "data_seed", "version", "train", "val", "test", "fresh", "difference")
 )
-# of `lra fit`, but set by the grid or by the command
-SET = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
-MOST_SEEDS = 1000  # far beyond what anybody trains: a number with some digits too many would never end
+# fields of `lra fit` that the grid or the command sets
+FIELDS_OF_GRID = {"task": "tasks=", "attn": "attns=", "seed": "seeds=", "resume": "nothing, every run is resumed"}
+MOST_SEEDS = 1000  # nobody trains more: a number with too many digits would never end
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Column:
     """A task under a protocol."""
 
     fields: tuple[Override, ...]  # arguments of `lra fit` that choose it, under their complete names
-    apart: bool = False  # enters no average, and is run only where it is asked for
+    apart: bool = False  # enters no average, and runs only if it is asked for
 
     @property
     def task(self) -> str:
@@ -47,7 +47,7 @@ class Column:
 
 @functools.cache
 def _composed(args: tuple[Override, ...]) -> Composed:
-    """Composed once, as cells share stages."""
+    """A composed configuration. It is cached, as cells share stages."""
     return configure(args, lambda start: str(RunDirectory(_composed(start)).path))
 
 
@@ -70,7 +70,7 @@ class Cell:
 
     @functools.cached_property
     def stages(self) -> tuple[Cell, ...]:
-        """The runs that come before this one, as its recipe says, the first of all first."""
+        """The runs that the recipe puts before this one, the first of all first."""
         if self.composed.start is None:
             return ()
         attn = _composed(self.composed.start).config.attn.name
@@ -84,22 +84,25 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of a paper, as `configs/table/<name>.yaml` has it."""
+    """A table of a paper, as `configs/table/<name>.yaml` states it."""
 
     name: str
     about: str
     source: str
-    recipe: str  # where the command line names none
-    seeds: int  # likewise: so many, from 0
+    recipe: str  # if the command line names none
+    seeds: int  # likewise; how many there are, from 0
     attns: tuple[str, ...]
     columns: Mapping[str, Column]
     paper: Mapping[str, Mapping[str, float]]  # attention -> column, `average` or `speedup` -> the paper's figure
-    others: Mapping[str, str] = field(default_factory=dict)  # columns of another task than the paper's, and how so
+    others: Mapping[str, str] = field(
+        default_factory=dict
+    )  # columns with another task than the paper's, and the difference
 
     def under(self, cells: Iterable[Cell]) -> Grid:
-        """This grid as a recipe and the user's fields make it, whose cells are given.
+        """This grid for the given cells, as their recipe and the user's fields make it.
 
-        Where they make a column another task than the paper's, the title says so, and the paper's figures are left out.
+        Where these make a column another task than the paper's, the title says so, and the paper's figures are left
+        out.
         """
         found: dict[str, dict[str, None]] = {}
         for cell in cells:
@@ -107,43 +110,43 @@ class Grid:
                 continue  # its task is that of seed 0, and composing takes long
             task, made = cell.composed.config.task, self.columns[cell.column].fields
             paper, here = ({"task": to_dict(config)} for config in (type(task)(), task))
-            changed = differences(paper, here, (*SAME, *(override.field for override in made)))
+            changed = differences(paper, here, (*EQUIVALENT_TASK_FIELDS, *(override.field for override in made)))
             found.setdefault(cell.column, {}).update(dict.fromkeys(changed))
         others = {column: "; ".join(changed) for column, changed in found.items() if changed}
         changed = replace(self, others=others)
         return replace(changed, about=changed.titled(self.about))
 
     def titled(self, title: str) -> str:
-        """The title of a table, with the columns that are of another task than the paper's."""
+        """The title of a table, with the columns whose task is another than the paper's."""
         return f"{title}; of other tasks: {', '.join(self.others)}" if self.others else title
 
     @property
     def cited(self) -> str:
-        """Whose figures stand beside, and where they do not."""
+        """The source of the figures, and where they are left out."""
         out = ", ".join(f"{column} ({changed})" for column, changed in self.others.items())
         out = f"; its figures, averages too, are left out where the task is another: {out}" if out else ""
         return f"paper: {self.source}{out}"
 
     def figure(self, attn: str, name: str) -> float | None:
-        """The paper's in a column, or its `average` or `speedup`, which are of all columns that are not apart.
+        """The paper's figure in a column, or its `average` or `speedup` over all columns that are not apart.
 
-        None if it has none, or if a column that it is of has another task here.
+        None if the paper has none, or if one of these columns has another task here.
         """
         of = [name] if name in self.columns else self.together()
         return None if self.others.keys() & of else self.paper.get(attn, {}).get(name)
 
     def together(self, columns: Iterable[str] | None = None) -> list[str]:
-        """Those of these columns, or of all, that are not apart: what is averaged, of accuracies and of speeds."""
+        """The columns, of these or of all, that are not apart: those that averages are of."""
         return [name for name in (self.columns if columns is None else columns) if not self.columns[name].apart]
 
     def averaged(self, columns: Sequence[str]) -> list[str]:
-        """Those of these columns that an average is of: two at least, and none where the paper has no average."""
+        """The columns of these that an average is of: at least two, and none if the paper has no average."""
         has = any("average" in row for row in self.paper.values())
         names = [name for name in self.together() if has and name in columns]
         return names if len(names) > 1 else []
 
     def average(self, attn: str, columns: Sequence[str]) -> float | None:
-        """The paper's over these columns: its own of all, else the mean; None if it lacks one."""
+        """The paper's average over these columns: its own for all columns, else the mean; None if it lacks one."""
         if [*columns] == self.averaged(list(self.columns)):
             return self.figure(attn, "average")
         known = [figure for name in columns if (figure := self.figure(attn, name)) is not None]
@@ -157,16 +160,20 @@ class Grid:
         recipe: str | None = None,
         fields: Iterable[str | Override] = (),
     ) -> list[Cell]:
-        """All cells of these columns and attentions, seed by seed, so that each seed's table is whole first.
+        """All cells of these columns and attentions, seed by seed, so that one seed's table is complete first.
 
-        By default the table's attentions, and the columns that are not apart. `attns` may name any other attention,
-        for which the paper has no figure. `fields` are further arguments of `lra fit` for every cell, also in place of
-        what a column sets beside its task and the task's fields. Raises UsageError for an unknown name, a field that
-        the grid sets or a column is made by, and too many seeds.
+        Args:
+            columns: by default those that are not apart.
+            attns: by default the table's. Any other has no figure of the paper's.
+            fields: further arguments of `lra fit` for every cell. They replace what a column sets, beside its task and
+                the task's fields.
+
+        Raises:
+            UsageError: for an unknown name, a field that the grid sets or that makes a column, and too many seeds.
         """
         given = {override.field: override for override in parse_overrides(fields)}
         for override in given.values():
-            if mend := SET.get(override.field):
+            if mend := FIELDS_OF_GRID.get(override.field):
                 raise UsageError(f"{override} can't be one for every cell: give {mend}")
         if seeds is not None and seeds > MOST_SEEDS:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
@@ -194,12 +201,12 @@ class Grid:
         ]  # fmt: skip
 
 
-def read(name: str) -> Grid:
-    """The grid of `configs/table/<name>.yaml`; UsageError if there is none, or it is none."""
+def read_grid(name: str) -> Grid:
+    """The grid of `configs/table/<name>.yaml`. UsageError if it does not exist or is no table."""
     if name not in (known := names("table")):
         raise UsageError(unknown("table", name, known))
     tree = read_yaml("table", name)
-    if wrong := next(_wrong(tree), None):
+    if wrong := next(_faults(tree), None):
         raise UsageError(f"table/{name}.yaml: {wrong}")
     columns = {
         key: Column(parse_overrides(value["fields"], f"table/{name}.yaml: column {key}: "), value.get("apart", False))
@@ -209,8 +216,8 @@ def read(name: str) -> Grid:
     return Grid(name=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 
 
-def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
-    """What makes of a YAML no table, the first thing first."""
+def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Why a YAML tree is no table, the first reason first."""
     required, optional = ("recipe", "attns", "columns"), ("about", "source", "seeds", "paper")
     for key in tree:
         if key not in (*required, *optional):
@@ -223,7 +230,7 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
         ("columns", dict, "a mapping of columns"), ("paper", dict, "a mapping of attentions"),
     ):  # fmt: skip
         if key in tree and (not isinstance(tree[key], kind) or isinstance(tree[key], bool)):
-            yield f"{key} is {brief(repr(tree[key]))}, and must be {form}"
+            yield f"{key} is {shorten(repr(tree[key]))}, and must be {form}"
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
     if tree["recipe"] not in recipes():
@@ -235,7 +242,7 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
     for name, column in tree["columns"].items():
         made = column.get("fields") if isinstance(column, dict) else None
         if not isinstance(name, str):
-            yield f"the name of column {name} is no text: write it in quotes"
+            yield f"the name of column {name} is not a text: write it in quotes"
         elif not isinstance(made, list) or not all(isinstance(text, str) and "=" in text for text in made):
             yield f"column {name} needs fields, a list of arguments of lra fit: {name}: {{fields: [task={name}]}}"
         elif column.keys() - {"fields", "apart"} or not isinstance(column.get("apart", False), bool):
@@ -246,4 +253,4 @@ def _wrong(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"column {name}: {unknown('task', task[0], tasks)}"
     for attn, figures in tree.get("paper", {}).items():
         if not isinstance(figures, dict) or not all(is_number(figure) for figure in figures.values()):
-            yield f"paper's {attn} is {brief(repr(figures))}, and must be a mapping of columns to numbers"
+            yield f"paper's {attn} is {shorten(repr(figures))}, and must be a mapping of columns to numbers"

@@ -1,4 +1,4 @@
-"""`lra reproduce … --dry-run`: what there is of a grid, what is left, and how long that takes where it was measured."""
+"""`lra reproduce … --dry-run`: what exists of a grid, what is left, and how long that takes if it was measured."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from lra.config.compose import OWN, differences
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import State
-from lra.experiments.grid.grid import SAME, Cell
-from lra.experiments.grid.launch import States
+from lra.experiments.grid.cells import CellState
+from lra.experiments.grid.grid import EQUIVALENT_TASK_FIELDS, Cell
+from lra.experiments.grid.local_launcher import CellStates
 from lra.experiments.reproduction import Reproduction
 from lra.training import checkpoints
 from lra.training.output import format_duration
@@ -21,35 +21,37 @@ from lra.training.run_directory import RUNS_FOLDER, had_gpu_alone
 from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
-NOT_PACE = ("seed", *OWN, *SAME, "trainer.steps", "trainer.eval_every", "trainer.log_every")
+FIELDS_WITHOUT_PACE = (
+    "seed", *OWN, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.eval_every", "trainer.log_every",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Alone:
+class MeasuredSpeeds:
     """What `speed=true` measured."""
 
     paces: Sequence[tuple[dict[str, Any], float | None]] = ()  # configurations and steps per second; None: it failed
     source: str = ""
 
     def has(self, cell: Cell) -> bool:
-        return any(_same(config, cell) for config, _ in self.paces)
+        return any(_takes_the_same(config, cell) for config, _ in self.paces)
 
     def pace(self, cell: Cell) -> float | None:
-        return next((pace for config, pace in self.paces if _same(config, cell)), None)
+        return next((pace for config, pace in self.paces if _takes_the_same(config, cell)), None)
 
 
-def plan(states: States, slots: int, places: int, alone: Alone, command: str = "") -> Reproduction:
-    """The cells and the time of training that is left, by their steps per second.
+def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds, command: str = "") -> Reproduction:
+    """The cells, and the time of training that is left, by their steps per second.
 
-    Those of finished runs that had their GPU to themselves; or else what was measured alone; or else those of runs
-    that shared a GPU, times as many as there were.
+    These come from finished runs that had their GPU to themselves; else from what was measured alone; else from runs
+    that shared a GPU, times the number of runs on it.
 
     Args:
-        states: of the cells and of the stages that they still need.
+        states: of the cells, and of the stages that they still need.
         slots: how many run at once.
-        places: how many do if each has its GPUs to itself: runs that share one are slower by as much.
+        places: how many run at once if each has its GPUs to itself. Runs that share a GPU are slower by as much.
         alone: what was measured of cells.
-        command: that would measure what is lacking, if one does.
+        command: measures what is missing; empty if no command does.
     """
     paces: dict[tuple[str, str], tuple[float, str] | None] = {}
     rows: list[list[str]] = []
@@ -72,7 +74,7 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
                 if cell in left:
                     sources[source] = None
         rows.append([cell.column, cell.attn, str(cell.seed), str(state), text, str(cell.directory.path)])
-    lines = [cells.counted(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
+    lines = [cells.count_states(states.values()), f"{len(left)} remain to be run; slots: {slots}"]
     if times:
         # one run is in one place, and a chain of stages one after the other
         waits = times | elsewhere
@@ -91,8 +93,8 @@ def plan(states: States, slots: int, places: int, alone: Alone, command: str = "
     return Reproduction([("cells", header, rows)], lines)
 
 
-def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
-    """Steps per second, if nothing else is on the GPU, and where they are from; None if they are not known."""
+def _pace(cell: Cell, alone: MeasuredSpeeds) -> tuple[float, str] | None:
+    """Steps per second with nothing else on the GPU, and their source; None if they are not known."""
     run = cell.composed.config
     results = map(read_result, sorted((RUNS_FOLDER / run.task.name / run.attn.name).glob("*/result.json")))
     found = [
@@ -100,7 +102,7 @@ def _pace(cell: Cell, alone: Alone) -> tuple[float, str] | None:
         for result in results
         if result and result["status"] == "finished" and isinstance(result.get("steps_per_second"), int | float)
         and result["steps_per_second"] > 0
-        and _same(result["config"], cell)
+        and _takes_the_same(result["config"], cell)
     ]  # fmt: skip
     if single := [result for result in found if had_gpu_alone(result)]:
         return statistics.median(result["steps_per_second"] for result in single), _finished(single)
@@ -117,16 +119,16 @@ def _finished(results: list[dict[str, Any]]) -> str:
     return f"finished runs on {', '.join(sorted(gpus))}"
 
 
-def _same(config: dict[str, Any], cell: Cell) -> bool:
-    """Whether a step of the cell takes what it takes with this configuration."""
-    return not differences(config, cell.directory.config, NOT_PACE)
+def _takes_the_same(config: dict[str, Any], cell: Cell) -> bool:
+    """Whether a step of the cell takes as long as one of this configuration."""
+    return not differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
 
 
-def _steps(cell: Cell, state: State) -> int:
-    """That are left."""
+def _steps(cell: Cell, state: CellState) -> int:
+    """The steps that are left."""
     done = 0
     if state.status == "running elsewhere":
-        done = cells.reached(cell)[0]
+        done = cells.read_progress(cell)[0]
     elif state.resumes:
         with suppress(Exception):  # of many kinds, depending on where the damage is; the run itself says so
             done = checkpoints.read_progress(cell.directory.last)[0]

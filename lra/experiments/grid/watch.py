@@ -1,4 +1,4 @@
-"""The table of a grid while it is worked on: in the terminal, as lines in a pipe, and as a text file."""
+"""The table of a grid while cells run: in the terminal, as lines in a pipe, and as a text file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.table import Table
 
 from lra.experiments.grid import cells
-from lra.experiments.grid.cells import State
+from lra.experiments.grid.cells import CellState
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.grid.launch import States
-from lra.experiments.reproduction import spread
+from lra.experiments.grid.local_launcher import CellStates
+from lra.experiments.reproduction import format_mean_std
 from lra.terminal import Terminal
 from lra.training.output import format_duration
 from lra.training.run_directory import RUNS_FOLDER, write_text
@@ -24,22 +24,22 @@ from lra.training.run_directory import RUNS_FOLDER, write_text
 FILE_S = 3.0  # between two versions of the text file
 
 
-class Pace:
-    """How far a run is: its metrics.csv, and from when that was written its steps per second, validation included."""
+class RunPace:
+    """How far a run is, by its metrics.csv, and its steps per second with validation, from the times of that file."""
 
     def __init__(self, cell: Cell):
         self.cell = cell
         self.written = self._written()  # before what is read, so that nothing written meanwhile is missed
         self.first: tuple[float, int] | None = None  # time, step; what was there before says nothing of the pace
         self.last: tuple[float, int] | None = None
-        self.step, _, self.best = cells.reached(cell)
+        self.step, _, self.best = cells.read_progress(cell)
 
     def update(self) -> None:
         written = self._written()
         if written is None or written == self.written:
             return
         self.written = written
-        self.step, _, self.best = cells.reached(self.cell)
+        self.step, _, self.best = cells.read_progress(self.cell)
         self.last = written, self.step
         if self.first is None or self.step < self.first[1]:
             self.first = self.last
@@ -67,13 +67,13 @@ class Pace:
             return None
 
 
-class Watch:
-    """Shows the states that it is called with; a context.
+class GridWatch:
+    """Shows the states that it is called with. It is a context manager.
 
     Args:
-        grid: whose table it is; the text file is `checkpoints/<name>.txt`.
-        say: is given a line for each change of a cell's state, unless the terminal shows the table.
-        console: where the table is drawn, if it is a terminal.
+        grid: the table; the text file is `checkpoints/<name>.txt`.
+        say: is called with a line for each change of a cell's state, unless the terminal shows the table.
+        console: the table is drawn there, if it is a terminal.
     """
 
     def __init__(self, grid: Grid, say: Callable[[str], None], console: Console | None = None):
@@ -81,11 +81,11 @@ class Watch:
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         self.file, self.title = RUNS_FOLDER.parent / f"{grid.name}.txt", f"{grid.name}: {grid.about}"
         self.say = self.console.print if self.live else say  # above the table
-        self.paces: dict[Cell, Pace] = {}
-        self.seen: States = {}
+        self.paces: dict[Cell, RunPace] = {}
+        self.seen: CellStates = {}
         self.saved, self.failing = 0.0, False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> GridWatch:
         if self.live:
             self.live.start()
         return self
@@ -96,10 +96,10 @@ class Watch:
         if self.live:
             self.live.stop()
 
-    def __call__(self, states: States) -> None:
+    def __call__(self, states: CellStates) -> None:
         """Draws what has changed."""
         running = [cell for cell, state in states.items() if state.status.startswith("running")]
-        self.paces = {cell: self.paces.get(cell) or Pace(cell) for cell in running}
+        self.paces = {cell: self.paces.get(cell) or RunPace(cell) for cell in running}
         for pace in self.paces.values():
             pace.update()
         if not self.live:
@@ -113,15 +113,15 @@ class Watch:
             if due:
                 self._save(table)
 
-    def _tell(self, states: States) -> None:
+    def _tell(self, states: CellStates) -> None:
         if not self.seen:
-            self.say(cells.counted(states.values()))
+            self.say(cells.count_states(states.values()))
         for cell, state in states.items():
             if self.seen and self.seen[cell] != state:
                 self.say(f"{cell}: {state}")
 
-    def _table(self, states: States) -> Group:
-        counted = f"{cells.counted(states.values())}; {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    def _table(self, states: CellStates) -> Group:
+        counted = f"{cells.count_states(states.values())}; {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
         columns, attns = (tuple(dict.fromkeys(getattr(c, name) for c in states)) for name in ("column", "attn"))
         table = Table("attention", *columns, show_lines=True)
         for attn in attns:
@@ -129,17 +129,17 @@ class Watch:
         refusals = dict.fromkeys(str(state) for state in states.values() if state.status == "refused")
         return Group(self.title, table, *refusals, counted)
 
-    def _text(self, states: States, column: str, attn: str) -> str:
-        """The mean of the seeds that are done, then a line for each that is worked on, and what else there is."""
+    def _text(self, states: CellStates, column: str, attn: str) -> str:
+        """The mean of the seeds that are done, a line for each that runs, and the other states."""
         own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
-        lines = [scores(own.values())]
+        lines = [format_scores(own.values())]
         if lines[0] and len(own) > 1:
             lines[0] += f" ({sum(state.status == 'done' for state in own.values())} of {len(own)})"
         for cell, state in own.items():
             if cell in self.paces:
                 elsewhere = ", elsewhere" if state.status == "running elsewhere" else ""
                 lines.append(f"s{cell.seed}: {self.paces[cell]}{elsewhere}")
-        lines.append(others(own, ("failed", "OOM", "interrupted", "refused")))
+        lines.append(format_others(own, ("failed", "OOM", "interrupted", "refused")))
         return "\n".join(line for line in lines if line)
 
     def _save(self, table: Group) -> None:
@@ -156,13 +156,15 @@ class Watch:
             self.failing = True
 
 
-def scores(states: Iterable[State]) -> str:
-    """Mean test accuracy of what is done in %, and the standard deviation where there are several; empty if nothing."""
-    return spread([100 * state.accuracy for state in states if state.accuracy is not None], 2)
+def format_scores(states: Iterable[CellState]) -> str:
+    """Mean test accuracy of the done cells in %, with the standard deviation if there are several; empty if none is
+    done.
+    """
+    return format_mean_std([100 * state.accuracy for state in states if state.accuracy is not None], 2)
 
 
-def others(states: States, named: Sequence[str]) -> str:
-    """The seeds that are in one of the named states: `OOM s0 s3, failed s4`."""
+def format_others(states: CellStates, named: Sequence[str]) -> str:
+    """The seeds in one of the named states: `OOM s0 s3, failed s4`."""
     parts = []
     for status in named:
         if seeds := [f"s{cell.seed}" for cell, state in states.items() if state.status == status]:

@@ -1,8 +1,8 @@
 """`lra results pack` and `lra results merge`: runs from one machine to another, as one .tar.xz file.
 
-A folder of released weights is merged, too, as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as
-below `checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in
-place. Each is, under the claim on its directory, which stays: a run that a process works on is never touched.
+A folder of released weights is merged as the run that it was. An archive holds `<task>/<attn>/<run>/<file>`, as below
+`checkpoints/runs`. It is not trusted: everything is unpacked aside and checked before the first run is put in place.
+Each run is moved under the claim on its directory. So a run that a process works on is never touched.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from lra.config.compose import differences
 from lra.config.options import parse
-from lra.errors import UsageError, disk_full
-from lra.experiments.results.unpack import CHECKPOINTS, SMALL, plain_name, unpack
+from lra.errors import UsageError, is_disk_full
+from lra.experiments.results.unpack import CHECKPOINT_FILES, SMALL_FILES, is_plain_name, unpack_archive
 from lra.training import checkpoints, curves
 from lra.training.run_directory import (
     CLAIM_FILE,
@@ -37,10 +37,10 @@ from lra.training.run_directory import (
 )
 from lra.training.run_files import END_STATUSES, EndStatus, read_config, read_whole_result
 
-ENDING = ".tar.xz"
+ARCHIVE_ENDING = ".tar.xz"
 # in which order files come to a run's directory, and leave it in reverse: a run cut off there starts over, and the next
 # merge replaces it
-RANKS = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
+FILE_ORDER = {"config.yaml": -1, "last.ckpt": 1, "result.json": 2}
 Decision = tuple[str, str]  # `added`, `replaced`, `completed`, `kept` or `refused`, and why or with which files
 BUSY: Decision = ("kept", "a process works on it here")
 
@@ -53,8 +53,8 @@ class PackOptions:
     checkpoints: Literal["none", "weights", "last", "best", "all"] = "none"
 
     def __post_init__(self) -> None:
-        if not self.out.endswith(ENDING):
-            raise UsageError(f"lra results pack needs an out=<file>{ENDING}")
+        if not self.out.endswith(ARCHIVE_ENDING):
+            raise UsageError(f"lra results pack needs an out=<file>{ARCHIVE_ENDING}")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class MergeOptions:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run's directory as it is on the disk."""
+class StoredRun:
+    """A run's directory on the disk."""
 
     path: Path
 
@@ -79,15 +79,15 @@ class Run:
     def config(self) -> dict[str, Any]:
         config = read_config(self.path / "config.yaml")
         if config is None:
-            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew, or move it away")
+            raise UsageError(f"{self.name}/config.yaml is not a configuration of a run: get it again, or move it away")
         return config
 
     def result(self) -> dict[str, Any] | None:
-        """None of a run that has not ended; UsageError if it can't be read."""
+        """The result; None if the run has not ended. UsageError if it can't be read."""
         return self._ended("result.json", END_STATUSES)
 
     def failure(self) -> dict[str, Any] | None:
-        """The first result of a run that failed and was tried again; UsageError if it is another one."""
+        """The first result of a run that failed and was tried again. UsageError if it is another one."""
         return self._ended(FIRST_FAILURE_FILE, ("failed",))
 
     def _ended(self, name: str, ends: Sequence[EndStatus]) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ class Run:
             return None
         except ValueError as error:
             raise UsageError(
-                f"{self.name}/{name} is no whole result ({error}): make the run anew, or leave it out"
+                f"{self.name}/{name} is no whole result ({error}): do the run again, or leave it out"
             ) from None
         return result
 
@@ -109,21 +109,21 @@ class Run:
         return result if result and result["status"] == "finished" else None
 
     def ended(self) -> int:
-        """0 of a run that has not ended, 1 of one that is to be tried again, 2 of one that is done with."""
+        """0 if the run has not ended, 1 if it is to be tried again, 2 if it is final."""
         if (result := self.result()) is None:
             return 0
         again = {"finished": False, "failed": self.failure() is None, "oom": not had_gpu_alone(result)}
         return 1 if again[result["status"]] else 2
 
     def steps(self) -> int:
-        """Up to where it can be continued: those behind its last.ckpt."""
+        """The steps from which the run can be continued: those behind its last.ckpt."""
         try:
             return checkpoints.read_progress(self.path / "last.ckpt")[0] if self.has("last.ckpt") else 0
         except Exception:  # of many kinds, depending on where the damage is
             raise UsageError(f"{self.name}/last.ckpt can't be read: leave that run out") from None
 
     def check_curves(self) -> None:
-        """UsageError if it has a metrics.csv that reports could not read."""
+        """UsageError if reports could not read its metrics.csv."""
         try:
             curves.read_curves(self.path / "metrics.csv")
         except FileNotFoundError:
@@ -132,26 +132,26 @@ class Run:
             raise UsageError(f"{self.name}/metrics.csv can't be read: leave that run out") from None
 
     def check_weights(self, config: dict[str, Any]) -> None:
-        """UsageError if its model.safetensors is damaged, or another run's."""
+        """UsageError if its model.safetensors is damaged, or belongs to another run."""
         try:
             _, identity = checkpoints.read_checkpoint(self.path / "model.safetensors")
         except UsageError:
             raise UsageError(f"{self.name}/model.safetensors can't be read: leave that run out") from None
         if changed := differences(config, identity["config"], HARDWARE_FIELDS):
-            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it anew")
+            raise UsageError(f"{self.name}/model.safetensors is another run's ({'; '.join(changed)}): get it again")
 
     def check(self, names: Sequence[str]) -> None:
-        """UsageError if its files, of the checkpoints those named, are damaged or of several runs."""
+        """UsageError if its files are damaged or belong to several runs. Of the checkpoints, only those named count."""
         config = self.config()
         try:
             task, attn, seed = config["task"]["name"], config["attn"]["name"], config["seed"]
         except (KeyError, TypeError):
-            raise UsageError(f"{self.name}/config.yaml is no configuration of a run: get it anew") from None
+            raise UsageError(f"{self.name}/config.yaml is not a configuration of a run: get it again") from None
         if self.path.parts[-3:-1] != (task, attn) or not self.path.name.endswith(f"-s{seed}"):
-            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it anew")
+            raise UsageError(f"{self.name} holds a run of {task}, {attn}, seed {seed}: get it again")
         for name, result in (("result.json", self.result()), (FIRST_FAILURE_FILE, self.failure())):
             if result and (changed := differences(config, result["config"], HARDWARE_FIELDS)):
-                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it anew")
+                raise UsageError(f"config.yaml and {name} of {self.name} differ ({'; '.join(changed)}): get it again")
         self.check_curves()
         if "last.ckpt" in names:
             self.steps()
@@ -159,11 +159,11 @@ class Run:
             self.check_weights(config)
 
 
-def pack(args: Sequence[str]) -> list[str]:
-    """Writes an archive of the runs below `runs` that ended, finished or not; returns what to print.
+def pack_runs(args: Sequence[str]) -> list[str]:
+    """Writes an archive of the runs below `runs` that ended, finished or not. Returns lines to print.
 
-    With checkpoints also unfinished runs that can be continued, with all that this takes: best.ckpt and last.ckpt. Of a
-    run that a process works on they may not belong together: it is left out.
+    With checkpoints it also packs unfinished runs that can be continued, with best.ckpt and last.ckpt. A run that a
+    process works on is left out, as its files may not belong together.
     """
     options = parse(PackOptions, args)
     with ExitStack() as held:
@@ -198,28 +198,30 @@ def _pack(folder: Path, out: Path, checkpoints: str, held: ExitStack) -> list[st
     return [*notes, f"{count} runs, {len(packed)} files, {max(1, out.stat().st_size // 1000):,} kB: {out}"]
 
 
-def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
-    """Adds the runs of an archive, or a released run's folder, to those below `runs`; returns what to print.
+def merge_runs(file: str | Path, args: Sequence[str] = ()) -> list[str]:
+    """Adds the runs of an archive, or of a released run's folder, to those below `runs`. Returns lines to print.
 
-    A run that a process works on stays, and a finished one, which gets the checkpoints that it lacks. Another one gives
-    way to a finished one, to one with more steps, and, if it has not ended, to one that has with as many. Raises
-    UsageError, and changes nothing, for a file with anything wrong in it, for another configuration in a run's
-    directory, and for another finished result of the same one.
+    A run that a process works on stays. So does a finished one, which gets the checkpoints that it lacks. Another run
+    gives way to a finished one, to one with more steps, and, if it has not ended, to one that has ended with as many.
+
+    Raises:
+        UsageError: and changes nothing, if anything in the file is wrong, if a run's directory has another
+            configuration, or if it has another finished result of the same one.
     """
     file, folder = Path(file), Path(parse(MergeOptions, args).runs)
     released = (file / "config.yaml").is_file()
     if not (file.is_file() or released):
-        raise UsageError(f"{file} is no file: name an archive of lra results pack, or a folder of checkpoints/")
+        raise UsageError(f"{file} is not a file: name an archive of lra results pack, or a folder of checkpoints/")
     with _staging(folder, file) as staging:
-        (_copy if released else unpack)(file, staging / "new")
+        (_copy if released else unpack_archive)(file, staging / "new")
         arrived = [_checked(run, file) for run in _runs(staging / "new")]
         if not arrived:
-            raise UsageError(f"{file} holds no runs: get it anew")
-        looked = [_look(run, Run(folder / run.name)) for run in arrived]
+            raise UsageError(f"{file} holds no runs: get it again")
+        looked = [_look(run, StoredRun(folder / run.name)) for run in arrived]
         if refused := [why for action, why in looked if action == "refused"]:
             raise UsageError(f"{file} is not merged: {'; '.join(refused)}")
         decided = [
-            seen if seen[0] == "kept" else _settle(run, Run(folder / run.name), staging / "old" / run.name)
+            seen if seen[0] == "kept" else _settle(run, StoredRun(folder / run.name), staging / "old" / run.name)
             for run, seen in zip(arrived, looked, strict=True)
         ]
     lines = [
@@ -231,7 +233,7 @@ def merge(file: str | Path, args: Sequence[str] = ()) -> list[str]:
 
 @contextmanager
 def _staging(folder: Path, source: Path) -> Iterator[Path]:
-    """A folder on the disk of the runs, to rename from; of the folders made for it, those left empty go with it."""
+    """A folder on the disk of the runs, to rename from. Folders that were made for it go with it if they stay empty."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +242,8 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
     except OSError as error:
         if source != folder and error.filename and Path(error.filename).is_relative_to(source):
             raise  # of what is merged, which the error names
-        what = "there is no space left" if disk_full(error) else f"it can't be written to ({error.strerror or error})"
+        said = f"it can't be written to ({error.strerror or error})"
+        what = "there is no space left" if is_disk_full(error) else said
         raise UsageError(f"runs={folder}: {what}, name another folder") from error
     finally:
         with suppress(OSError):  # not empty
@@ -248,15 +251,15 @@ def _staging(folder: Path, source: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
-def _runs(folder: Path) -> Iterator[Run]:
-    """The directories of runs; hidden ones are none."""
+def _runs(folder: Path) -> Iterator[StoredRun]:
+    """The directories of runs. Hidden ones do not count."""
     for file in sorted(folder.glob("*/*/*/config.yaml")):
         if not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            yield Run(file.parent)
+            yield StoredRun(file.parent)
 
 
-def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
-    """The files of a run to pack, on which nobody works until `held` ends, and a note on what is left out."""
+def _chosen(run: StoredRun, checkpoints: str, held: ExitStack) -> tuple[Sequence[str], str]:
+    """The files of a run to pack, and a note on what is left out. Nobody works on the run until `held` ends."""
     try:
         if not run.finished() and not held.enter_context(locked_shared(run.path)):  # a finished one changes no more
             return (), f"left out: {run.name}, a process works on it: pack it when that has ended"
@@ -267,53 +270,55 @@ def _chosen(run: Run, checkpoints: str, held: ExitStack) -> tuple[Sequence[str],
     return names, note
 
 
-def _wanted(run: Run, checkpoints: str) -> tuple[Sequence[str], str]:
+def _wanted(run: StoredRun, checkpoints: str) -> tuple[Sequence[str], str]:
     result = run.result()
     if result and result["status"] == "finished":
-        asked = CHECKPOINTS[checkpoints]
+        asked = CHECKPOINT_FILES[checkpoints]
         missing = ", ".join(name for name in asked if not run.has(name))
-        return (*SMALL, *asked), f"{run.name}: has no {missing}" if missing else ""
+        return (*SMALL_FILES, *asked), f"{run.name}: has no {missing}" if missing else ""
     if checkpoints != "none" and run.has("last.ckpt"):
-        return (*SMALL, "best.ckpt", "last.ckpt"), ""
+        return (*SMALL_FILES, "best.ckpt", "last.ckpt"), ""
     if result:  # out of memory, or failed: a table shows it
-        return SMALL, ""
+        return SMALL_FILES, ""
     why = ", and has no last.ckpt" if checkpoints != "none" else ": checkpoints=last takes it along"
     return (), f"left out: {run.name}, unfinished{why}"
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """A finished run's files to where below `folder` its result has it; UsageError if it is not finished."""
-    run = Run(source)
+    """Copies a finished run's files to the place below `folder` that its result states. UsageError if it is not
+    finished.
+    """
+    run = StoredRun(source)
     if not (result := run.finished()):
         raise UsageError(f"{source} has no finished run's result.json: name a folder of checkpoints/")
     place = str(result.get("directory", source)).split("/")[-3:]
-    if len(place) != 3 or not all(map(plain_name, place)):
-        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it anew")
+    if len(place) != 3 or not all(map(is_plain_name, place)):
+        raise UsageError(f"{source}/result.json has {'/'.join(place)!r} as its directory: get it again")
     target = folder.joinpath(*place)
     target.mkdir(parents=True, exist_ok=True)
-    for name in (*SMALL, *CHECKPOINTS["all"]):
+    for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]):
         if run.has(name):
             shutil.copyfile(source / name, target / name)
 
 
-def _checked(run: Run, file: Path) -> Run:
-    """A run as unpacked, if its files are of one run, and of the one that its place says."""
+def _checked(run: StoredRun, file: Path) -> StoredRun:
+    """An unpacked run, if its files belong to one run, and to the one that its place states."""
     try:
-        run.check(CHECKPOINTS["all"])
+        run.check(CHECKPOINT_FILES["all"])
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     if not run.has("result.json") and not run.has("last.ckpt"):
-        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it anew")
+        raise UsageError(f"{file}: {run.name} has neither a result.json nor a last.ckpt: get it again")
     return run
 
 
-def _look(new: Run, old: Run) -> Decision:
-    """What would become of a run; changes nothing."""
+def _look(new: StoredRun, old: StoredRun) -> Decision:
+    """What would become of a run. Changes nothing."""
     return BUSY if old.path.is_dir() and is_claimed(old.path) else _decide(new, old)
 
 
-def _settle(new: Run, old: Run, aside: Path) -> Decision:
-    """Does what becomes of a run; what was there before goes `aside`."""
+def _settle(new: StoredRun, old: StoredRun, aside: Path) -> Decision:
+    """Does what becomes of a run. What was there before goes `aside`."""
     if (held := claim_directory(old.path)) is None:
         return BUSY
     try:
@@ -328,12 +333,12 @@ def _settle(new: Run, old: Run, aside: Path) -> Decision:
         os.close(held)
 
 
-def _decide(new: Run, old: Run) -> Decision:
-    """Of a run that no process works on."""
+def _decide(new: StoredRun, old: StoredRun) -> Decision:
+    """What becomes of a run that no process works on."""
     if not (old.path / "config.yaml").exists():
         if is_vacant(old.path):
             return "added", ""
-        return "refused", f"{old.path} is no run's directory: move it away"
+        return "refused", f"{old.path} is not a run's directory: move it away"
     if changed := differences(old.config(), new.config(), HARDWARE_FIELDS):
         return "refused", f"{old.path} holds a run with another configuration ({'; '.join(changed)})"
     ours, theirs = old.finished(), new.finished()
@@ -350,13 +355,13 @@ def _decide(new: Run, old: Run) -> Decision:
     return "replaced" if there > here else "kept", f"{here} steps here, {there} there"
 
 
-def _lacking(old: Run, new: Run) -> list[str]:
-    """The files of `new` that `old` has not."""
-    return [name for name in (*SMALL, *CHECKPOINTS["all"]) if new.has(name) and not old.has(name)]
+def _lacking(old: StoredRun, new: StoredRun) -> list[str]:
+    """The files of `new` that `old` lacks."""
+    return [name for name in (*SMALL_FILES, *CHECKPOINT_FILES["all"]) if new.has(name) and not old.has(name)]
 
 
 def _place(new: Path, target: Path, aside: Path) -> None:
-    """Moves the files of a run into a claimed directory, and all that was there, but for the claim, `aside`."""
+    """Moves the files of a run into a claimed directory, and all that was there, except the claim, `aside`."""
     aside.mkdir(parents=True)
     moves = [(file, aside / file.name) for file in reversed(_in_order(target)) if file.name != CLAIM_FILE]
     moves += [(file, target / file.name) for file in _in_order(new)]
@@ -371,4 +376,4 @@ def _place(new: Path, target: Path, aside: Path) -> None:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir(), key=lambda file: RANKS.get(file.name, 0))
+    return sorted(folder.iterdir(), key=lambda file: FILE_ORDER.get(file.name, 0))

@@ -1,4 +1,4 @@
-"""The report as one page for a browser: no network, no script; plots are SVG inside it."""
+"""The report as one page for a browser, without network and scripts. Plots are SVG inside it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 from lra.bench import plots
 from lra.errors import UsageError
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.reproduction import Table
-from lra.experiments.results.ledger import Entry, Row, hardware, mean
-from lra.terminal import visible
+from lra.experiments.reproduction import TextTable
+from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, mean_value
+from lra.terminal import make_visible
 from lra.training import curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEAST_SPAN = 5.0  # points of accuracy: chance shall look flat
+LEAST_ACCURACY_SPAN = 5.0  # points of accuracy: chance shall look flat
 MOST_POINTS = 200  # of a line: more are narrower than its stroke
-STYLE = """
+CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 1220px; margin: 24px auto;
   padding: 0 16px; }
 h1 { font-size: 24px; } h2 { font-size: 18px; margin-top: 32px; } h3 { font-size: 15px; margin-bottom: 4px; }
@@ -38,17 +38,21 @@ pre { background: #f6f6f6; padding: 8px; overflow-x: auto; font-size: 13px; }
 Points = list[tuple[float, float]]
 
 
-def page(
-    table: Grid, tables: Sequence[Table], notes: Sequence[str], rows: Sequence[Row], entries: Mapping[Cell, Entry],
-    alone: Mapping[tuple[str, str, str], float],
+def report_page(
+    table: Grid, tables: Sequence[TextTable], notes: Sequence[str], rows: Sequence[ReportRow],
+    entries: Mapping[Cell, ResultFile], alone: Mapping[tuple[str, str, str], float],
 ) -> str:  # fmt: skip
-    """The whole document. `alone`: steps per second by hardware, column and attention, in place of those of runs."""
+    """The whole document.
+
+    Args:
+        alone: steps per second by (hardware, column, attention), in place of those of runs.
+    """
     number = {name: i for i, name in enumerate(dict.fromkeys(row.attention for row in rows))}
     title, names = escape(f"{table.name}: {table.about}"), _names(number)
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title><style>{STYLE}</style></head><body>",
+        f"<title>{title}</title><style>{CSS}</style></head><body>",
         f"<h1>{title}</h1><p>Beside the paper's: {escape(table.source)}.</p>",
         *map(_table, tables),
         _list(notes),
@@ -65,24 +69,32 @@ def page(
     return "\n".join(parts)
 
 
-def chart(title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool) -> str:
-    """A picture of lines by name, each with a dot at its end. `log`: of the values across, which are then positive."""
+def curve_chart(
+    title: str, across: str, lines: Mapping[str, list[Points]], number: Mapping[str, int], log: bool
+) -> str:
+    """A picture of lines by name, each with a dot at its end.
+
+    Args:
+        log: whether the axis across is logarithmic. Its values are then positive.
+    """
 
     def plot(axes: Axes) -> None:
         for name, group in lines.items():
             for place, line in enumerate(group):
-                look = plots.look(number[name])
+                look = plots.line_style(number[name])
                 axes.plot(*zip(*line, strict=True), gid=f"{name}-{place}", markevery=[-1], linewidth=1.2, **look)
-        axes.set(title=title, xlabel=visible(across, kept="\n"), xscale="log" if log else "linear")
-        plots.ticks(axes.xaxis)
+        axes.set(title=title, xlabel=make_visible(across, kept="\n"), xscale="log" if log else "linear")
+        plots.set_ticks(axes.xaxis)
         low, high = axes.get_ylim()
-        room = max(0.0, LEAST_SPAN - (high - low)) / 2
+        room = max(0.0, LEAST_ACCURACY_SPAN - (high - low)) / 2
         axes.set_ylim(low - room, high + room)
 
     return _picture((3.96, 2.7), plot, f"{title}, by {across}: {', '.join(lines)}")
 
 
-def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mapping[str, int]) -> Iterator[str]:
+def _learning(
+    rows: Sequence[ReportRow], entries: Mapping[Cell, ResultFile], number: Mapping[str, int]
+) -> Iterator[str]:
     drawn, without = [], []
     for column in dict.fromkeys(row.column for row in rows):
         lines: dict[str, list[Points]] = {}
@@ -96,7 +108,7 @@ def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mappin
                 else:
                     without.append(f"{cell}: no curves beside {entry.path}")
         if lines:
-            drawn.append(chart(column, "step", lines, number, log=False))
+            drawn.append(curve_chart(column, "step", lines, number, log=False))
         elif not any(cell.column == column for cell in entries):
             without.append(f"{column}: no results")
     yield f'<div class="plots">{"".join(drawn)}</div>'
@@ -105,7 +117,7 @@ def _learning(rows: Sequence[Row], entries: Mapping[Cell, Entry], number: Mappin
 
 
 def _validation(path: Path) -> Points | str:
-    """(step, accuracy in %) of a file, thinned; or what is wrong with it."""
+    """(step, accuracy in %) of a file, thinned out; or what is wrong with the file."""
     try:
         validated = [row for row in curves.read_curves(path) if row.get("val/accuracy")]
     except (OSError, UsageError) as error:
@@ -116,27 +128,27 @@ def _validation(path: Path) -> Points | str:
 
 
 def _against(
-    rows: Sequence[Row], number: Mapping[str, int], alone: Mapping[tuple[str, str, str], float]
+    rows: Sequence[ReportRow], number: Mapping[str, int], alone: Mapping[tuple[str, str, str], float]
 ) -> Iterator[str]:
     """A plot for each column, hardware and figure."""
     drawn = []
-    for place in hardware(rows):
+    for place in finished_hardware(rows):
         here = [row for row in rows if row.hardware == place]
         for field, label in (("steps_per_second", "steps per second"), ("memory_gb", "peak memory of one GPU, GB")):
             for column in dict.fromkeys(row.column for row in here):
                 lines = {}
                 for attn in number:
-                    x, y = (mean(here, name, attention=attn, column=column) for name in (field, "accuracy"))
+                    x, y = (mean_value(here, name, attention=attn, column=column) for name in (field, "accuracy"))
                     if field == "steps_per_second":
                         x = alone.get((place, column, attn), x)
                     if x and y is not None:
                         lines[attn] = [[(x, y)]]
                 if lines:
-                    drawn.append(chart(column, f"{label}\n{place}", lines, number, log=True))
+                    drawn.append(curve_chart(column, f"{label}\n{place}", lines, number, log=True))
     yield f'<div class="plots">{"".join(drawn)}</div>' if drawn else "<p>No finished run.</p>"
 
 
-def _commands(rows: Sequence[Row]) -> Iterator[str]:
+def _commands(rows: Sequence[ReportRow]) -> Iterator[str]:
     for column in dict.fromkeys(row.column for row in rows):
         lines = [
             f"{row.command}  # {row.status}" if row.status else row.command for row in rows if row.column == column
@@ -144,7 +156,7 @@ def _commands(rows: Sequence[Row]) -> Iterator[str]:
         yield f"<h3>{escape(column)}</h3><pre>{escape(chr(10).join(lines))}</pre>"
 
 
-def _table(table: Table) -> str:
+def _table(table: TextTable) -> str:
     title, header, rows = table
     lines = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     names = "".join(f"<th>{escape(name)}</th>" for name in header)
@@ -157,12 +169,12 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _names(number: Mapping[str, int]) -> str:
-    """The legend of all drawings below."""
+    """The legend of all drawings below it."""
 
     def sample(index: int) -> str:
         def plot(axes: Axes) -> None:
             axes.set_axis_off()
-            axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **plots.look(index))
+            axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **plots.line_style(index))
 
         return _picture((0.6, 0.25), plot, "")
 
@@ -171,6 +183,6 @@ def _names(number: Mapping[str, int]) -> str:
 
 
 def _picture(size: tuple[float, float], plot: Callable[[Axes], object], text: str) -> str:
-    """Of so many inches, in the page itself; `text` stands for it."""
-    data = base64.b64encode(plots.svg(size, plot).encode()).decode()
+    """A picture of this size in inches, inside the page, with `text` as its description."""
+    data = base64.b64encode(plots.render_svg(size, plot).encode()).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(text)}">'

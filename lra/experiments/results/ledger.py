@@ -1,7 +1,7 @@
-"""The results of runs below a folder, and which cells of a grid they are of.
+"""The results of runs below a folder, and the cells of a grid that they belong to.
 
-A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy under another
-name. Its configuration says which cell it is of, never its path.
+A result is any JSON file with a `status` and a `config`: the result.json of a run's directory, or a copy with another
+name. Its configuration says which cell it belongs to, never its path.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from lra.training.run_directory import FIRST_FAILURE_FILE, HARDWARE_FIELDS, had_
 from lra.training.run_files import as_mapping, describe_ancestry, has_clean_commits, missing_fields
 
 # Fields that leave the trained function and its scores what they are. Those of speed and memory are stated beside them.
-NOT_COMPARED = (
+UNCOMPARED_FIELDS = (
     "name", "resume", "draws",  # where a run writes, and how it was called
     *HARDWARE_FIELDS,
     "trainer.log_every",  # what is written down
 )  # fmt: skip
-NAMED = 5  # results of no cell, at most
-RESULT = "result.json"  # of a run's directory
+MOST_NAMED = 5  # results of no cell, at most
+RESULT_NAME = "result.json"  # of a run's directory
 
 Identity = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A result and the file that it is in."""
+class ResultFile:
+    """A result and its file."""
 
     path: Path
     result: Mapping[str, Any]
@@ -53,14 +53,14 @@ class Entry:
 
     @property
     def curves(self) -> Path | None:
-        """The CSV file of its curves, if it is in a run's directory and they are there."""
+        """The CSV file of its curves, if it lies in a run's directory and they exist."""
         file = self.path.with_name("metrics.csv")
-        return file if self.path.name == RESULT and file.is_file() else None
+        return file if self.path.name == RESULT_NAME and file.is_file() else None
 
 
 @dataclass(frozen=True)
-class Row:
-    """A cell and seed: a line of the CSV file. Accuracies are in %; None, and an empty status, is not known."""
+class ReportRow:
+    """A cell and seed: a line of the CSV file. Accuracies are in %. None, and an empty status, mean unknown."""
 
     column: str
     attention: str
@@ -96,27 +96,28 @@ class Row:
 
 @dataclass
 class Ledger:
-    """Cells with their results, and what else there is to say of the folder."""
+    """Cells with their results, and notes on the folder."""
 
-    entries: dict[Cell, Entry] = field(default_factory=dict)
-    stopped: dict[Cell, Entry] = field(default_factory=dict)  # without one: the stage that was out of memory
+    entries: dict[Cell, ResultFile] = field(default_factory=dict)
+    stopped: dict[Cell, ResultFile] = field(default_factory=dict)  # without one: the stage that was out of memory
     older: dict[Cell, int] = field(default_factory=dict)  # version of the task, where the result is of an older one
     notes: list[str] = field(default_factory=list)
 
 
-def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
-    """The results below `folder` that are of one of `cells`: of each the newest that finished, or else the newest.
+def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
+    """The results below `folder` that belong to `cells`: for each cell the newest that finished, else the newest.
 
-    Of a cell without one, that of a stage that was out of memory: it cannot begin. Where a field chooses the version of
-    the task, a column shows results of an older one if it has none of the newest: never of both. Notes say so, and name
-    what was left out: files that can't be read, older results of a cell, and results of no cell. Raises UsageError if
-    there is no such folder.
+    A cell without a result gets that of a stage that was out of memory, as it cannot begin. If a field chooses the
+    version of the task, a column without results of the newest version shows those of an older one, and never both.
+    Notes say so, and name what was left out: files that can't be read, older results of a cell, and results of no cell.
+
+    UsageError if there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"results={folder} is no folder: name one with the results of lra fit, or its parent")
+        raise UsageError(f"results={folder} is not a folder: name one with the results of lra fit, or its parent")
     ledger, strangers = Ledger(), []
-    entries, ledger.notes = find(folder)
+    entries, ledger.notes = find_results(folder)
     entries.sort(key=lambda entry: (entry.result["status"] == "finished", entry.date, str(entry.path)))
     wanted, defaults, tasks = _identities(cells)
     owners = ((_owner(entry, wanted, defaults)[0], entry.task) for entry in entries)
@@ -127,7 +128,7 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
             strangers.append((not near, str(entry.path.relative_to(folder))))
             continue
         if entry.result["status"] == "oom" and not had_gpu_alone(entry.result):
-            ledger.notes.append(f"{entry.path}: out of memory beside other runs, which says nothing, so it is left out")
+            ledger.notes.append(f"{entry.path}: left out, as the run was out of memory beside other runs")
             continue
         if entry.task != tasks[cell]:
             if cell.column in newest:
@@ -143,17 +144,17 @@ def match(cells: Sequence[Cell], folder: str | Path) -> Ledger:
         shown.setdefault((ledger.entries[cell].task, tasks[cell]), {})[cell.column] = None
     for (older, newer), columns in shown.items():
         ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is {newer} by now")
-    ledger.stopped = _stopped([cell for cell in cells if cell not in ledger.entries], entries)
+    ledger.stopped = _blocked_by_stage([cell for cell in cells if cell not in ledger.entries], entries)
     known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
-        if len(named) > NAMED:
-            named[NAMED:] = [f"and {len(named) - NAMED} more"]
-        ledger.notes.append(f"of no cell of this table, as configured otherwise: {', '.join(named)}")
+        if len(named) > MOST_NAMED:
+            named[MOST_NAMED:] = [f"and {len(named) - MOST_NAMED} more"]
+        ledger.notes.append(f"of no cell of this table, as their configurations differ: {', '.join(named)}")
     return ledger
 
 
-def find(folder: Path) -> tuple[list[Entry], list[str]]:
-    """Every result below `folder`, and a note for each file that is none and should be one."""
+def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
+    """Every result below `folder`, and a note for each file that should be a result and is none."""
     entries, notes = [], []
     for path in sorted(folder.rglob("*.json")):
         if path.name == FIRST_FAILURE_FILE or any(part.startswith(".") for part in path.relative_to(folder).parts):
@@ -163,26 +164,26 @@ def find(folder: Path) -> tuple[list[Entry], list[str]]:
         except (OSError, ValueError) as error:
             notes.append(f"{path} can't be read, so it is left out: {first_line(error)}")
             continue
-        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT):
+        if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT_NAME):
             continue  # some other measurement
         if lacks := missing_fields(content):
             notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
         else:
-            entries.append(Entry(path, content))
+            entries.append(ResultFile(path, content))
     return entries, notes
 
 
-def identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
-    """The fields by which a configuration is compared, with `LATER` and `defaults` for those that it lacks."""
+def configuration_identity(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Identity:
+    """The fields by which a configuration is compared. Missing ones come from `LATER` and `defaults`."""
     known = dict(flatten(defaults))
     fields = known | {name: value for name, value in LATER.items() if name in known} | dict(flatten(config))
     if "task.source" in fields:  # generated, or one of the copies of what is imported: where it lies is no matter
         fields["task.source"] = "generate" if fields["task.source"] == "generate" else "imported"
-    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+    return {name: value for name, value in fields.items() if name not in UNCOMPARED_FIELDS}
 
 
-def row(table: Grid, cell: Cell, found: Ledger) -> Row:
-    """Of a cell that could not begin no more than that, and why."""
+def make_row(table: Grid, cell: Cell, found: Ledger) -> ReportRow:
+    """The row of a cell. If the cell could not begin, it has the reason and no more."""
     paper = table.figure(cell.attn, cell.column)
     known: dict[str, Any] = {"paper": paper, "command": shlex.join(["lra", "fit", *map(str, cell.args)])}
     if stage := found.stopped.get(cell):
@@ -193,7 +194,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
             "result": str(stage.path),
         }
     if (entry := found.entries.get(cell)) is None:
-        return Row(cell.column, cell.attn, cell.seed, **known)
+        return ReportRow(cell.column, cell.attn, cell.seed, **known)
     result = entry.result
     made_with, (_, peak) = result["environment"], time_and_memory(result)
     micro = as_mapping(result["config"].get("batch")).get("micro")
@@ -203,7 +204,7 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         "train_seconds": result.get("train_seconds") if had_gpu_alone(result) else None,
         "steps_per_second": result.get("steps_per_second") if had_gpu_alone(result) else None,
         "memory_gb": None if peak is None else peak / 1e9,
-        "hardware": gpus(made_with.get("gpu"), result.get("world_size") or 1),
+        "hardware": describe_gpus(made_with.get("gpu"), result.get("world_size") or 1),
         "engine": result.get("engine") or "",
         "micro": micro,
         "commit": made_with.get("commit") or "",
@@ -225,38 +226,42 @@ def row(table: Grid, cell: Cell, found: Ledger) -> Row:
         # a run may never leave chance: it counts, and is named
         if abs(known["accuracy"] - known["majority"]) <= known["bound"]:
             known["status"] = "stuck"
-    return Row(cell.column, cell.attn, cell.seed, **known)
+    return ReportRow(cell.column, cell.attn, cell.seed, **known)
 
 
-def values(rows: Sequence[Row], field: str, **where: Any) -> list[float]:
-    """What is known of a field in the finished rows for which `where` holds, seed by seed."""
+def known_values(rows: Sequence[ReportRow], field: str, **where: Any) -> list[float]:
+    """The known values of a field in the finished rows for which `where` holds, seed by seed."""
     chosen = (row for row in rows if row.status in ("finished", "stuck"))
     chosen = (row for row in chosen if all(getattr(row, name) == value for name, value in where.items()))
     return [value for row in chosen if (value := getattr(row, field)) is not None]
 
 
-def mean(rows: Sequence[Row], field: str, **where: Any) -> float | None:
-    return statistics.fmean(found) if (found := values(rows, field, **where)) else None
+def mean_value(rows: Sequence[ReportRow], field: str, **where: Any) -> float | None:
+    return statistics.fmean(found) if (found := known_values(rows, field, **where)) else None
 
 
-def hardware(rows: Sequence[Row]) -> list[str]:
-    """On what the finished rows ran."""
+def finished_hardware(rows: Sequence[ReportRow]) -> list[str]:
+    """The hardware of the finished rows."""
     return sorted({row.hardware for row in rows if row.status in ("finished", "stuck")})
 
 
 def _owner(
-    entry: Entry, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
+    entry: ResultFile, wanted: Mapping[str, Cell], defaults: Mapping[tuple[str, str], dict[str, Any]]
 ) -> tuple[Cell | None, bool]:
-    """Which of the cells a result is of, and whether any is of its task and attention."""
+    """The cell that a result belongs to, and whether any cell has its task and attention."""
     config = entry.result["config"]
     default = defaults.get((config["task"]["name"], config["attn"]["name"]))
-    return wanted.get(_key(entry.task, identity(config, default or {}))), default is not None
+    return wanted.get(_key(entry.task, configuration_identity(config, default or {}))), default is not None
 
 
-def _stopped(cells: Iterable[Cell], entries: Sequence[Entry]) -> dict[Cell, Entry]:
-    """The results for want of memory of stages without which a cell cannot begin; `entries` in the order of `match`."""
+def _blocked_by_stage(cells: Iterable[Cell], entries: Sequence[ResultFile]) -> dict[Cell, ResultFile]:
+    """Cells that cannot begin, and for each the result of its stage that was out of memory.
+
+    Args:
+        entries: in the order of `match_results`.
+    """
     attns = {entry.result["config"]["attn"]["name"] for entry in entries if entry.result["status"] == "oom"}
-    found: dict[Cell, Entry] = {}
+    found: dict[Cell, ResultFile] = {}
     if not attns:
         return found  # to compose stages takes long
     for cell in cells:
@@ -275,7 +280,7 @@ def _identities(
 ) -> tuple[dict[str, Cell], dict[tuple[str, str], dict[str, Any]], dict[Cell, str]]:
     """The cells by what they compute, the defaults of every field by (task, attention), and the cells' tasks.
 
-    What computes the same on the data of an older version of the task is the same cell.
+    A run that computes the same on data of an older version of the task belongs to the same cell.
     """
     wanted: dict[str, Cell] = {}
     tasks: dict[Cell, str] = {}
@@ -289,7 +294,7 @@ def _identities(
         saved, tasks[cell] = run.saved() | {"seed": cell.seed}, versioned_name(run.task)
         if run.init:  # the recipe's start, of the same seed
             saved["init"] = run.init.removesuffix(f"-s{run.seed}") + f"-s{cell.seed}"
-        own = identity(saved, default)
+        own = configuration_identity(saved, default)
         for number in range(1, getattr(run.task, "version", 1)):
             wanted[_key(f"{run.task.name}@{number}", own | {"task.version": number})] = cell
         wanted[_key(tasks[cell], own)] = cell
@@ -297,7 +302,7 @@ def _identities(
 
 
 def _key(version: str, fields: Identity) -> str:
-    """Of a task's version too: another one has other data or another protocol."""
+    """The key of an identity. It includes the task's version: another one has other data or another protocol."""
     return json.dumps([version, fields], sort_keys=True, default=str)
 
 
@@ -311,7 +316,7 @@ def _scores(test: Any, accuracy: str, bound: str, baseline: str) -> dict[str, An
     }
 
 
-def gpus(gpu: str | None, count: int) -> str:
-    """What a run had, for people."""
+def describe_gpus(gpu: str | None, count: int) -> str:
+    """The GPUs of a run, for people."""
     name = " ".join(gpu.split()) if gpu else "CPU"  # of one line, as it is in titles
     return name if count == 1 else f"{count} × {name}"

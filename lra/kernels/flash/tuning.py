@@ -70,7 +70,7 @@ class Table(NamedTuple):
     sources: str  # `sources()` of the kernels that were measured
     tiles: dict[Key, Tile]
     microseconds: dict[Key, float]  # of the pass with that tile
-    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
+    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.session_of`
 
 
 def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:

@@ -53,7 +53,7 @@ def write(
 
 def planned(*args: str, table: str = "table6") -> tuple[dict[str, str], list[str]]:
     """The training left of each cell of seed 0, and the lines on time."""
-    report = accuracy.run(table, args, dry_run=True)
+    report = accuracy.reproduce(table, args, dry_run=True)
     left = {" ".join(row[:2]): row[4] for row in report.tables[0][2] if row[2] == "0"}
     return left, report.lines[2:]
 
@@ -90,7 +90,7 @@ def test_fields_of_one_attention_are_no_matter_to_the_others():
 
 
 def finished(speed: float, runs_per_device: int | None) -> None:
-    first = grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]
+    first = grid.read_grid("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]
     made(first, "finished", steps_per_second=speed, runs_per_device=runs_per_device)
 
 
@@ -107,7 +107,7 @@ def test_finished_runs_come_first_if_they_were_alone(runs_per_device):
 @pytest.mark.parametrize(("speed", "runs_per_device"), [(125.0, 1), (25.0, 5), (125.0, None)])
 def test_runs_that_shared_a_gpu_are_an_estimate(speed, runs_per_device):
     finished(speed, runs_per_device)
-    report = accuracy.run("table6", ("recipe=dao2022", "tasks=path64", "attns=flash", "seeds=2"), dry_run=True)
+    report = accuracy.reproduce("table6", ("recipe=dao2022", "tasks=path64", "attns=flash", "seeds=2"), dry_run=True)
     shared = "" if runs_per_device == 1 else " that may have shared it"
     source = f"finished runs on CPU{shared}"
     assert report.lines[2] == f"time for 1 of them, from steps per second of {source}: 17 min of training"
@@ -122,7 +122,7 @@ def test_stages_take_one_after_the_other_however_many_gpus_there_are(monkeypatch
 
 def test_a_run_on_two_gpus_takes_two_slots(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    report = accuracy.run("table6", (*ARGS, "trainer.devices=2"), dry_run=True)
+    report = accuracy.reproduce("table6", (*ARGS, "trainer.devices=2"), dry_run=True)
     assert report.lines[1] == "6 remain to be run; slots: 2"
 
 
@@ -130,14 +130,14 @@ def test_a_stage_that_runs_elsewhere_is_waited_for():
     write(OWN)
     args = ("recipe=dao2022", "tasks=path64,pathx", "attns=flash", "seeds=1")
     (alone,) = planned(*args)[1]
-    held = claim_directory(made(grid.read("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]))
+    held = claim_directory(made(grid.read_grid("table6").cells(["path64"], ["flash"], 1, "dao2022")[0]))
     (waiting,) = planned(*args)[1]
     os.close(held or 0)
     assert alone.rpartition(": ")[2] == waiting.rpartition(": ")[2] == "5.9 h of training"
 
 
 def test_of_finished_runs_the_median_counts():
-    _, *done = grid.read("table3").cells(["listops"], ["flash"], 4, "demo")
+    _, *done = grid.read_grid("table3").cells(["listops"], ["flash"], 4, "demo")
     for cell, speed in zip(done, (60.0, 10.0, 20.0), strict=True):
         made(cell, "finished", steps_per_second=speed)
     left, _ = planned("recipe=demo", "tasks=listops", "attns=flash", "seeds=4", table="table3")
@@ -145,7 +145,7 @@ def test_of_finished_runs_the_median_counts():
 
 
 def test_what_runs_elsewhere_has_less_left():
-    going, done = grid.read("table3").cells(["listops"], ["flash"], 2, "demo")
+    going, done = grid.read_grid("table3").cells(["listops"], ["flash"], 2, "demo")
     made(done, "finished", steps_per_second=100.0)
     path = made(going)
     (path / "metrics.csv").write_text("step,train/loss,lr,val/loss,val/accuracy\n500,1,1,,\n")
@@ -179,7 +179,8 @@ def test_stages_are_measured_once_and_as_product():
     asked = ["speed=true", "recipe=curriculum", "tasks=pathfinder,pathfinder-lit", "attns=flash"]
     for more, count in ((), 4), (("stages=true",), 6):  # the last of three stages is a cell, the first two are both's
         assert (
-            f"{count} of {count} remain to be measured" in accuracy.run("table3", [*asked, *more], dry_run=True).lines
+            f"{count} of {count} remain to be measured"
+            in accuracy.reproduce("table3", [*asked, *more], dry_run=True).lines
         )
 
 
@@ -201,10 +202,13 @@ def test_the_tables_own_file_counts_where_it_is_of_the_same_configuration(change
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["speed=none.json"], "speed=none.json is no file: lra reproduce table6 speed=true makes it"),
-        (["speed=damaged.json"], "damaged.json is no measurement of lra reproduce"),
-        (["speed=odd.json"], "odd.json is no measurement of lra reproduce"),
-        (["speed=demo.json"], "speed=demo.json is of recipe=demo, not dao2022: give recipe=demo, or another file"),
+        (["speed=none.json"], "speed=none.json is not a file: lra reproduce table6 speed=true makes it"),
+        (["speed=damaged.json"], "damaged.json is not a measurement of lra reproduce"),
+        (["speed=odd.json"], "odd.json is not a measurement of lra reproduce"),
+        (
+            ["speed=demo.json"],
+            "speed=demo.json was measured with recipe=demo, not dao2022: give recipe=demo, or another file",
+        ),
         (["speed=table3.json"], "speed=table3.json is of listops, no column of table6: name another"),
         (["speed=old.json"], "old.json can't be compared (unknown field 'batch.sise'"),
         (

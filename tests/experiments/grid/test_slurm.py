@@ -18,9 +18,9 @@ import torch
 
 from lra.errors import UsageError
 from lra.experiments import accuracy
-from lra.experiments.grid import launch, slurm
-from lra.experiments.grid.cells import look
-from lra.experiments.grid.slurm import FOLDER, Resources, Slurm, Task
+from lra.experiments.grid import local_launcher, slurm
+from lra.experiments.grid.cells import cell_state
+from lra.experiments.grid.slurm import SLURM_FOLDER, ArrayTask, SlurmLauncher, SlurmResources
 from lra.training.fit import fit
 from lra.training.run_directory import claim_directory, is_claimed
 from tests.experiments.runs import GRID, TINY, cells, made, started, stub, until
@@ -37,7 +37,7 @@ REFUSED = "#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2
 def here(here, no_gpus, monkeypatch):
     """A folder, and there what stands for SLURM: sbatch puts its tasks into the file queue, which squeue prints."""
     monkeypatch.setattr(slurm, "LOOK_S", 0.02)
-    monkeypatch.setattr(launch, "TICK_S", 0.02)
+    monkeypatch.setattr(local_launcher, "TICK_S", 0.02)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     folder = here / "bin"
     folder.mkdir()
@@ -57,7 +57,7 @@ def here(here, no_gpus, monkeypatch):
 
 
 def array(todo, said=None, most=None, **options):
-    return Slurm(todo, Resources(**options), most, say=(said if said is not None else []).append)
+    return SlurmLauncher(todo, SlurmResources(**options), most, say=(said if said is not None else []).append)
 
 
 def ends(array, act=lambda: Path("queue").write_text("")):
@@ -78,23 +78,23 @@ def test_what_is_left_is_submitted_as_one_array(here):
     assert {f"#SBATCH --{flag}" for flag in asked | {"requeue", "signal=USR2@90"}} <= script
     (line,) = (line for line in script if line.startswith("srun"))
     assert "--cpus-per-task=4" in line
-    assert json.loads((FOLDER / "1.json").read_text()) == {
+    assert json.loads((SLURM_FOLDER / "1.json").read_text()) == {
         "1_0": str(todo[2].directory.path), "1_1": str(todo[3].directory.path)
     }  # fmt: skip
-    tasks = [pickle.loads((FOLDER / f"1_{i}_submitted.pkl").read_bytes()).function for i in (0, 1)]
-    assert tasks == [Task(todo[2]), Task(todo[3])]
+    tasks = [pickle.loads((SLURM_FOLDER / f"1_{i}_submitted.pkl").read_bytes()).function for i in (0, 1)]
+    assert tasks == [ArrayTask(todo[2]), ArrayTask(todo[3])]
     assert said == [
         "submitted: array 1, 2 tasks, at most 1 at once",
-        f"{todo[2]}: task 1_0 ended without a result, given up until the next call; see {FOLDER}/1_0_0_log.out",
-        f"{todo[3]}: task 1_1 ended without a result, given up until the next call; see {FOLDER}/1_1_0_log.out",
+        f"{todo[2]}: task 1_0 ended without a result, given up until the next call; see {SLURM_FOLDER}/1_0_0_log.out",
+        f"{todo[3]}: task 1_1 ended without a result, given up until the next call; see {SLURM_FOLDER}/1_1_0_log.out",
     ]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
 def test_a_damaged_record_of_an_array_is_named(here, content):
-    FOLDER.mkdir(parents=True)
-    (FOLDER / "1.json").write_bytes(content)
-    with pytest.raises(UsageError, match=f"{FOLDER}/1.json is damaged: scancel 1, then remove it"):
+    SLURM_FOLDER.mkdir(parents=True)
+    (SLURM_FOLDER / "1.json").write_bytes(content)
+    with pytest.raises(UsageError, match=f"{SLURM_FOLDER}/1.json is damaged: scancel 1, then remove it"):
         array(cells()).plan()
 
 
@@ -114,7 +114,7 @@ def test_what_is_queued_or_worked_on_is_not_submitted_again(here):
         ends(array(todo, said := []), interrupt)
     assert said[0] == "submitted: array 2, 1 tasks, at most 1 at once"
     assert said[1] == "array 1 2 goes on: the same command watches it again, scancel 1 2 ends it"
-    assert json.loads((FOLDER / "2.json").read_text()) == {"2": str(todo[3].directory.path)}
+    assert json.loads((SLURM_FOLDER / "2.json").read_text()) == {"2": str(todo[3].directory.path)}
     os.close(held or 0)
     Path("queue").write_text("1_1\n")  # the others' tasks have ended
     assert array(todo).queued() == {todo[1]: "1_1"}
@@ -128,7 +128,7 @@ def test_an_interruption_waits_until_what_is_submitted_is_written_down(here):
     said: list[str] = []
     with pytest.raises(SystemExit) as left:
         array(cells(), said).work()
-    assert left.value.code == 130 and (FOLDER / "1.json").exists()
+    assert left.value.code == 130 and (SLURM_FOLDER / "1.json").exists()
     assert said == [
         "submitted: array 1, 2 tasks, at most 2 at once",
         "array 1 goes on: the same command watches it again, scancel 1 ends it",
@@ -157,7 +157,7 @@ def test_it_watches_until_the_runs_have_ended_and_while_the_controller_is_down(h
 def test_the_command_plans_and_submits(here):
     args = ["tasks=listops", "attns=flash", "seeds=2", "recipe=demo", "launcher=slurm", "devices=1", "slurm.gres=null"]
     before = sorted(here.rglob("*"))
-    report = accuracy.run("table3", args, dry_run=True)
+    report = accuracy.reproduce("table3", args, dry_run=True)
     assert report.lines[1] == "2 remain to be run; slots: 1"
     assert report.lines[-1] == (
         "would be submitted: an array of 2 tasks, at most 1 at once, each with slurm.partition=null "
@@ -166,7 +166,7 @@ def test_the_command_plans_and_submits(here):
     assert sorted(here.rglob("*")) == before
     (here / "bin/squeue").write_text("#!/bin/sh\n")  # all tasks have left the queue
     said: list[str] = []
-    report = accuracy.run("table3", args, said.append)
+    report = accuracy.reproduce("table3", args, said.append)
     assert "submitted: array 1, 2 tasks, at most 1 at once" in said and "--gres" not in Path("script").read_text()
     assert report.wrong
 
@@ -188,7 +188,7 @@ def test_the_command_plans_and_submits(here):
 )
 def test_bad_input_is_refused_before_anything_is_submitted(here, args, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        accuracy.run("table3", ["seeds=1", *args])
+        accuracy.reproduce("table3", ["seeds=1", *args])
     assert not Path("submissions").exists()
 
 
@@ -200,13 +200,13 @@ def test_bad_input_is_refused_before_anything_is_submitted(here, args, message):
     ],
 )  # fmt: skip
 def test_the_gpus_of_a_job_are_those_that_gres_names(gres, gpus):
-    assert Resources(gres=gres).gpus == gpus
+    assert SlurmResources(gres=gres).gpus == gpus
 
 
 @pytest.mark.parametrize("gres", ["gpu:4", "null"])
 def test_a_cell_may_have_several_gpus_of_its_job(here, monkeypatch, gres):
     args = ["tasks=listops", "attns=flash", "seeds=1", "recipe=demo", "launcher=slurm", "trainer.devices=4"]
-    report = accuracy.run("table3", [*args, f"slurm.gres={gres}"], dry_run=True)
+    report = accuracy.reproduce("table3", [*args, f"slurm.gres={gres}"], dry_run=True)
     assert "an array of 1 tasks" in report.lines[-1]
     for name, value in (("SLURM_JOB_NAME", "lra"), ("SLURM_CPUS_PER_TASK", "8"), ("CUDA_VISIBLE_DEVICES", "2,3,4,5")):
         monkeypatch.setenv(name, value)
@@ -215,7 +215,7 @@ def test_a_cell_may_have_several_gpus_of_its_job(here, monkeypatch, gres):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     see = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
     (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=4",))
-    Task(cell, [sys.executable, "-c", see])()
+    ArrayTask(cell, [sys.executable, "-c", see])()
     assert (cell.directory.path / "log.txt").read_text().splitlines()[-1] == "2,3,4,5 2"
 
 
@@ -223,7 +223,7 @@ def test_what_is_lacking_is_named(here, monkeypatch, capfd):
     (here / "bin/sbatch").write_text(REFUSED)
     with pytest.raises(UsageError, match=r"sbatch refuses the array: error: invalid partition specified: gpu"):
         array(cells()).work()
-    assert not list(FOLDER.glob("*.json")) and capfd.readouterr().err == ""
+    assert not list(SLURM_FOLDER.glob("*.json")) and capfd.readouterr().err == ""
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match="there is no srun here: call it on the cluster"):
         array(cells()).work()
@@ -238,11 +238,11 @@ def test_a_task_that_is_told_to_end_is_requeued_and_goes_on(here, monkeypatch):
     (cell,) = todo = cells(1)
     executor = submitit.LocalExecutor("logs")
     executor.update_parameters(timeout_min=60)
-    job = executor.submit(Task(cell, stub(todo, "wait", "finish")))
+    job = executor.submit(ArrayTask(cell, stub(todo, "wait", "finish")))
     until(cell.directory.last.exists, 60)
     (process,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
     os.kill(int(process), signal.SIGUSR2)
-    until(lambda: look(cell).status == "done", 60)
+    until(lambda: cell_state(cell).status == "done", 60)
     job.wait()
     assert len(started()) == 2
     assert (cell.directory.path / "log.txt").read_text().count("$ ") == 2
@@ -341,8 +341,8 @@ def test_tasks_are_requeued_in_mid_training_and_end_as_if_unbroken(cluster, tmp_
     monkeypatch.chdir(tmp_path)
     args = ("seeds=2", "devices=2", *LONGER)
     first = Command(cluster, *args)
-    until(lambda: list((tmp_path / FOLDER).glob("*.json")), 60)
-    (record,) = (tmp_path / FOLDER).glob("*.json")
+    until(lambda: list((tmp_path / SLURM_FOLDER).glob("*.json")), 60)
+    (record,) = (tmp_path / SLURM_FOLDER).glob("*.json")
     first.process.send_signal(signal.SIGINT)
     assert f"array {record.stem} goes on" in first.end(130)
     runs = [tmp_path / path for path in json.loads(record.read_text()).values()]
@@ -355,7 +355,7 @@ def test_tasks_are_requeued_in_mid_training_and_end_as_if_unbroken(cluster, tmp_
     planned = Command(cluster, *args, "--dry-run").end(0)
     assert f"in the queue: {record.stem}_0, {record.stem}_1" in planned and "nothing would be submitted" in planned
     second = Command(cluster, *args).end(0)
-    assert "submitted" not in second and len(list((tmp_path / FOLDER).glob("*.json"))) == 1
+    assert "submitted" not in second and len(list((tmp_path / SLURM_FOLDER).glob("*.json"))) == 1
     for seed, run in enumerate(runs):
         result = json.loads((run / "result.json").read_text())
         log = (run / "log.txt").read_text().splitlines()
@@ -379,10 +379,10 @@ def test_a_cancelled_task_is_not_requeued_and_the_next_call_submits_it(cluster, 
     args = ("seeds=1", *LONGER)
     refused = Command(cluster, *args, "slurm.partition=none").end(2)
     assert "sbatch refuses the array: error: " in refused and "partition" in refused.split("refuses")[1]
-    assert slurm._live(["9998"]) == slurm._live(["9998", "9999"]) == set()  # unknown, or long gone
+    assert slurm._queued_tasks(["9998"]) == slurm._queued_tasks(["9998", "9999"]) == set()  # unknown, or long gone
     first = Command(cluster, *args)
     until(lambda: directories(tmp_path), 120)
-    (record,) = (tmp_path / FOLDER).glob("*.json")
+    (record,) = (tmp_path / SLURM_FOLDER).glob("*.json")
     (run,) = directories(tmp_path)
     control(cluster, "scontrol", "requeue", record.stem)
     until(lambda: (run / "log.txt").read_text().count("$ ") == 2 and is_claimed(run), 60)

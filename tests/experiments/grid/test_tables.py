@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lra.config import recipes
-from lra.experiments import experiments
+from lra.experiments import list_experiments
 from lra.experiments.grid import grid
 from tests.command_line import lra, refused
 
@@ -35,9 +35,9 @@ def write(configs, **changes):
 
 def test_a_table_needs_no_papers_figures(configs):
     write(configs)
-    made = grid.read("mine")
+    made = grid.read_grid("mine")
     assert made.seeds == 1 and made.figure("flash", "listops") is None and made.about == "accuracy on listops, text"
-    assert {"mine", "table3", "table6", "fig3"} == experiments().keys()
+    assert {"mine", "table3", "table6", "fig3"} == list_experiments().keys()
     planned = lra("reproduce", "mine", "--dry-run")
     assert planned.code == 0 and "4 remain to be run" in planned.out
     done = lra("report", "mine", "results=results", "out=out")
@@ -72,7 +72,7 @@ def test_all_tables_are_listed_with_what_they_are(configs):
         ({"columns": {"a": {"fields": ["task=txt"]}}}, "column a: unknown task 'txt': did you mean 'text'"),
         ({"columns": {"a": {"fields": ["task=text"], "apart": "no"}}}, "column a has more than fields and apart"),
         ({"columns": {"a": {"fields": ["task=text"], "b": 1}}}, "column a has more than fields and apart"),
-        ({"columns": {5: {"fields": ["task=text"]}}}, "the name of column 5 is no text"),
+        ({"columns": {5: {"fields": ["task=text"]}}}, "the name of column 5 is not a text"),
         ({"paper": {"flash": 37.6}}, "paper's flash is 37.6"),
         ({"paper": {"flash": {"listops": "37.6"}}}, "paper's flash is {'listops': '37.6'}"),
         ({"paper": [1]}, "paper is [1], and must be a mapping of attentions"),

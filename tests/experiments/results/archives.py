@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import save_file
 
 from lra.experiments.results import unpack
-from lra.experiments.results.archive import pack
+from lra.experiments.results.archive import pack_runs
 from lra.training.curves import CURVE_COLUMNS
 from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE
 from tests.experiments.results.test_ledger import cell, result
@@ -54,7 +54,7 @@ def listed(folder: Path) -> dict[str, bytes]:
 def packed(runs: Path, *args: str) -> Path:
     out = runs.parent / f"{runs.name}.tar.xz"
     out.unlink(missing_ok=True)
-    pack([f"runs={runs}", f"out={out}", *args])
+    pack_runs([f"runs={runs}", f"out={out}", *args])
     return out
 
 
@@ -68,4 +68,4 @@ def names(file: Path) -> dict[str, set[str]]:
     return found
 
 
-SMALL = set(unpack.SMALL) - {FIRST_FAILURE_FILE}
+SMALL = set(unpack.SMALL_FILES) - {FIRST_FAILURE_FILE}

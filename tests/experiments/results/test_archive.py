@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from lra.cli import app
 from lra.errors import UsageError
 from lra.experiments.results import archive
-from lra.experiments.results.archive import merge, pack
+from lra.experiments.results.archive import merge_runs, pack_runs
 from lra.training.run_directory import CLAIM_FILE, FIRST_FAILURE_FILE, LOG_FILE, claim_directory
 from tests.experiments.results.archives import DONE, FAILED, GOING, SMALL, listed, make, names, packed
 
@@ -45,7 +45,7 @@ def test_what_is_packed(runs, checkpoints, done, going):
 
 def test_what_is_left_out_is_named_and_nothing_lies_aside(runs, tmp_path):
     (runs / FAILED / "result.json").write_text("{")
-    lines = pack([f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"])
+    lines = pack_runs([f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"])
     assert [line.partition(", ")[0] for line in lines[:2]] == [f"left out: {FAILED}", f"left out: {GOING}"]
     assert lines[-1].startswith("1 runs, 4 files") and {path.name for path in tmp_path.iterdir()} == {
         "there",
@@ -56,8 +56,8 @@ def test_what_is_left_out_is_named_and_nothing_lies_aside(runs, tmp_path):
 def test_a_finished_run_without_the_checkpoint_asked_for_is_named(runs, tmp_path):
     (runs / DONE / "model.safetensors").unlink()
     args = [f"runs={runs}", f"out={tmp_path / 'a.tar.xz'}"]
-    assert pack([*args, "checkpoints=weights"])[:-1] == [f"{DONE}: has no model.safetensors"]
-    assert pack([args[0], f"out={tmp_path / 'b.tar.xz'}", "checkpoints=last"])[:-1] == []
+    assert pack_runs([*args, "checkpoints=weights"])[:-1] == [f"{DONE}: has no model.safetensors"]
+    assert pack_runs([args[0], f"out={tmp_path / 'b.tar.xz'}", "checkpoints=last"])[:-1] == []
 
 
 def test_an_archive_that_is_there_is_not_replaced(runs):
@@ -65,7 +65,7 @@ def test_an_archive_that_is_there_is_not_replaced(runs):
     out = packed(runs, "checkpoints=last")
     before = out.read_bytes()
     with pytest.raises(UsageError, match="is there already: name another file, or remove it first"):
-        pack([f"runs={runs}", f"out={out}"])
+        pack_runs([f"runs={runs}", f"out={out}"])
     assert out.read_bytes() == before
 
 
@@ -73,7 +73,7 @@ def test_a_run_that_a_process_works_on_is_left_out(runs):
     held = [claim_directory(runs / name) for name in (DONE, FAILED, GOING)]  # the second one is tried again
     out = packed(runs, "checkpoints=last")
     assert names(out) == {DONE: SMALL | {"last.ckpt"}}
-    lines = pack([f"runs={runs}", f"out={runs.parent}/2.tar.xz", "checkpoints=last"])
+    lines = pack_runs([f"runs={runs}", f"out={runs.parent}/2.tar.xz", "checkpoints=last"])
     why = "a process works on it: pack it when that has ended"
     assert lines[:-1] == [f"left out: {name}, {why}" for name in (FAILED, GOING)]
     for file in held:
@@ -99,12 +99,12 @@ def test_runs_in_which_nothing_may_be_written_are_packed(runs):
 
 def test_merging_brings_the_same_files_and_again_nothing(runs, target):
     file = packed(runs, "checkpoints=all")
-    assert merge(file, [f"runs={target}"])[-1] == "3 added, 0 replaced, 0 completed, 0 kept"
+    assert merge_runs(file, [f"runs={target}"])[-1] == "3 added, 0 replaced, 0 completed, 0 kept"
     there = listed(runs)
     del there[f"{GOING}/model.safetensors"], there[f"{FAILED}/model.safetensors"]
     before = listed(target)
     assert before == there
-    assert merge(file, [f"runs={target}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
+    assert merge_runs(file, [f"runs={target}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
     assert listed(target) == before and {path.name for path in target.iterdir()} == {"listops"}
 
 
@@ -114,14 +114,14 @@ def test_a_folder_that_is_no_finished_run_of_its_own_is_refused(runs, target, tm
     for changed, message in (
         ({"status": "failed"}, "has no finished run's result.json"),
         ({"directory": "flash/xiong2021-s0"}, "has 'flash/xiong2021-s0' as its directory"),
-        ({"directory": "x/../../.."}, "has '../../..' as its directory: get it anew"),
+        ({"directory": "x/../../.."}, "has '../../..' as its directory: get it again"),
         ({"directory": 5}, "it lacks a text as directory"),
         ({"directory": "checkpoints/runs/text/flash/xiong2021-s0"}, "holds a run of listops, flash, seed 0"),
         ({"directory": f"checkpoints/runs/{DONE}", "config": made["config"] | {"seed": 1}}, "config.yaml and result"),
     ):
         (released / "result.json").write_text(json.dumps(made | changed))
         with pytest.raises(UsageError, match=message):
-            merge(released, [f"runs={target}"])
+            merge_runs(released, [f"runs={target}"])
     assert not target.exists()
 
 
@@ -129,37 +129,37 @@ def test_a_finished_run_stays(runs, target):
     make(runs, GOING, "failed", 9000)
     make(target, GOING, "finished", 500)
     before = listed(target / GOING)
-    assert "it is finished here" in merge(packed(runs, "checkpoints=all"), [f"runs={target}"])[2]
+    assert "it is finished here" in merge_runs(packed(runs, "checkpoints=all"), [f"runs={target}"])[2]
     assert listed(target / GOING) == before
 
 
 def test_a_finished_run_gets_the_checkpoints_that_it_lacks(runs, target):
-    merge(packed(runs), [f"runs={target}"])
+    merge_runs(packed(runs), [f"runs={target}"])
     (target / DONE / "last.ckpt").write_bytes(b"its own")
     file = packed(runs, "checkpoints=all")
-    lines = merge(file, [f"runs={target}"])
+    lines = merge_runs(file, [f"runs={target}"])
     assert f"{DONE}: completed, best.ckpt, model.safetensors" in lines
     assert lines[-1] == "1 added, 1 replaced, 1 completed, 0 kept"  # the others go on from their last.ckpt
     assert listed(target / DONE) == listed(runs / DONE) | {"last.ckpt": b"its own"}
-    assert merge(file, [f"runs={target}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
+    assert merge_runs(file, [f"runs={target}"])[-1] == "0 added, 0 replaced, 0 completed, 3 kept"
 
 
 def test_no_checkpoint_of_an_unfinished_run_completes_a_finished_one(runs, target):
     (make(target, GOING) / "last.ckpt").unlink()
-    assert f"{GOING}: kept, it is finished here" in merge(packed(runs, "checkpoints=last"), [f"runs={target}"])
+    assert f"{GOING}: kept, it is finished here" in merge_runs(packed(runs, "checkpoints=last"), [f"runs={target}"])
 
 
 def test_another_finished_result_is_refused_by_name_and_nothing_is_added(runs, target):
     make(target, DONE, accuracy=0.1)
     before = listed(target)
     with pytest.raises(UsageError, match=f"{DONE} has another finished result of the same configuration"):
-        merge(packed(runs), [f"runs={target}"])
+        merge_runs(packed(runs), [f"runs={target}"])
     assert listed(target) == before and {path.name for path in target.iterdir()} == {"listops"}
 
 
 def test_an_unfinished_run_gives_way_to_a_finished_one(runs, target):
     make(target, DONE, None, 9000)
-    assert f"{DONE}: replaced, it was unfinished here" in merge(packed(runs), [f"runs={target}"])
+    assert f"{DONE}: replaced, it was unfinished here" in merge_runs(packed(runs), [f"runs={target}"])
     assert set(listed(target / DONE)) == SMALL  # nothing of the other run is left
 
 
@@ -167,7 +167,7 @@ def test_an_unfinished_run_gives_way_to_a_finished_one(runs, target):
 @pytest.mark.parametrize(("steps", "action"), [(250, "replaced"), (490, "replaced"), (500, "kept"), (1000, "kept")])
 def test_of_two_unfinished_runs_the_one_with_more_steps_stays(runs, target, steps, action):
     make(target, GOING, None, steps)
-    lines = merge(packed(runs, "checkpoints=last"), [f"runs={target}"])
+    lines = merge_runs(packed(runs, "checkpoints=last"), [f"runs={target}"])
     assert f"{GOING}: {action}, {steps} steps here, 500 there" in lines
     assert torch.load(target / GOING / "last.ckpt")["global_step"] == max(steps, 500)
 
@@ -176,12 +176,12 @@ def test_a_run_that_a_process_works_on_stays(runs, target):
     make(target, GOING, None, 250)
     held = [claim_directory(target / name) for name in (GOING, DONE)]  # the other one has just been begun
     before, file = listed(target), packed(runs, "checkpoints=last")
-    lines = merge(file, [f"runs={target}"])
+    lines = merge_runs(file, [f"runs={target}"])
     assert {f"{name}: kept, a process works on it here" for name in (GOING, DONE)} < set(lines)
     assert {name: content for name, content in listed(target).items() if FAILED not in name} == before
     for file_held in held:
         os.close(file_held or 0)
-    assert merge(file, [f"runs={target}"])[-1] == "1 added, 1 replaced, 0 completed, 1 kept"
+    assert merge_runs(file, [f"runs={target}"])[-1] == "1 added, 1 replaced, 0 completed, 1 kept"
 
 
 def test_a_run_that_a_process_begins_meanwhile_stays(runs, target, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_run_that_a_process_begins_meanwhile_stays(runs, target, monkeypatch):
 
     file = packed(runs, "checkpoints=last")
     monkeypatch.setattr(archive, "_decide", begun)
-    assert f"{GOING}: kept, a process works on it here" in merge(file, [f"runs={target}"])
+    assert f"{GOING}: kept, a process works on it here" in merge_runs(file, [f"runs={target}"])
     assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750 and claim_directory(target / GOING) is None
     os.close(held[0])
 
@@ -207,7 +207,7 @@ def test_a_run_that_a_process_has_worked_on_meanwhile_is_looked_at_again(runs, t
     file = packed(runs, "checkpoints=last")
     late = lambda path: make(target, GOING, None, 750) and claim_directory(path)  # noqa: E731
     monkeypatch.setattr(archive, "claim_directory", late)
-    assert f"{GOING}: kept, 750 steps here, 500 there" in merge(file, [f"runs={target}"])
+    assert f"{GOING}: kept, 750 steps here, 500 there" in merge_runs(file, [f"runs={target}"])
     assert torch.load(target / GOING / "last.ckpt")["global_step"] == 750
 
 
@@ -215,7 +215,7 @@ def test_who_opened_the_claim_before_a_merge_has_it_after(runs, target):
     make(target, GOING, None, 250)
     os.close(claim_directory(target / GOING) or 0)
     with (target / GOING / CLAIM_FILE).open() as opened:
-        assert f"{GOING}: replaced, 250 steps here, 500 there" in merge(
+        assert f"{GOING}: replaced, 250 steps here, 500 there" in merge_runs(
             packed(runs, "checkpoints=last"), [f"runs={target}"]
         )
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,7 +231,7 @@ def test_a_merge_that_is_killed_loses_nothing_and_mixes_no_checkpoints(runs, tar
         ours = set(listed(make(target, DONE, None, 250)).items())
         does = iter([replace] * moment)
         monkeypatch.setattr(archive.os, "replace", lambda *paths, does=does: next(does, lambda *_: os._exit(9))(*paths))
-        process = multiprocessing.get_context("fork").Process(target=merge, args=(file, [f"runs={target}"]))
+        process = multiprocessing.get_context("fork").Process(target=merge_runs, args=(file, [f"runs={target}"]))
         process.start()
         process.join()
         monkeypatch.undo()
@@ -243,7 +243,7 @@ def test_a_merge_that_is_killed_loses_nothing_and_mixes_no_checkpoints(runs, tar
         assert left <= ours or left <= theirs or "last.ckpt" not in dict(left), moment
         if "result.json" in listed(target / DONE):
             assert set(listed(target / DONE).items()) == theirs
-        merge(file, [f"runs={target}"])
+        merge_runs(file, [f"runs={target}"])
         assert set(listed(target / DONE).items()) == theirs
         shutil.rmtree(target)
         moment += 1
@@ -252,7 +252,7 @@ def test_a_merge_that_is_killed_loses_nothing_and_mixes_no_checkpoints(runs, tar
 
 def test_what_cannot_be_continued_replaces_nothing(runs, target):
     make(target, FAILED, None, 250)
-    assert f"{FAILED}: kept, 250 steps here, 0 there" in merge(packed(runs), [f"runs={target}"])
+    assert f"{FAILED}: kept, 250 steps here, 0 there" in merge_runs(packed(runs), [f"runs={target}"])
 
 
 @pytest.mark.parametrize("marks", [(), (CLAIM_FILE, LOG_FILE)])
@@ -260,21 +260,21 @@ def test_what_a_cell_refused_early_leaves_gives_way(runs, target, marks):
     (target / DONE).mkdir(parents=True)
     for name in marks:
         (target / DONE / name).touch()
-    assert f"{DONE}: added" in merge(packed(runs), [f"runs={target}"])
+    assert f"{DONE}: added" in merge_runs(packed(runs), [f"runs={target}"])
     assert set(listed(target / DONE)) == SMALL
 
 
 def test_a_place_with_something_else_is_refused(runs, target):
     (target / DONE).mkdir(parents=True)
     (target / DONE / "notes.txt").touch()
-    with pytest.raises(UsageError, match=f"{DONE} is no run's directory: move it away"):
-        merge(packed(runs), [f"runs={target}"])
+    with pytest.raises(UsageError, match=f"{DONE} is not a run's directory: move it away"):
+        merge_runs(packed(runs), [f"runs={target}"])
 
 
 def test_a_run_that_failed_twice_stays_so(runs, target):
     folder = make(runs, FAILED, "failed")
     shutil.copy(folder / "result.json", folder / FIRST_FAILURE_FILE)
-    merge(packed(runs), [f"runs={target}"])
+    merge_runs(packed(runs), [f"runs={target}"])
     assert set(listed(target / FAILED)) == SMALL | {FIRST_FAILURE_FILE}
 
 
@@ -286,9 +286,9 @@ def test_a_run_that_ended_replaces_one_that_has_not_and_is_no_further(runs, targ
     if not steps:
         (target / FAILED / "last.ckpt").unlink()
     file = packed(runs, "checkpoints=last" if steps else "checkpoints=none")
-    assert f"{FAILED}: replaced, it had not ended here" in merge(file, [f"runs={target}"])
+    assert f"{FAILED}: replaced, it had not ended here" in merge_runs(file, [f"runs={target}"])
     assert json.loads((target / FAILED / "result.json").read_text())["status"] == status
-    assert f"{FAILED}: kept, {steps} steps here, {steps} there" in merge(file, [f"runs={target}"])
+    assert f"{FAILED}: kept, {steps} steps here, {steps} there" in merge_runs(file, [f"runs={target}"])
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,9 @@ def test_an_end_for_good_replaces_one_to_be_tried_again_in_any_order(runs, targe
     late = packed(runs, "checkpoints=last")
     for order, said in (((early, late), "replaced, it was to be tried again here"), ((late, early), "kept")):
         shutil.rmtree(target, ignore_errors=True)
-        notes = [note for file in order for note in merge(file, [f"runs={target}"])]
+        notes = [note for file in order for note in merge_runs(file, [f"runs={target}"])]
         assert any(note.startswith(f"{FAILED}: {said}") for note in notes)
-        assert archive.Run(target / FAILED).ended() == 2
+        assert archive.StoredRun(target / FAILED).ended() == 2
 
 
 def test_another_configuration_is_refused_with_its_fields(runs, target):
@@ -314,7 +314,7 @@ def test_another_configuration_is_refused_with_its_fields(runs, target):
     config["optim"]["lr"] = 0.5
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(UsageError, match=r"another configuration \(optim.lr: 0.5 -> 0.0001\)"):
-        merge(packed(runs), [f"runs={target}"])
+        merge_runs(packed(runs), [f"runs={target}"])
 
 
 def test_a_failed_rename_leaves_the_old_run(runs, target, monkeypatch):
@@ -329,7 +329,7 @@ def test_a_failed_rename_leaves_the_old_run(runs, target, monkeypatch):
     file = packed(runs)
     monkeypatch.setattr(archive.os, "replace", fail)
     with pytest.raises(UsageError, match="no space left"):
-        merge(file, [f"runs={target}"])
+        merge_runs(file, [f"runs={target}"])
     assert listed(target) == before
 
 
@@ -343,7 +343,7 @@ def test_an_archive_that_may_not_be_read_is_named_not_the_runs(runs, target, mon
 
     monkeypatch.setattr(io, "open", opened)
     with pytest.raises(PermissionError, match=str(file)):
-        merge(file, [f"runs={target}"])
+        merge_runs(file, [f"runs={target}"])
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -352,9 +352,9 @@ def test_bad_input_is_one_line(tmp_path):
         (["out=a.tar.xz", "checkpoints=some"], "write none"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
-            pack([f"runs={tmp_path}", *args])
-    with pytest.raises(UsageError, match="is no file: name an archive"):
-        merge(tmp_path / "none.tar.xz")
+            pack_runs([f"runs={tmp_path}", *args])
+    with pytest.raises(UsageError, match="is not a file: name an archive"):
+        merge_runs(tmp_path / "none.tar.xz")
 
 
 def test_the_commands(runs, target, tmp_path):
@@ -376,25 +376,25 @@ def test_weights_are_read_before_they_are_placed(runs, target, tmp_path):
     ):
         (released / "model.safetensors").write_bytes(content)
         with pytest.raises(UsageError, match=f"{DONE}/model.safetensors {message}"):
-            merge(released, [f"runs={target}"])
+            merge_runs(released, [f"runs={target}"])
     assert not target.exists()
     weights.write_bytes(content)
     out = tmp_path / "a.tar.xz"
-    [note, _] = pack([f"runs={runs}", f"out={out}", "checkpoints=weights"])[:2]
+    [note, _] = pack_runs([f"runs={runs}", f"out={out}", "checkpoints=weights"])[:2]
     assert note.startswith(f"left out: {DONE}, {DONE}/model.safetensors is another run's") and DONE not in names(out)
     out.unlink()
-    pack([f"runs={runs}", f"out={out}"])
+    pack_runs([f"runs={runs}", f"out={out}"])
     assert DONE in names(out), "they are not packed"
 
 
 def test_curves_that_cant_be_read_are_not_packed_and_missing_ones_come_later(runs, target, tmp_path):
     first = shutil.copytree(runs / DONE, tmp_path / "released")
     (first / "metrics.csv").unlink()
-    merge(first, [f"runs={target}"])
-    assert f"{DONE}: completed, metrics.csv" in merge(packed(runs, "checkpoints=weights"), [f"runs={target}"])
+    merge_runs(first, [f"runs={target}"])
+    assert f"{DONE}: completed, metrics.csv" in merge_runs(packed(runs, "checkpoints=weights"), [f"runs={target}"])
     (runs / DONE / "metrics.csv").write_text("garbage\nmore\n")
     out = tmp_path / "a.tar.xz"
-    assert f"left out: {DONE}, {DONE}/metrics.csv can't be read: leave that run out" in pack(
+    assert f"left out: {DONE}, {DONE}/metrics.csv can't be read: leave that run out" in pack_runs(
         [f"runs={runs}", f"out={out}"]
     )
-    merge(out, [f"runs={tmp_path / 'other'}"])
+    merge_runs(out, [f"runs={tmp_path / 'other'}"])

@@ -12,9 +12,9 @@ from tests.experiments.results.test_report import cells, pictures
 
 
 def test_chance_looks_flat_and_one_value_is_a_dot():
-    [one] = pictures(html.chart("a", "steps", {"flash": [[(7.0, 50.0)]]}, {"flash": 0}, log=True))
+    [one] = pictures(html.curve_chart("a", "steps", {"flash": [[(7.0, 50.0)]]}, {"flash": 0}, log=True))
     assert [(len(line.points), line.dots) for line in lines(one).values()] == [(1, 1)]
-    [flat] = pictures(html.chart("a", "step", {"flash": [[(1.0, 50.0), (2.0, 50.1)]]}, {"flash": 0}, log=False))
+    [flat] = pictures(html.curve_chart("a", "step", {"flash": [[(1.0, 50.0), (2.0, 50.1)]]}, {"flash": 0}, log=False))
     assert {"48", "50", "52"} <= set(words(flat))
     (_, low), (_, high) = lines(flat)["flash-0"].points
     assert 0 < low - high < 10
@@ -25,7 +25,9 @@ def test_long_curves_are_thinned_and_those_that_are_no_numbers_left_out(tmp_path
         put(tmp_path / f"{cell.seed}" / "result.json", result(cell))
         rows = [f"{step},{0.2 + step % 2 / 10}" for step in range(999)] + [f"999,{last}\n"]
         (tmp_path / f"{cell.seed}" / "metrics.csv").write_text("\n".join(["step,val/accuracy", *rows]))
-    report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={tmp_path / 'out'}"])
+    report.make_report(
+        "table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={tmp_path / 'out'}"]
+    )
     page = (tmp_path / "out" / "table3.html").read_text()
     assert "Without curves: 1" in page and "can&#x27;t be read as curves (line 1001 is no row" in page
     curves = lines(next(picture for picture in pictures(page) if "step" in words(picture)))
@@ -41,7 +43,7 @@ def test_text_of_results_is_escaped(tmp_path):
     one["test"]["baselines"] = {"majority": 0.1, "<i>": 0.2}
     put(tmp_path / "a<u>" / "result.json", one)
     (tmp_path / "a<u>" / "metrics.csv").write_text("step,val/accuracy\nx,0.1\n")
-    report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
+    report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
     page = (tmp_path / "out" / "table3.html").read_text()
     assert not re.search("<b>|<i>|<u>|<script", page) and "&lt;b&gt;&amp;" in page
     assert "can&#x27;t be read as curves" in page
@@ -55,7 +57,7 @@ def test_what_is_special_in_markdown_and_latex_is_escaped(tmp_path):
     one["environment"] |= {"commit": "abc\ndef"}
     one["test"]["baselines"] = {"majority": 0.1, r"a|b\c & 9% $x #1 _{y} ~z^": 0.2}
     put(tmp_path / "a.json", one)
-    report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
+    report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", f"out={tmp_path / 'out'}"])
     markdown, latex = ((tmp_path / "out" / f"table3.{end}").read_text().splitlines() for end in ("md", "tex"))
     assert r"| strongest baseline | 20.0 a\|b\\c & 9% $x #1 _{y} ~z^ |" in markdown
     escaped = r"a|b\textbackslash{}c \& 9\% \$x \#1 \_\{y\} \textasciitilde{}z\^{}"

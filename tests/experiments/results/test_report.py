@@ -25,7 +25,7 @@ from lra.experiments.results import html, report
 from tests.drawings import lines, words
 from tests.experiments.results.test_ledger import RESULTS, dated, put, result
 
-TABLE = grid.read("table3")
+TABLE = grid.read_grid("table3")
 ALL = [name for name, column in TABLE.columns.items() if not column.apart]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CURVES = "step,train/loss,lr,val/loss,val/accuracy\n50,2.0,1e-4,,\n250,,,2.1,0.2\n500,,,2.0,0.35\n"
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "out"
-    return report.run("table3", [f"results={folder}", "attns=standard,flash", f"out={out}"]), out
+    return report.make_report("table3", [f"results={folder}", "attns=standard,flash", f"out={out}"]), out
 
 
 def test_accuracy_is_mean_and_deviation_of_the_seeds_found(made):
@@ -99,7 +99,9 @@ def test_of_a_run_beside_others_no_speed_is_known(tmp_path):
     for cell, speed, shared in zip(cells(["listops"], ["flash"], 2), (300.0, 100.0), (1, 2), strict=True):
         put(tmp_path / f"{cell.seed}.json", result(cell, steps_per_second=speed, runs_per_device=shared))
     out = tmp_path / "out"
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={out}"])
+    made = report.make_report(
+        "table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2", f"out={out}"]
+    )
     assert table(made, "steps per second")["flash"]["listops"] == "300.0"
     first, second = csv.DictReader((out / "table3.csv").read_text().splitlines())
     assert (first["steps_per_second"], first["train_seconds"][:4]) == ("300.0", "19.7")
@@ -109,7 +111,7 @@ def test_of_a_run_beside_others_no_speed_is_known(tmp_path):
 def test_several_gpus_are_other_hardware(tmp_path):
     for cell, speed, count in zip(cells(["listops"], ["flash"], 2), (100.0, 300.0), (None, 4), strict=True):
         put(tmp_path / f"{cell.seed}.json", result(cell, steps_per_second=speed, world_size=count))
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2"])
+    made = report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=2"])
     assert [row.hardware for row in made.rows] == ["NVIDIA H200", "4 × NVIDIA H200"]
     assert table(made, "steps per second on NVIDIA H200")["flash"]["listops"] == "100.0"
     assert table(made, "steps per second on 4 × NVIDIA H200")["flash"]["listops"] == "300.0"
@@ -119,7 +121,7 @@ def test_columns_that_are_apart_enter_no_speedup(tmp_path):
     for number, cell in enumerate(cells(["listops", "pathfinder-lit"], ["standard", "flash"])):
         speed = {"standard": 10.0, "flash": 20.0 if cell.column == "listops" else 80.0}[cell.attn]
         put(tmp_path / f"{number}.json", result(cell, steps_per_second=speed))
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops,pathfinder-lit", "attns=standard,flash"])
+    made = report.make_report("table3", [f"results={tmp_path}", "tasks=listops,pathfinder-lit", "attns=standard,flash"])
     shown = table(made, "steps per second")["flash"]
     assert shown["pathfinder-lit"] == "80.0 (8.00×)" and shown["speedup"] == "2.00 (1)"
 
@@ -127,14 +129,14 @@ def test_columns_that_are_apart_enter_no_speedup(tmp_path):
 def test_the_peak_of_memory_is_that_of_the_seed_that_had_most(tmp_path):
     for cell, peak in zip(cells(["listops"], ["flash"], 3), (2, 5, 3), strict=True):
         put(tmp_path / f"{cell.seed}.json", result(cell, peak_gpu_bytes=peak * 10**9))
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash"])
+    made = report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash"])
     assert table(made, "peak memory")["flash"]["listops"] == "5.00"
 
 
 def test_the_papers_average_needs_its_figure_of_each_column(tmp_path, monkeypatch):
     poor = dataclasses.replace(TABLE, paper={"flash": {"listops": 37.6, "average": 59.8}})
-    monkeypatch.setattr(grid, "read", lambda name: poor)
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops,text", "attns=flash"])
+    monkeypatch.setattr(grid, "read_grid", lambda name: poor)
+    made = report.make_report("table3", [f"results={tmp_path}", "tasks=listops,text", "attns=flash"])
     assert table(made, "difference")["flash"] == {"listops": "(37.6)", "text": "", "average": ""}
 
 
@@ -144,19 +146,21 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
         gpu = "NVIDIA A100" if (cell.attn, cell.column) == ("flash", "text") else "NVIDIA H200"
         one = result(cell, 0.30 + place // 2 / 100, steps_per_second=speed)
         put(tmp_path / f"{place}.json", one | {"environment": one["environment"] | {"gpu": gpu}})
-    made = report.run("table3", [f"results={tmp_path}", "attns=standard,flash"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash"])
     assert table(made, "test accuracy")["flash"]["average"] == "32.0 (1)"
     assert table(made, "difference")["flash"]["average"] == "-27.8 (59.8)"
     assert table(made, "steps per second on NVIDIA H200")["flash"]["speedup"] == f"{(40**3 * 20) ** 0.25 / 10:.2f} (4)"
-    one = report.run("table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops"])
+    one = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops"])
     assert table(one, "steps per second on NVIDIA H200")["flash"]["speedup"] == "4.00 (1)"
-    some = report.run("table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops,text,image,pathfinder"])
+    some = report.make_report(
+        "table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops,text,image,pathfinder"]
+    )
     assert table(some, "test accuracy")["flash"]["average"] == "32.0 (1)"
     assert table(some, "difference")["flash"]["average"] == "-22.4 (54.4)", "the paper's over the same columns"
     elsewhere = table(made, "steps per second on NVIDIA A100")["flash"]
     assert elsewhere["text"] == "40.0" and elsewhere["speedup"] == ""
     (tmp_path / "1.json").unlink()
-    made = report.run("table3", [f"results={tmp_path}", "attns=standard,flash"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash"])
     averages = {attn: row["average"] for attn, row in table(made, "test accuracy").items()}
     assert averages == {"standard": "32.0 (1)", "flash": "", "strongest baseline": ""}
 
@@ -164,10 +168,10 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
 def test_an_attention_that_is_not_the_papers_has_a_row_without_its_figures(tmp_path):
     for cell in cells(["listops"], ["flash", "megatron"]):
         put(tmp_path / f"{cell.attn}.json", result(cell, 0.4))
-    made = report.run("table3", [f"results={tmp_path}", "attns=flash,megatron", "tasks=listops", "seeds=1"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash,megatron", "tasks=listops", "seeds=1"])
     assert table(made, "test accuracy")["megatron"] == {"listops": "40.0 (1)"}
     assert table(made, "difference") == {"flash": {"listops": "+2.4 (37.6)"}, "megatron": {"listops": ""}}
-    made = report.run("table3", [f"results={tmp_path}", "attns=megatron", "tasks=listops", "seeds=1"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=megatron", "tasks=listops", "seeds=1"])
     assert not any(title.startswith("difference") for title, _, _ in made.tables), "there is nothing to compare with"
 
 
@@ -175,13 +179,13 @@ def test_an_average_is_over_the_seeds_that_all_columns_have(tmp_path):
     for cell in cells(["listops", "text"], ["flash"], 3):
         if (cell.column, cell.seed) != ("text", 2):
             put(tmp_path / f"{cell.column}-{cell.seed}.json", result(cell, 0.3 + cell.seed / 10))
-    made = report.run("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
     assert table(made, "test accuracy")["flash"] == {
         "listops": "40.0 ± 10.0 (3)", "text": "35.0 ± 7.1 (2)", "average": "35.0 (2)"
     }  # fmt: skip
     (tmp_path / "text-0.json").unlink()
     (tmp_path / "listops-1.json").unlink()
-    made = report.run("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
     assert table(made, "test accuracy")["flash"]["average"] == ""
 
 
@@ -191,7 +195,7 @@ def test_what_ends_at_chance_is_stuck_and_counts(tmp_path, task, accuracy, statu
     [cell] = cells([task], ["flash"])
     test = {"accuracy": accuracy, "plus_minus": 0.0069, "loss": 0.7, "n": 20000}
     put(tmp_path / "a.json", result(cell) | {"test": test | {"baselines": {"majority": 0.5, "marker distance": 0.54}}})
-    made = report.run("table3", [f"results={tmp_path}", f"tasks={task}", "attns=flash", "seeds=1"])
+    made = report.make_report("table3", [f"results={tmp_path}", f"tasks={task}", "attns=flash", "seeds=1"])
     assert [row.status for row in made.rows] == [status]
     shown = table(made, "test accuracy")
     assert shown["flash"][task] == f"{100 * accuracy:.1f} (1)" + (", 1 stuck" if status == "stuck" else "")
@@ -199,14 +203,16 @@ def test_what_ends_at_chance_is_stuck_and_counts(tmp_path, task, accuracy, statu
 
 
 def test_no_results_leave_all_empty(tmp_path):
-    made = report.run("table3", [f"results={tmp_path}", f"out={tmp_path / 'out'}"])
+    made = report.make_report("table3", [f"results={tmp_path}", f"out={tmp_path / 'out'}"])
     assert len(made.rows) == 9 * 5 * 5 and not any(row.status for row in made.rows)
     assert made.notes[:2] == ["recipe: xiong2021", "0 of 225 runs finished"] and len(made.tables) == 2
     assert "listops: no results" in (tmp_path / "out" / "table3.html").read_text()
 
 
 def test_committed_results_under_another_recipe():
-    made = report.run("table3", [f"results={RESULTS}", "recipe=rotary", "seeds=3", "attns=standard,flash,butterfly"])
+    made = report.make_report(
+        "table3", [f"results={RESULTS}", "recipe=rotary", "seeds=3", "attns=standard,flash,butterfly"]
+    )
     assert re.fullmatch(r"\d+\.\d ± \d\.\d \(3\)†", table(made, "test accuracy")["flash"]["image"])
     assert "recipe rotary has no text, retrieval: left empty" in made.notes
     assert any(note.startswith("image: speeds of different engines are compared") for note in made.notes)
@@ -272,7 +278,7 @@ def test_plots_are_curves_by_seed_and_accuracy_by_speed_and_memory(made):
 
 def test_a_speed_that_was_measured_alone_is_drawn_in_place_of_the_runs(made):
     report, slow = made[0], {("NVIDIA H200", "listops", "flash"): 1.0}
-    page = html.page(TABLE, *report._replace(alone=slow))
+    page = html.report_page(TABLE, *report._replace(alone=slow))
     speed = next(lines(picture) for picture in pictures(page) if "steps per second" in words(picture))
     assert speed["flash-0"].points[0][0] < speed["standard-0"].points[0][0]
 
@@ -285,7 +291,7 @@ def test_what_no_clean_commit_made_is_marked_in_every_table_and_format(tmp_path)
     record = {"run": "there", "ended": "f" * 64, "commit": "a" * 12, "ancestors": [{"run": "before", "commit": None}]}
     put(tmp_path / "flash-1.json", one | {"provenance": record})
     out = tmp_path / "out"
-    made = report.run(
+    made = report.make_report(
         "table3", [f"results={tmp_path}", "tasks=listops", "attns=standard,flash", "seeds=2", f"out={out}"]
     )
     for title, _, rows in made.tables:
@@ -302,8 +308,8 @@ def test_runs_with_fields_of_their_own_are_reported_under_them(tmp_path):
     [shorter] = TABLE.cells(["listops"], ["flash"], 1, None, ["trainer.steps=2500"])
     put(tmp_path / "a.json", dated(result(shorter, 0.31), 1))
     asked = [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=1"]
-    assert table(report.run("table3", asked), "test accuracy")["flash"]["listops"] == ""
-    made = report.run("table3", [*asked, "trainer.steps=2500"])
+    assert table(report.make_report("table3", asked), "test accuracy")["flash"]["listops"] == ""
+    made = report.make_report("table3", [*asked, "trainer.steps=2500"])
     assert table(made, "test accuracy")["flash"]["listops"] == "31.0 (1)"
     assert made.notes[0] == "recipe: xiong2021 trainer.steps=2500"
 
@@ -311,14 +317,14 @@ def test_runs_with_fields_of_their_own_are_reported_under_them(tmp_path):
 def test_a_resumed_runs_memory_is_not_known(tmp_path):
     [cell] = cells(["listops"], ["flash"])
     put(tmp_path / "a.json", dated(result(cell, resumed=True), 1))
-    made = report.run("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=1"])
+    made = report.make_report("table3", [f"results={tmp_path}", "tasks=listops", "attns=flash", "seeds=1"])
     assert made.rows[0].memory_gb is None and not any(title.startswith("peak") for title, _, _ in made.tables)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["results=none"], "results=none is no folder"),
+        (["results=none"], "results=none is not a folder"),
         (["tasks=listopz"], "unknown task 'listopz': did you mean 'listops'"),
         (["attns=flahs"], "unknown attention 'flahs': did you mean 'flash'"),
         (["tasks=listops,listops"], "names one twice"),
@@ -332,15 +338,15 @@ def test_a_resumed_runs_memory_is_not_known(tmp_path):
 )
 def test_bad_input_is_one_line(args, message):
     with pytest.raises(UsageError, match=message):
-        report.run("table3", args)
+        report.make_report("table3", args)
 
 
 def test_an_unknown_table_and_a_file_as_folder(tmp_path, folder):
     with pytest.raises(UsageError, match="unknown table 'table4'"):
-        report.run("table4", [])
+        report.make_report("table4", [])
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file can't be written to"):
-        report.run("table3", [f"results={folder}", "tasks=listops", "attns=flash", f"out={tmp_path / 'file'}"])
+        report.make_report("table3", [f"results={folder}", "tasks=listops", "attns=flash", f"out={tmp_path / 'file'}"])
 
 
 def test_the_command(folder, monkeypatch):

@@ -21,7 +21,7 @@ def test_the_report_refuses_measurements_whose_cells_are_no_more(here):
     measured["options"]["fields"] = ["batch.sise=8"]
     FILE.write_text(json.dumps(measured))
     with pytest.raises(UsageError, match=r"speed.json can't be compared \(.*unknown field 'batch.sise'.*remove it, or"):
-        report.run("table3", ["results=runs", f"speed={FILE}"])
+        report.make_report("table3", ["results=runs", f"speed={FILE}"])
 
 
 def test_the_report_shows_both_columns(here):
@@ -33,7 +33,10 @@ def test_the_report_shows_both_columns(here):
     ]  # fmt: skip
     FILE.write_text(json.dumps(result(*records)))
     args = ["results=runs", "attns=standard,flash"]
-    without, beside = report.run("table3", args), report.run("table3", [*args, f"speed={FILE}", "out=out"])
+    without, beside = (
+        report.make_report("table3", args),
+        report.make_report("table3", [*args, f"speed={FILE}", "out=out"]),
+    )
     assert beside.tables[: len(without.tables)] == without.tables and len(beside.tables) == len(without.tables) + 3
     assert shown(beside, "speedup over standard on NVIDIA H200")["flash"] == ["2.00 (1)", "3.00 (1)", "2.4"]
     assert shown(beside, "attention, the same padded")["flash"] == ["250 (2.00×)", "", "", "", ""]
@@ -46,11 +49,15 @@ def test_the_report_shows_both_columns(here):
 @pytest.mark.parametrize(
     ("file", "more", "message"),
     [
-        ("none.json", [], "speed=none.json is no file: lra reproduce table3 speed=true makes it"),
-        ("speed.json", ["recipe=demo"], "speed=speed.json is of recipe=xiong2021, not demo: give recipe=xiong2021"),
-        ("damaged.json", [], "damaged.json is no measurement of lra reproduce with speed=true"),
-        ("list.json", [], "list.json is no measurement"),
-        ("lacking.json", [], "lacking.json is no measurement"),
+        ("none.json", [], "speed=none.json is not a file: lra reproduce table3 speed=true makes it"),
+        (
+            "speed.json",
+            ["recipe=demo"],
+            "speed=speed.json was measured with recipe=xiong2021, not demo: give recipe=xiong2021",
+        ),
+        ("damaged.json", [], "damaged.json is not a measurement of lra reproduce with speed=true"),
+        ("list.json", [], "list.json is not a measurement"),
+        ("lacking.json", [], "lacking.json is not a measurement"),
     ],
 )
 def test_the_report_refuses_what_is_no_measurement_of_its_recipe(here, file, more, message):
@@ -60,11 +67,11 @@ def test_the_report_refuses_what_is_no_measurement_of_its_recipe(here, file, mor
     Path("list.json").write_text("[]")
     Path("lacking.json").write_text(json.dumps(result(made("listops", "flash", "product", None))))
     with pytest.raises(UsageError, match=re.escape(message)):
-        report.run("table3", ["results=runs", f"speed={file}", *more])
+        report.make_report("table3", ["results=runs", f"speed={file}", *more])
 
 
 def test_the_report_refuses_what_is_of_another_table(here):
     Path("runs").mkdir()
     FILE.write_text(json.dumps(result(made("listops", "flash", "product", 2.0))))
     with pytest.raises(UsageError, match="speed=speed.json is of .*listops.*, no column of table6: name another"):
-        report.run("table6", ["results=runs", "recipe=xiong2021", f"speed={FILE}"])
+        report.make_report("table6", ["results=runs", "recipe=xiong2021", f"speed={FILE}"])

@@ -13,7 +13,7 @@ import pytest
 
 from lra.errors import UsageError
 from lra.experiments.results import unpack
-from lra.experiments.results.archive import merge
+from lra.experiments.results.archive import merge_runs
 from lra.training.run_directory import FIRST_FAILURE_FILE
 from tests.experiments.results.archives import DONE, SMALL, packed
 
@@ -55,20 +55,20 @@ def special(name: str, kind: bytes, target: str = "/etc/passwd") -> tarfile.TarI
      "./listops/flash/x-s0/env.json", "listops\\flash/x/y-s0/env.json"],
 )  # fmt: skip
 def test_a_name_that_is_no_runs_file_is_refused(runs, target, name):
-    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: b"{}"}), target, "which is no file of a run")
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: b"{}"}), target, "which is not a file of a run")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
 def test_a_link_or_device_is_refused(runs, target, kind):
     name = f"{DONE}/best.ckpt"
-    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), target, "no regular file")
+    refuse(crafted(target.with_suffix(".xz"), whole(runs) | {name: special(name, kind)}), target, "not a regular file")
 
 
 def refuse(file: Path, target: Path, message: str) -> None:
     """One error, and nothing written."""
     before = sorted(target.parent.rglob("*"))
     with pytest.raises(UsageError, match=message):
-        merge(file, [f"runs={target}"])
+        merge_runs(file, [f"runs={target}"])
     assert sorted(target.parent.rglob("*")) == before
 
 
@@ -92,10 +92,10 @@ def test_a_damaged_archive_is_refused(runs, target):
     file = target.with_suffix(".xz")
     for content in (b"", b"no archive", good[:-40], good[: len(good) // 2], flipped):
         file.write_bytes(content)
-        refuse(file, target, "damaged one|holds no runs")
+        refuse(file, target, "is damaged|holds no runs")
     tar = lzma.decompress(good)
     file.write_bytes(lzma.compress(tar[: len(tar) // 2]))
-    refuse(file, target, "damaged one|neither|has no")
+    refuse(file, target, "is damaged|neither|has no")
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_damaged_archive_is_refused(runs, target):
         ({"config.yaml": None}, "has no listops/flash/xiong2021-s0/config.yaml"),
         ({"result.json": None}, "has neither a result.json nor a last.ckpt"),
         ({"result.json": b"{"}, "is no whole result"),
-        ({"config.yaml": b"a: &x [1]\nb: [*x, *x]"}, "is no configuration of a run"),
-        ({"config.yaml": b"[1]"}, "is no configuration of a run"),
-        ({"config.yaml": b"a: 1"}, "is no configuration of a run"),
+        ({"config.yaml": b"a: &x [1]\nb: [*x, *x]"}, "is not a configuration of a run"),
+        ({"config.yaml": b"[1]"}, "is not a configuration of a run"),
+        ({"config.yaml": b"a: 1"}, "is not a configuration of a run"),
         ({"config.yaml": b"task: {name: text}\nattn: {name: flash}\nseed: 0"}, "holds a run of text, flash, seed 0"),
         ({"config.yaml": b"task: {name: listops}\nattn: {name: flash}\nseed: 0"}, "config.yaml and result.json of"),
         ({FIRST_FAILURE_FILE: b"{}"}, "failed.json is no whole result"),

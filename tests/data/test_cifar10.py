@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lra.data import image
-from lra.data.store import Content, prepare
+from lra.data import cifar10
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import CIFAR10_CARD, pngs, write_cifar10
 
@@ -31,8 +31,8 @@ def mirror(tmp_path):
 
 
 def store(source):
-    content = Content("image", 1, {}, str(source), image.PIXELS, image.GENERATOR, None)
-    return prepare(content, lambda writer: image.build(writer, source))
+    content = StoreContent("image", 1, {}, str(source), cifar10.PIXELS, cifar10.GENERATOR, None)
+    return prepare_store(content, lambda writer: cifar10.build_cifar10(writer, source))
 
 
 def luma(images):
@@ -67,7 +67,7 @@ def test_more_images_than_are_read_at_once(mirror):
 
 
 def test_vocabulary_names_the_level():
-    assert len(image.PIXELS) == 256 and all(int(name) == token for token, name in enumerate(image.PIXELS))
+    assert len(cifar10.PIXELS) == 256 and all(int(name) == token for token, name in enumerate(cifar10.PIXELS))
 
 
 GOOD = COLUMNS["test"]["img"][:2]
@@ -119,7 +119,7 @@ def test_missing_split(mirror):
 
 @pytest.mark.realdata
 def test_real_cifar10():
-    made = store(Path(os.environ["LRA_TEST_DATA"]) / image.HUB)
+    made = store(Path(os.environ["LRA_TEST_DATA"]) / cifar10.HUB)
     for name, count, checksum in (("train", 5_000, "9bc6410e72e5a93c"), ("test", 1_000, "d3ede7f3f93b36ce")):
         split = made.split(name)
         assert np.bincount(split.labels).tolist() == [count] * 10

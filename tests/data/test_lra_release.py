@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lra.data import release
+from lra.data import lra_release
 from lra.errors import UsageError
 from tests.fixtures import pack
 
@@ -46,7 +46,7 @@ def unpacked(tmp_path):
 
 
 def read(source, folder=FOLDER, patterns=PATTERNS):
-    return {file.name: file.stream.read() for file in release.files(source, folder, *patterns)}
+    return {file.name: file.stream.read() for file in lra_release.release_files(source, folder, *patterns)}
 
 
 def expected(mark):
@@ -83,10 +83,10 @@ def test_a_copy_that_is_named_is_read(unpacked):
 
 def test_paths_for_messages(unpacked, tmp_path):
     name, inside = "metadata/0.npy", f"above/lra_release/lra_release/{FOLDER}/metadata/0.npy"
-    [file] = release.files(unpacked, FOLDER, name)
+    [file] = lra_release.release_files(unpacked, FOLDER, name)
     assert file.path == str(tmp_path / inside)
     archive = pack(unpacked, tmp_path / "lra_release.gz")
-    [file] = release.files(str(archive), FOLDER, name)
+    [file] = lra_release.release_files(str(archive), FOLDER, name)
     assert (file.name, file.path) == (name, f"{archive}/{inside}")
 
 
@@ -104,10 +104,10 @@ def test_what_is_not_there(unpacked, tmp_path):
     for source in (unpacked, pack(unpacked, tmp_path / "release.tar.gz")):
         with pytest.raises(UsageError, match="has no imgs/.* in a folder pathfinder128/curv_baseline: name LRA's"):
             read(source, "pathfinder128/curv_baseline")
-        with pytest.raises(UsageError, match=f"lra_release/lra_release/{FOLDER} has no labels/.*get it anew"):
+        with pytest.raises(UsageError, match=f"lra_release/lra_release/{FOLDER} has no labels/.*get it again"):
             read(source, patterns=(*PATTERNS, "labels/*.npy"))
     for source in (tmp_path / "nowhere", "/dev/null"):
-        with pytest.raises(UsageError, match=f"{source} is no file or folder that can be read: name LRA's"):
+        with pytest.raises(UsageError, match=f"{source} is not a readable file or folder: name LRA's"):
             read(source)
 
 
@@ -122,7 +122,7 @@ def test_half_an_archive(unpacked, tmp_path, suffix):
     for length in {0, 1, 5, 300, 512, len(data) // 2, member_ends - 1, member_ends // 512 * 512 - 512}:
         cut = tmp_path / f"half.{suffix}"
         cut.write_bytes(data[:length])
-        with pytest.raises(UsageError, match="no tar archive or a damaged one.*get it anew") as caught:
+        with pytest.raises(UsageError, match="not a tar archive, or is damaged.*get it again") as caught:
             read(cut)
         assert str(cut) in str(caught.value) and "\n" not in str(caught.value)
 
@@ -163,12 +163,12 @@ def test_a_broken_header_does_not_end_an_archive(tmp_path):
     data[data.rindex(b"ustar")] ^= 1  # of the last member
     for name, content in (("broken.tar", data), ("broken.tar.gz", gzip.compress(data))):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UsageError, match="damaged one .*at byte"):
+        with pytest.raises(UsageError, match="is damaged .*at byte"):
             read(tmp_path / name)
 
 
 def test_a_file_that_is_no_archive(unpacked):
-    with pytest.raises(UsageError, match="0.npy is no tar archive or a damaged one"):
+    with pytest.raises(UsageError, match="0.npy is not a tar archive, or is damaged"):
         read(unpacked / "lra_release" / FOLDER / "metadata/0.npy")
 
 
@@ -189,7 +189,7 @@ def archive(path, *members) -> Path:
 def test_only_regular_files_of_an_archive_are_read(tmp_path, kind):
     good, secret = member("listops-1000/a.tsv", data=b"a"), member("elsewhere/secret", data=b"s")
     source = archive(tmp_path / "x.tar.gz", secret, good, member("listops-1000/b.tsv", kind, "elsewhere/secret"))
-    with pytest.raises(UsageError, match="listops-1000/b.tsv is a link or no regular file"):
+    with pytest.raises(UsageError, match="listops-1000/b.tsv is a link, or not a regular file"):
         read(source, "listops-1000", ("*.tsv",))
     assert read(source, "listops-1000", ("a.tsv",)) == {"a.tsv": b"a"}  # a link that nobody asks for
 
@@ -214,7 +214,7 @@ def test_only_regular_files_of_a_folder_are_read(tmp_path):
     bad = folder / "b.tsv"
     for make in (lambda: bad.symlink_to(tmp_path / "secret"), lambda: os.mkfifo(bad)):
         make()
-        with pytest.raises(UsageError, match=f"{bad} is a link or no regular file"):
+        with pytest.raises(UsageError, match=f"{bad} is a link, or not a regular file"):
             read(folder, "listops-1000", ("*.tsv",))
         bad.unlink()
     bad.write_bytes(b"b")

@@ -18,8 +18,8 @@ from lra.errors import UsageError
 from lra.training.run_directory import write_text as replace_file
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """As JSON, replaced in one step; its folder is made. UsageError if it can't be written."""
+def write_measurement(path: Path, result: dict[str, Any]) -> None:
+    """Writes JSON in one step, and makes the folder. UsageError if it can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(result, indent=1) + "\n")
@@ -28,10 +28,11 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """UsageError if another process measures for a file: each would replace the other's records, and slow it down.
+def lock_output(path: Path) -> Iterator[None]:
+    """Holds the lock on a file that is measured for. Two processes would replace each other's records, and slow each
+    other.
 
-    So it is if the file can't be written in the end.
+    UsageError if another process holds it, or if the file can't be written at the end.
     """
     environment.warn_unclean()
     try:
@@ -53,11 +54,11 @@ def alone(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What writes a measurement to its `out=`, `alone` on it; does nothing without one."""
+def open_output(out: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that writes a measurement to `out`, under `lock_output`. Without `out` it does nothing."""
     environment.warn_unclean()
     if out is None:
         yield lambda _: None
         return
-    with alone(Path(out)):
-        yield functools.partial(write, Path(out))
+    with lock_output(Path(out)):
+        yield functools.partial(write_measurement, Path(out))

@@ -1,6 +1,7 @@
-"""The program that ncu watches: `python -m lra.bench.launch N D heads batch dtype rows` runs the forward kernel once.
+"""The program that ncu watches.
 
-The plain Triton kernel, with its own tile but for the number of query rows.
+`python -m lra.bench.ncu_target N D heads batch dtype rows` runs the plain Triton forward kernel once. It has its usual
+tile, but for the number of query rows.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from lra.bench.case import DTYPES
+from lra.bench.cases import TORCH_DTYPES
 from lra.kernels import flash_attention
 from lra.kernels.flash.tuning import block_dim, default, forced
 
 
 def main(arguments: Sequence[str]) -> None:
     n, d, heads, batch = map(int, arguments[:4])
-    dtype, rows = DTYPES[arguments[4]], int(arguments[5])
+    dtype, rows = TORCH_DTYPES[arguments[4]], int(arguments[5])
     q, k, v = (torch.randn(batch, n, heads, d, device="cuda", dtype=dtype) for _ in range(3))
     tile = default("forward", dtype, block_dim(d), dropout=False)
     # a warp group for each 64 rows, as fewer would not have the registers

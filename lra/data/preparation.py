@@ -11,8 +11,8 @@ from rich.console import Console
 
 
 @contextmanager
-def shown(task: str, source: str, params: Mapping[str, Any]) -> Iterator[Callable[[int], None]]:
-    """Gives what counts examples that are written. How many there will be is known of generated data."""
+def show_preparation(task: str, source: str, params: Mapping[str, Any]) -> Iterator[Callable[[int], None]]:
+    """Yields a function that counts the examples that are written. The total is known of generated data."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     generated = source == "generated"
     sizes = [params.get(name) for name in ("train", "val", "test", "fresh")] if generated else []

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 import lra
-from lra.data import hub, text
-from lra.data.store import Content, prepare
+from lra.data import hub, imdb
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
 from tests.fixtures import IMDB_CARD, write_imdb
 
@@ -32,8 +32,8 @@ def mirror(tmp_path):
 
 
 def store(source):
-    content = Content("text", 1, {}, str(source), text.VOCABULARY, text.GENERATOR, None)
-    return prepare(content, lambda writer: text.build(writer, source))
+    content = StoreContent("text", 1, {}, str(source), imdb.VOCABULARY, imdb.GENERATOR, None)
+    return prepare_store(content, lambda writer: imdb.build_imdb(writer, source))
 
 
 def test_bytes_and_labels(mirror):
@@ -42,7 +42,7 @@ def test_bytes_and_labels(mirror):
     train = made.split("train")
     assert [train[i].tobytes().decode() for i in range(4)] == TEXTS
     assert train.tokens.dtype == np.uint8 and train.labels.tolist() == [0, 1, 0, 1]
-    assert len(made.split("test")) == 1 and len(text.VOCABULARY) == 256
+    assert len(made.split("test")) == 1 and len(imdb.VOCABULARY) == 256
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_bytes_and_labels(mirror):
         ({"text": ["a", "b"], "label": [0, 2]}, "label other than 0 and 1"),
         ({"text": ["a", "b"], "label": [-1, -1]}, "label other than 0 and 1"),
         ({"text": ["a", "b"], "label": [0, None]}, "label other than 0 and 1"),
-        ({"text": ["a", None], "label": [0, 1]}, "text that is no string"),
+        ({"text": ["a", None], "label": [0, 1]}, "text that is not a string"),
         ({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}, "no rows"),
     ],
 )
@@ -85,12 +85,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import lra
-from lra.data import hub, text
-from lra.data.store import Content, prepare
+from lra.data import hub, imdb
+from lra.data.store import StoreContent, prepare_store
 from lra.errors import UsageError
-content = Content("text", 1, {}, sys.argv[1], text.VOCABULARY, text.GENERATOR, None)
+content = StoreContent("text", 1, {}, sys.argv[1], imdb.VOCABULARY, imdb.GENERATOR, None)
 try:
-    prepare(content, lambda writer: text.build(writer, sys.argv[1]))
+    prepare_store(content, lambda writer: imdb.build_imdb(writer, sys.argv[1]))
 except UsageError as error:
     print(error)
 """
@@ -113,7 +113,7 @@ def test_a_mirror_leaves_nothing_in_the_home(mirror, tmp_path):
 
 
 def test_no_network_is_one_line_at_once(tmp_path):
-    done, seconds = run(text.HUB, tmp_path)
+    done, seconds = run(imdb.HUB, tmp_path)
     assert done.stdout.count("\n") == 2 and "the Hub does not answer" in done.stdout
     assert "lra data prepare task=text source=<folder" in done.stdout
     assert "Retry" not in done.stderr and seconds < 15  # the Hub's client alone would retry for 24
@@ -121,7 +121,7 @@ def test_no_network_is_one_line_at_once(tmp_path):
 
 @pytest.mark.realdata
 def test_real_imdb():
-    made = store(Path(os.environ["LRA_TEST_DATA"]) / text.HUB)
+    made = store(Path(os.environ["LRA_TEST_DATA"]) / imdb.HUB)
     for name, unique in (("train", 24_904), ("test", 24_801)):
         split = made.split(name)
         assert len(split) == 25_000 and np.bincount(split.labels).tolist() == [12_500, 12_500]

@@ -1,8 +1,8 @@
-"""The files of LRA's release, from its archive or from the folder in which that is unpacked.
+"""The files of LRA's release, from its archive or from the folder in which it is unpacked.
 
-`lra_release.gz` is a gzipped tar of about 7.7 GB that holds some data folders twice, as `lra_release/<folder>` and as
-`lra_release/lra_release/<folder>`. The inner copy is the good one and is taken wherever both are seen. An archive is
-read from front to back and never unpacked: once for its names and to see that it is whole, once for the files.
+`lra_release.gz` is a gzipped tar of about 7.7 GB. It holds some data folders twice, as `lra_release/<folder>` and as
+`lra_release/lra_release/<folder>`. The inner copy is the good one, and is taken where both exist. An archive is read
+from front to back and never unpacked: once for its names and to check that it is whole, once for the files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import BinaryIO, NamedTuple, Self, cast
 
 from lra.errors import UsageError, system_error
 
-NESTED = "lra_release"  # the folder of the inner copies
+INNER_FOLDER = "lra_release"  # the folder of the inner copies
 BUFFER = 1 << 18  # bytes per read of an archive
 _OPENERS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}  # by how a file begins
 _OTHERS = {b"PK\3\4": "zip", b"7z\xbc\xaf": "7z", b"\x28\xb5\x2f\xfd": "zstd", b"Rar!": "rar"}
 _MEND = "name LRA's lra_release.gz, the folder in which it is unpacked, or the data folder itself"
 
 
-class File(NamedTuple):
+class ReleaseFile(NamedTuple):
     """One file of a data folder."""
 
     name: str  # within the data folder
@@ -39,22 +39,28 @@ class File(NamedTuple):
     stream: BinaryIO  # to be read forwards, until the next file is asked for
 
 
-def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
+def release_files(source: str | Path, folder: str, *patterns: str) -> Iterator[ReleaseFile]:
     """The files of one data folder of the release that match `patterns`, where `*` is any part of one name.
 
-    `folder` is its place in the release, as `pathfinder32/curv_baseline`. What is hidden, as the files that macOS puts
-    beside others, is no file of it. `source` is a tar archive (plain, gzip, bzip2
-    or xz) or a folder: one of the two folders `lra_release`, what holds the outer one, or the data folder or one above
-    it. A folder's files come sorted, an archive's in its own order. UsageError if the data folder is not there or its
-    copies cannot be told apart, if nothing matches one of the patterns, if a file is a link, or if an archive is
-    damaged, cut short or has members outside itself; nothing is yielded from such an archive.
+    A folder's files come sorted, an archive's in its own order. Hidden files, such as those that macOS adds, do not
+    count.
+
+    Args:
+        source: a tar archive (plain, gzip, bzip2 or xz), or a folder: one of the two folders `lra_release`, the one
+            that holds the outer one, the data folder, or a folder above it.
+        folder: place of the data folder in the release, as `pathfinder32/curv_baseline`.
+
+    Raises:
+        UsageError: if the data folder is missing or its copies cannot be told apart, if nothing matches one of the
+            patterns, or if a file is a link. Also if an archive is damaged, cut short or has members outside itself;
+            nothing is yielded from such an archive.
     """
     source = Path(os.path.expanduser(source)).resolve()
     unpacked = os.path.isdir(source)
     if not unpacked and not os.path.isfile(source):
         with suppress(FileNotFoundError, NotADirectoryError):
             source.stat()  # says why it can't be looked at
-        raise UsageError(f"{source} is no file or folder that can be read: {_MEND}")
+        raise UsageError(f"{source} is not a readable file or folder: {_MEND}")
     found = _names_in_folder(source, folder, patterns) if unpacked else _names_in_archive(source, folder, patterns)
     root = _choose(source, folder, patterns, found)
     if unpacked:
@@ -64,8 +70,8 @@ def files(source: str | Path, folder: str, *patterns: str) -> Iterator[File]:
 
 
 def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping[str, list[str]]) -> str:
-    """Which of the folders that may be `folder` is meant, and whether it has what is asked for."""
-    roots = [root for root in found if f"{root.removesuffix(folder)}{NESTED}/{folder}" not in found]
+    """The one of these folders that is `folder`, if it has all that is asked for."""
+    roots = [root for root in found if f"{root.removesuffix(folder)}{INNER_FOLDER}/{folder}" not in found]
     if not roots:
         raise UsageError(f"{source} has no {patterns[0]} in a folder {folder}: {_MEND}")
     if len(roots) > 1:
@@ -74,14 +80,14 @@ def _choose(source: Path, folder: str, patterns: tuple[str, ...], found: Mapping
     [root] = roots
     for pattern in patterns:
         if not fnmatch.filter(found[root], pattern):
-            raise UsageError(f"{source / root} has no {pattern}: get it anew from LRA's release")
+            raise UsageError(f"{source / root} has no {pattern}: get it again from LRA's release")
     if len(set(found[root])) < len(found[root]):
         raise UsageError(f"{source / root} has a file more than once: unpack the archive and name the folder")
     return root
 
 
 def _names_in_folder(source: Path, folder: str, patterns: tuple[str, ...]) -> dict[str, list[str]]:
-    """Matching names by the folder, relative to `source`, that holds them and may be `folder`."""
+    """Matching names by the folder that holds them, relative to `source`, and that may be `folder`."""
     parts = PurePosixPath(folder).parts
     ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
     nested = [f"*/{folder}", f"*/*/{folder}"]  # not deeper: the release has millions of files
@@ -95,7 +101,7 @@ def _names_in_folder(source: Path, folder: str, patterns: tuple[str, ...]) -> di
 
 
 def _names_in_archive(source: Path, folder: str, patterns: tuple[str, ...]) -> dict[str, list[str]]:
-    """Matching names by the folder of the archive that holds them and may be `folder`."""
+    """Matching names by the folder of the archive that holds them, and that may be `folder`."""
     matching = "|".join(re.escape(pattern).replace(r"\*", "[^/]*") for pattern in patterns)
     wanted = re.compile(f"(?:(.*)/)?({matching})", re.DOTALL)
     found = defaultdict(list)
@@ -111,52 +117,52 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _read_folder(root: Path, names: list[str]) -> Iterator[File]:
+def _read_folder(root: Path, names: list[str]) -> Iterator[ReleaseFile]:
     for name in names:
         path = root / name
         if not path.is_file() or path.resolve() != path:
-            raise UsageError(f"{path} is a link or no regular file: put the file itself there")
+            raise UsageError(f"{path} is a link, or not a regular file: put the file itself there")
         try:
             stream = path.open("rb")
         except PermissionError as error:
             raise UsageError(f"cannot read {path} ({error.strerror}): make it readable") from error
         with stream:
-            yield File(name, str(path), stream)
+            yield ReleaseFile(name, str(path), stream)
 
 
-def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[File]:
+def _read_archive(source: Path, root: str, names: list[str]) -> Iterator[ReleaseFile]:
     wanted = {str(PurePosixPath(root, name)): name for name in names}
     for path, member, archive in _members(source):
         if path in wanted:
             if not member.isreg():
-                raise UsageError(f"{source / path} is a link or no regular file: get the archive anew")
+                raise UsageError(f"{source / path} is a link, or not a regular file: get the archive again")
             with cast(BinaryIO, archive.extractfile(member)) as stream:
-                yield File(wanted.pop(path), str(source / path), stream)
+                yield ReleaseFile(wanted.pop(path), str(source / path), stream)
         if not wanted:
             return
 
 
 def _members(source: Path) -> Iterator[tuple[str, tarfile.TarInfo, tarfile.TarFile]]:
-    """The archive's members with their normal paths, up to its very end, so that a damaged one cannot pass."""
+    """The archive's members with their normal paths. It is read to its very end, so a damaged one cannot pass."""
     try:
         with _decompressed(source) as stream:
-            with tarfile.open(fileobj=_Ending(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
+            with tarfile.open(fileobj=_BoundedStream(stream), mode="r|", bufsize=BUFFER, tarinfo=_Member) as archive:
                 while (member := archive.next()) is not None:
                     archive.members.clear()  # type: ignore[attr-defined]  # it would keep millions
                     path = PurePosixPath(member.name)
                     if path.is_absolute() or ".." in path.parts:
-                        raise UsageError(f"{source} has a member outside itself, {member.name!r}: get it anew")
+                        raise UsageError(f"{source} has a member outside itself, {member.name!r}: get it again")
                     yield str(path), member, archive
             while stream.read(BUFFER):  # the checksum of a compressed file is at its end
                 pass
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
         if system := system_error(error, source):  # nothing is damaged
             raise system from None
-        raise UsageError(f"{source} is no tar archive or a damaged one ({error}): get it anew") from error
+        raise UsageError(f"{source} is not a tar archive, or is damaged ({error}): get it again") from error
 
 
 def _decompressed(source: Path) -> BinaryIO:
-    """Opened here and not by tarfile, which in a stream neither checks checksums nor notices a missing end."""
+    """Opens an archive. tarfile would not check the checksums of a stream, nor notice that its end is missing."""
     try:
         with source.open("rb") as file:
             head = file.read(8)
@@ -168,8 +174,11 @@ def _decompressed(source: Path) -> BinaryIO:
     return cast(BinaryIO, opener(source, "rb"))
 
 
-class _Ending(io.RawIOBase):
-    """A stream that is not read on and on past its end, as tarfile does to skip a member that states more bytes."""
+class _BoundedStream(io.RawIOBase):
+    """A stream that ends with an error if it is read on past its end.
+
+    tarfile does that to skip a member that states more bytes than there are.
+    """
 
     def __init__(self, stream: BinaryIO):
         self.stream, self.empty = stream, 0
@@ -183,7 +192,7 @@ class _Ending(io.RawIOBase):
 
 
 class _Member(tarfile.TarInfo):
-    """Only zeros end an archive: tarfile also takes a broken header, or none, for its end."""
+    """A member whose broken header is an error. tarfile itself takes a broken or missing header for the end."""
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from lra.data import checks, hub
-from lra.data.writer import Writer
+from lra.data.writer import StoreWriter
 from lra.errors import UsageError
 
 HUB = "stanfordnlp/imdb"
@@ -17,19 +17,23 @@ PUBLISHED = 25_000  # labelled reviews of each split
 _MEND = f"lra data prepare task=text source=<folder of a local mirror of {HUB}>"
 
 
-def build(writer: Writer, source: str | Path) -> None:
-    """Store the labelled splits train and test whole: label 0 negative, 1 positive, truncation is for `Split.collate`.
+def build_imdb(writer: StoreWriter, source: str | Path) -> None:
+    """Store the labelled splits train and test. Reviews are whole; `Split.collate` truncates them later.
 
-    `source` is a Hub id or a folder with the same layout (README.md with the config "plain_text", parquet files with
-    the columns text and label). UsageError if it cannot be had or is something else.
+    Args:
+        source: a Hub id, or a folder with the same layout: README.md with the config "plain_text", and parquet files
+            with the columns text and label (0 negative, 1 positive).
+
+    Raises:
+        UsageError: if the data set cannot be had or is another one.
     """
     writer.compare(source)
-    splits = hub.load(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
+    splits = hub.load_splits(source, name="IMDB", columns=("text", "label"), mend=_MEND, note=writer.note)
     for split, rows in splits.items():
-        writer.find(checks.check_count(split, len(rows), PUBLISHED))
+        writer.find(checks.check_row_count(split, len(rows), PUBLISHED))
         for batch in rows:
             if not all(isinstance(text, str) for text in batch["text"]):
-                raise UsageError(f"{source} has a text that is no string in its split '{split}': {_MEND}")
+                raise UsageError(f"{source} has a text that is not a string in its split '{split}': {_MEND}")
             if not all(label in (0, 1) for label in batch["label"]):
                 raise UsageError(f"{source} has a label other than 0 and 1 in its split '{split}': {_MEND}")
             writer.add(split, [np.frombuffer(text.encode(), np.uint8) for text in batch["text"]], batch["label"])

@@ -1,4 +1,4 @@
-"""One attention at one size: built by name, called as the model would call it."""
+"""One attention at one size, built by name and called as the model calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lra.kernels.flash.layout import Layout
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -34,56 +34,54 @@ class BenchmarkCase:
 
     @property
     def full(self) -> bool:
-        """Whether no sequence is shorter than another, so that no mask is needed."""
+        """Whether all sequences have one length, so that no mask is needed."""
         return len(set(self.lengths)) == 1
 
     @property
     def padded_length(self) -> int:
-        """N: the longest length, or with a padding mask what each sequence is padded to."""
+        """N: the longest length, or with a padding mask the length to which each sequence is padded."""
         return self.span or max(self.lengths)
 
     @property
     def flops(self) -> int:
-        """Of the forward pass where all is seen: two products of 2 N^2 D for each sequence and head."""
+        """FLOPs of the dense forward pass: two products of 2 N^2 D for each sequence and head."""
         return 4 * self.heads * self.head_dim * sum(n * n for n in self.lengths)
 
     def density(self, layout: Layout | None) -> float:
-        """Share of these FLOPs that is of pairs which are seen."""
+        """The share of these FLOPs whose pairs are seen."""
         if layout is None:
             return 1.0
         seen = {n: layout.density(n) * n * n for n in set(self.lengths) - {0}} | {0: 0.0}
         return sum(seen[n] for n in self.lengths) / sum(n * n for n in self.lengths)
 
     def small(self, layout: Layout | None = None) -> BenchmarkCase:
-        """A few hundred rows of the same kind, where all heads and sequences can be checked.
+        """A case of the same kind with a few hundred rows, where all heads and sequences can be checked.
 
-        Of a layout, those of its first four rows of blocks and a part of the fifth: of a butterfly not all is seen.
+        With a layout it has its first four rows of blocks and a part of the fifth, as a small butterfly would see
+        everything.
         """
         n = 200 if layout is None else 4 * max(layout.block) + 72
         lengths = (n, n) if self.full else (n, 0, 67, n - 70)
         return dataclasses.replace(self, lengths=lengths, heads=2, span=0 if layout is None else max(self.lengths))
 
-    def without_dropout(self) -> BenchmarkCase:
-        return dataclasses.replace(self, dropout=0.0)
-
     def build(self, device: torch.device) -> Attention:
-        """The attention, training; UsageError if it does not support the case on the device."""
-        name, cls = configurable(self.attention)
+        """The attention in training mode. UsageError if it does not support the case on the device."""
+        name, cls = attention_class(self.attention)
         config = parse(cls.Config, self.attention.split(":")[1:], f"attns={name}: ")
         spec = AttentionSpec(self.heads, self.head_dim, max(self.span, *self.lengths), self.dropout)
         attention = cls(config, spec)
         attention.resolve(device, "fp32" if self.dtype == "fp32" else "bf16")  # what takes bf16 takes fp16
-        return attention.to(device, DTYPES[self.dtype]).train()
+        return attention.to(device, TORCH_DTYPES[self.dtype]).train()
 
 
-def configurable(attention: str) -> tuple[str, Any]:
-    """The name in `name[:field=value…]` and its class; UsageError if it is unknown or not installed."""
+def attention_class(attention: str) -> tuple[str, Any]:
+    """The name in `name[:field=value…]` and its class. UsageError if it is unknown or not installed."""
     name = attention.partition(":")[0]
     return name, (PEERS if "@" in name else ATTENTIONS).get(name)
 
 
 def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
-    """Whether its dropout mask is the one that the reference defines."""
+    """Whether the dropout mask of an attention is the one that the reference defines."""
     # every kernel of Triton draws that mask
     return bool(attention.fallback) and attention.choose_impl(device) == "triton"
 
@@ -91,7 +89,7 @@ def has_reference_dropout(attention: Attention, device: torch.device) -> bool:
 def make_batch(
     lengths: Sequence[int], padded: bool, device: torch.device, index: Tensor | None = None, seed: Tensor | None = None
 ) -> Batch:
-    """A batch of these lengths without tokens; `index` counts by default."""
+    """A batch of these lengths without tokens. `index` is 0, 1, ... by default."""
     length = torch.tensor(lengths, dtype=torch.int32)
     start = torch.arange(len(lengths)) * max(lengths) if padded else length.cumsum(0) - length
     total = len(lengths) * max(lengths) if padded else sum(lengths)
@@ -106,8 +104,12 @@ def make_batch(
     )
 
 
-def attend(attention: Attention, q: Tensor, k: Tensor, v: Tensor, batch: Batch, full: bool) -> Tensor:
-    """`[T, H, D]` to the same. `full`: every length is max_length, so an attention with a `dense` form gets no mask."""
+def call_attention(attention: Attention, q: Tensor, k: Tensor, v: Tensor, batch: Batch, full: bool) -> Tensor:
+    """`[T, H, D]` to the same.
+
+    Args:
+        full: every length is max_length, so an attention with a `dense` form gets no mask.
+    """
     dense: Any = getattr(attention, "dense", None)
     if full and dense:
         return dense(*(x.unflatten(0, (batch.size, batch.max_length)) for x in (q, k, v))).flatten(0, 1)

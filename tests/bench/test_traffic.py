@@ -9,8 +9,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lra.bench import io
-from lra.bench.io import Traffic, bench, flash, on_chip, ours, read_kernels, read_ncu, standard, table
+from lra.bench import traffic
+from lra.bench.traffic import (
+    Traffic,
+    flash_traffic,
+    kernel_traffic,
+    measure_traffic,
+    on_chip_elements,
+    read_kernels,
+    read_traffic,
+    standard_traffic,
+    traffic_table,
+)
 from lra.cli import app
 from lra.errors import UsageError
 
@@ -40,7 +50,7 @@ class Hbm:
         place.copy_(value)
 
     def bytes(self, block: torch.Tensor) -> int:
-        return block.numel() * (self.size if block.dim() == 2 else io.STATISTIC)  # a vector is a statistic
+        return block.numel() * (self.size if block.dim() == 2 else traffic.STATISTIC_BYTES)  # a vector is a statistic
 
 
 def problem(n: int, d: int):
@@ -59,7 +69,7 @@ def test_standard_attention_moves_what_the_formula_says(n, d):
     p_, v_ = hbm.load(p, v)
     hbm.store(o, p_ @ v_)
     torch.testing.assert_close(o, expected)
-    assert standard(n, d, 2) == Traffic(hbm.read, hbm.write)
+    assert standard_traffic(n, d, 2) == Traffic(hbm.read, hbm.write)
 
 
 @pytest.mark.parametrize(("n", "d", "columns", "rows"), [(16, 4, 4, 4), (13, 8, 5, 3), (12, 4, 64, 4)])
@@ -82,7 +92,7 @@ def test_algorithm_1_moves_what_the_formula_says(n, d, columns, rows):
             hbm.store(total[place], new_total)
             hbm.store(top[place], new_top)
     torch.testing.assert_close(o, expected)
-    assert flash(n, d, 2, columns) == Traffic(hbm.read, hbm.write)
+    assert flash_traffic(n, d, 2, columns) == Traffic(hbm.read, hbm.write)
 
 
 @pytest.mark.parametrize(("n", "d", "columns", "rows"), [(16, 4, 4, 4), (13, 8, 5, 3), (12, 4, 4, 64)])
@@ -98,30 +108,34 @@ def test_our_order_moves_what_the_formula_says(n, d, columns, rows):
         hbm.store(lse[0, place], s.amax(1))
         hbm.store(lse[1, place], (s - s.amax(1, keepdim=True)).logsumexp(1))
     torch.testing.assert_close(o, expected)
-    assert ours(n, d, 4, rows) == Traffic(hbm.read, hbm.write)
+    assert kernel_traffic(n, d, 4, rows) == Traffic(hbm.read, hbm.write)
 
 
 def test_larger_blocks_move_less_and_theorem_2_is_the_leading_term():
     n, d = 2**16, 64
-    counts = [flash(n, d, 2, columns) for columns in (64, 128, 256)]
+    counts = [flash_traffic(n, d, 2, columns) for columns in (64, 128, 256)]
     assert sorted(counts, reverse=True) == counts
     # Q and O are read, O is written: three times N d for each of the N / B_c = 4 N d / M passes, and statistics
-    theorem = 2 * n * n * d * d / on_chip(64, d)
+    theorem = 2 * n * n * d * d / on_chip_elements(64, d)
     assert 12 < sum(counts[0]) / theorem < 14
-    assert sum(standard(n, d, 2)) / (2 * n * n) == pytest.approx(4, rel=0.01)
+    assert sum(standard_traffic(n, d, 2)) / (2 * n * n) == pytest.approx(4, rel=0.01)
 
 
 def test_rows_table_and_json(tmp_path):
     out = tmp_path / "new" / "io.json"
     args = ["length=128", "head_dim=16", "heads=2", "batch=3", "blocks=16,64", "counters=false", f"out={out}"]
-    result = bench(args)
+    result = measure_traffic(args)
     assert json.loads(out.read_text()) == json.loads(json.dumps(asdict(result)))
-    assert [row.algorithm for row in result.rows] == [io.STANDARD, *[io.ALGORITHM_1] * 2, *[io.OURS] * 2]
+    assert [row.algorithm for row in result.rows] == [
+        traffic.STANDARD_ALGORITHM,
+        *[traffic.ALGORITHM_1] * 2,
+        *[traffic.KERNEL_ORDER] * 2,
+    ]
     row = result.rows[2]
     assert (row.block_columns, row.block_rows, row.on_chip_elements) == (64, 16, 4096)
-    assert (row.read, row.write) == tuple(6 * x for x in flash(128, 16, 2, 64))
+    assert (row.read, row.write) == tuple(6 * x for x in flash_traffic(128, 16, 2, 64))
     assert row.measured_read is None and result.notes == ["not measured: counters=false"]
-    _, header, rows = table(result)
+    _, header, rows = traffic_table(result)
     assert len(rows) == 5 and all(len(cells) == len(header) and cells[-1] == "" for cells in rows)
 
 
@@ -137,17 +151,17 @@ def test_rows_table_and_json(tmp_path):
 )
 def test_bad_options_name_the_mend(arg, message):
     with pytest.raises(UsageError, match=message):
-        bench([arg])
+        measure_traffic([arg])
 
 
 def test_counters_that_are_asked_for_and_missing_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="counters=true: PyTorch finds no GPU"):
-        bench(["counters=true"])
+        measure_traffic(["counters=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(io.shutil, "which", lambda name: None)
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="counters=true: ncu .* is not on PATH"):
-        bench(["counters=true"])
+        measure_traffic(["counters=true"])
 
 
 def test_each_kernel_has_its_counters():
@@ -165,8 +179,8 @@ def test_a_kernel_that_runs_twice_has_its_counters_twice():
 
 
 def test_counters_are_summed_over_kernels():
-    assert read_ncu(NCU) == {"dram__bytes_read.sum": 1100, "dram__bytes_write.sum": 512}
-    assert read_ncu("==ERROR== ERR_NVGPUCTRPERM\n") == {}
+    assert read_traffic(NCU) == {"dram__bytes_read.sum": 1100, "dram__bytes_write.sum": 512}
+    assert read_traffic("==ERROR== ERR_NVGPUCTRPERM\n") == {}
 
 
 @pytest.mark.parametrize(
@@ -182,12 +196,12 @@ def test_what_ncu_counts_stands_beside_the_formula(monkeypatch, output, code, me
 
     def run(command, **_):
         calls.append(command)
-        return io.subprocess.CompletedProcess(command, code, output, "")
+        return traffic.subprocess.CompletedProcess(command, code, output, "")
 
-    monkeypatch.setattr(io, "no_counters", lambda: None)
-    monkeypatch.setattr(io.subprocess, "run", run)
-    monkeypatch.setattr(io.environment, "describe", dict)
-    result = bench(["blocks=64"])
+    monkeypatch.setattr(traffic, "why_no_counters", lambda: None)
+    monkeypatch.setattr(traffic.subprocess, "run", run)
+    monkeypatch.setattr(traffic.environment, "describe", dict)
+    result = measure_traffic(["blocks=64"])
     assert calls[0][0] == "ncu" and calls[0][-6:] == ["1024", "64", "16", "64", "bf16", "64"]
     assert [row.measured_read for row in result.rows] == [None, None, measured] and result.notes == notes
 

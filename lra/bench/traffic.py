@@ -1,6 +1,6 @@
 """`lra bench io`: bytes between HBM and the chip, by formula and, where ncu can count them, measured.
 
-Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d + N²) elements, FlashAttention
+Theorem 2 of FlashAttention (arXiv 2205.14135): standard attention moves Θ(N d + N²) elements, and FlashAttention
 Θ(N² d² / M) with on-chip memory for M elements. The counts here are exact for the algorithms as written.
 """
 
@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lra import environment
-from lra.bench.files import write
+from lra.bench.output import write_measurement
 from lra.config.options import parse, refuse_repeats, shown
 from lra.errors import UsageError
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-STATISTIC = 4  # bytes of a row's maximum or sum, fp32 whatever the inputs are
-STANDARD, ALGORITHM_1, OURS = "standard", "flash (Algorithm 1)", "flash (our order)"
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+BYTES_OF_DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
+STATISTIC_BYTES = 4  # bytes of a row's maximum or sum, fp32 whatever the inputs are
+STANDARD_ALGORITHM, ALGORITHM_1, KERNEL_ORDER = "standard", "flash (Algorithm 1)", "flash (our order)"
+DRAM_METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
 class Traffic(NamedTuple):
@@ -36,35 +36,37 @@ class Traffic(NamedTuple):
     write: int
 
 
-def standard(n: int, d: int, size: int) -> Traffic:
-    """Algorithm 0: S = QK^T is written, read for P = softmax(S), which is written and read for O = PV."""
+def standard_traffic(n: int, d: int, size: int) -> Traffic:
+    """Algorithm 0. S = QK^T is written, and read for P = softmax(S), which is written, and read for O = PV."""
     rows, scores = n * d * size, n * n * size
     return Traffic(read=2 * rows + scores + scores + rows, write=scores + scores + rows)
 
 
-def flash(n: int, d: int, size: int, columns: int) -> Traffic:
-    """Algorithm 1: for each block of `columns` keys and values, every block of queries, results and statistics.
+def flash_traffic(n: int, d: int, size: int, columns: int) -> Traffic:
+    """Algorithm 1. For each block of `columns` keys and values it moves every block of queries, results and
+    statistics.
 
-    The result and its two statistics per row are initialised in HBM, then read and written once per block of keys,
-    whatever the size of a block of queries.
+    The result and its two statistics per row are initialised in HBM, then read and written once per block of keys. The
+    size of a block of queries does not matter.
     """
     passes = -(-n // columns)
-    matrix, statistics = n * d * size, 2 * n * STATISTIC
+    matrix, statistics = n * d * size, 2 * n * STATISTIC_BYTES
     return Traffic(read=2 * matrix + passes * (2 * matrix + statistics), write=(1 + passes) * (matrix + statistics))
 
 
-def ours(n: int, d: int, size: int, rows: int) -> Traffic:
-    """Our kernels' order: for each block of `rows` queries every key and value, and the result once.
+def kernel_traffic(n: int, d: int, size: int, rows: int) -> Traffic:
+    """The order of lra's kernels. For each block of `rows` queries they read every key and value, and write the
+    result once.
 
-    The log-sum-exp is two fp32 numbers per row. Blocks of queries that run at the same time find keys and values in
-    the L2 cache, so HBM sees less than this.
+    The log-sum-exp is two fp32 numbers per row. Blocks of queries that run at the same time find keys and values in the
+    L2 cache, so HBM sees less than this.
     """
     matrix = n * d * size
-    return Traffic(read=matrix + -(-n // rows) * 2 * matrix, write=matrix + 2 * n * STATISTIC)
+    return Traffic(read=matrix + -(-n // rows) * 2 * matrix, write=matrix + 2 * n * STATISTIC_BYTES)
 
 
-def on_chip(columns: int, d: int) -> int:
-    """Elements M of on-chip memory for which Algorithm 1 takes blocks of `columns` keys: B_c = M / 4d."""
+def on_chip_elements(columns: int, d: int) -> int:
+    """Elements M of on-chip memory for which Algorithm 1 has blocks of `columns` keys: B_c = M / 4d."""
     return 4 * d * columns
 
 
@@ -88,8 +90,8 @@ class IoOptions:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Bytes that the whole batch moves in one algorithm, and what was chosen there."""
+class TrafficRow:
+    """Bytes that the whole batch moves in one algorithm, and the sizes of its blocks."""
 
     algorithm: str
     block_columns: int | None = None
@@ -108,40 +110,41 @@ class IoResult:
 
     environment: dict[str, Any]
     options: dict[str, Any]
-    rows: list[Row]
+    rows: list[TrafficRow]
     notes: list[str]
 
 
-def bench(args: Sequence[str]) -> IoResult:
-    """Counts the bytes of the whole batch."""
+def measure_traffic(args: Sequence[str]) -> IoResult:
+    """Counts the bytes of the whole batch. `args`: `field=value` of IoOptions."""
     options = parse(IoOptions, args)
-    missing = "counters=false" if options.counters == "false" else no_counters()
+    missing = "counters=false" if options.counters == "false" else why_no_counters()
     if options.counters == "true" and missing:
         raise UsageError(f"counters=true: {missing}")
     environment.warn_unclean()
-    n, d, size, heads = options.length, options.head_dim, BYTES[options.dtype], options.heads * options.batch
-    rows, notes = [_row(STANDARD, standard(n, d, size), heads, theorem=heads * size * (n * d + n * n))], []
+    n, d, size, heads = options.length, options.head_dim, BYTES_OF_DTYPE[options.dtype], options.heads * options.batch
+    theorem, notes = heads * size * (n * d + n * n), []
+    rows = [_row(STANDARD_ALGORITHM, standard_traffic(n, d, size), heads, theorem=theorem)]
     for columns in options.blocks:
-        m = on_chip(columns, d)
+        m = on_chip_elements(columns, d)
         places = {"block_columns": columns, "block_rows": min(columns, d), "on_chip_elements": m}
         theorem = round(heads * size * n * n * d * d / m)
-        rows.append(_row(ALGORITHM_1, flash(n, d, size, columns), heads, **places, theorem=theorem))
+        rows.append(_row(ALGORITHM_1, flash_traffic(n, d, size, columns), heads, **places, theorem=theorem))
     for block in options.blocks:
-        row = _row(OURS, ours(n, d, size, block), heads, block_rows=block)
-        rows.append(row if missing else _counted(row, block, options, notes))
+        row = _row(KERNEL_ORDER, kernel_traffic(n, d, size, block), heads, block_rows=block)
+        rows.append(row if missing else _count_with_ncu(row, block, options, notes))
     if missing:
         notes.append(f"not measured: {missing}")
     result = IoResult(environment.describe(), shown(options), rows, notes)
     if options.out:
-        write(Path(options.out), asdict(result))
+        write_measurement(Path(options.out), asdict(result))
     return result
 
 
-def _row(algorithm: str, traffic: Traffic, heads: int, **places: int) -> Row:
-    return Row(algorithm, **places, read=heads * traffic.read, write=heads * traffic.write)
+def _row(algorithm: str, traffic: Traffic, heads: int, **places: int) -> TrafficRow:
+    return TrafficRow(algorithm, **places, read=heads * traffic.read, write=heads * traffic.write)
 
 
-def table(result: IoResult) -> tuple[str, list[str], list[list[str]]]:
+def traffic_table(result: IoResult) -> tuple[str, list[str], list[list[str]]]:
     """(title, header, rows), in 10^9 bytes."""
     header = ["algorithm", "B_c", "B_r", "M", "Theorem 2", "read", "write", "both", "measured read", "measured write"]
     rows = []
@@ -153,37 +156,39 @@ def table(result: IoResult) -> tuple[str, list[str], list[list[str]]]:
     return "HBM traffic of the forward pass, GB", header, rows
 
 
-def no_counters() -> str | None:
+def why_no_counters() -> str | None:
     """Why hardware counters can't be read here; None where they can be tried."""
     if not torch.cuda.is_available():
         return "PyTorch finds no GPU"
     return None if shutil.which("ncu") else "ncu (NVIDIA Nsight Compute) is not on PATH"
 
 
-def _counted(row: Row, block_rows: int, options: IoOptions, notes: list[str]) -> Row:
-    """With what ncu counts for our kernel with this block of queries; a note where it counts nothing."""
+def _count_with_ncu(row: TrafficRow, block_rows: int, options: IoOptions, notes: list[str]) -> TrafficRow:
+    """The row with the bytes that ncu counts for our kernel with this block of queries. A note says if it counts
+    none.
+    """
     values = (options.length, options.head_dim, options.heads, options.batch, options.dtype, block_rows)
-    program = [sys.executable, "-m", "lra.bench.launch", *map(str, values)]
-    done = run_ncu(METRICS, ["--clock-control", "none", "--profile-from-start", "off"], program)
-    counted = read_ncu(done.stdout)
-    if done.returncode or len(counted) < len(METRICS):
+    program = [sys.executable, "-m", "lra.bench.ncu_target", *map(str, values)]
+    done = run_ncu(DRAM_METRICS, ["--clock-control", "none", "--profile-from-start", "off"], program)
+    counted = read_traffic(done.stdout)
+    if done.returncode or len(counted) < len(DRAM_METRICS):
         lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()] or [
             "no counter values"
         ]
         notes.append(f"B_r={block_rows} not measured: {lines[-1].strip()}")
         return row
-    read, written = (counted[metric] for metric in METRICS)
+    read, written = (counted[metric] for metric in DRAM_METRICS)
     return replace(row, measured_read=read, measured_write=written)
 
 
 def run_ncu(metrics: Sequence[str], options: Sequence[str], program: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Counts the metrics while the program runs; what it prints is for `read_kernels`."""
+    """Counts the metrics while the program runs. `read_kernels` reads what it prints."""
     counting = ["ncu", *options, "--csv", "--print-units", "base", "--metrics", ",".join(metrics)]
     return subprocess.run([*counting, *program], capture_output=True, text=True)
 
 
 def read_kernels(output: str) -> list[tuple[str, dict[str, float]]]:
-    """Name and metrics of each kernel in what `run_ncu` printed."""
+    """Name and metrics of each kernel in the output of `run_ncu`."""
     lines = output.splitlines()
     header = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     kernels: dict[str, tuple[str, dict[str, float]]] = {}
@@ -194,10 +199,10 @@ def read_kernels(output: str) -> list[tuple[str, dict[str, float]]]:
     return list(kernels.values())
 
 
-def read_ncu(output: str) -> dict[str, int]:
-    """Bytes of each of METRICS, summed over the kernels."""
+def read_traffic(output: str) -> dict[str, int]:
+    """Bytes of each of DRAM_METRICS, summed over the kernels."""
     counted: dict[str, int] = {}
     for _, metrics in read_kernels(output):
-        for metric in metrics.keys() & set(METRICS):
+        for metric in metrics.keys() & set(DRAM_METRICS):
             counted[metric] = counted.get(metric, 0) + round(metrics[metric])
     return counted

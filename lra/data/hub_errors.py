@@ -1,4 +1,4 @@
-"""Why the Hub could not be asked, in words that name the mend."""
+"""Why the Hub could not be reached, in words that name the mend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 
-from lra.errors import first_line, named, system_error
+from lra.errors import first_line, name_error, system_error
 
 MENDS = {  # by HTTP status
     403: "ask for access on the data set's page, or ask who runs the network, if a proxy forbids it",
@@ -24,8 +24,8 @@ _NO_ADDRESS = {"UnsupportedProtocol", "MissingSchema", "InvalidSchema"}
 _AWAY = {"NetworkError", "ConnectError", "ConnectionError", "NewConnectionError"}
 
 
-def reason(error: BaseException) -> str:
-    """Why a download failed, from what the Hub's client raised."""
+def explain_failure(error: BaseException) -> str:
+    """Why a download failed, from the error of the Hub's client."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -61,12 +61,12 @@ def reason(error: BaseException) -> str:
         mend = "; set HF_HOME to a folder of yours" if system.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
         return f"{system.filename or constants.HF_HUB_CACHE} can't be used: {system.strerror}{mend}"
     if kinds & _NO_ADDRESS:
-        return f"HF_ENDPOINT={endpoint} is no address ({first_line(chain[-1])}): https://huggingface.co is one"
+        return f"HF_ENDPOINT={endpoint} is not an address ({first_line(chain[-1])}): https://huggingface.co is one"
     if proxy and kinds & {"ValueError", "ImportError"} and "JSONDecodeError" not in kinds:
         return f"the proxy {proxy} can't be used ({first_line(chain[0])}): set HTTPS_PROXY to http://<host>:<port>"
     if isinstance(chain[0], ValueError | LookupError | TypeError | AttributeError) or "FileMetadataError" in kinds:
         mend = "log in to the network, or set HF_ENDPOINT"
-        return f"what answers at {endpoint}{through} is no Hub ({named(chain[0])}): {mend}"
+        return f"what answers at {endpoint}{through} is not the Hub ({name_error(chain[0])}): {mend}"
     return first_line(chain[-1])
 
 
@@ -85,7 +85,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _proxy(endpoint: str) -> str | None:
-    """Host and port of the proxy that requests to `endpoint` go through, without its password."""
+    """Host and port of the proxy for requests to `endpoint`, without its password."""
     address = urllib.parse.urlsplit(endpoint)
     if not address.hostname or urllib.request.proxy_bypass(address.hostname):
         return None

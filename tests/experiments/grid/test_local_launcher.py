@@ -13,24 +13,24 @@ import pytest
 import torch
 
 from lra.errors import UsageError
-from lra.experiments.grid import launch
-from lra.experiments.grid.cells import look, with_stages
-from lra.experiments.grid.launch import Local, slots
+from lra.experiments.grid import local_launcher
+from lra.experiments.grid.cells import cell_state, with_stages
+from lra.experiments.grid.local_launcher import LocalLauncher, list_slots
 from lra.training.run_directory import claim_directory, is_claimed
 from tests.experiments.runs import GRID, cells, command, made, started, stub, until
 
 
 @pytest.fixture(autouse=True)
 def short_ticks(here, monkeypatch):
-    monkeypatch.setattr(launch, "TICK_S", 0.02)
-    monkeypatch.setattr(launch, "LOOK_S", 0.05)
+    monkeypatch.setattr(local_launcher, "TICK_S", 0.02)
+    monkeypatch.setattr(local_launcher, "LOOK_S", 0.05)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 def work(todo, line, slots=1):
     """The states at the end, and what was said."""
     said: list[str] = []
-    states = Local(todo, [None] * slots, say=said.append, command=line).work()
+    states = LocalLauncher(todo, [None] * slots, say=said.append, command=line).work()
     return [states[cell] for cell in todo], said
 
 
@@ -68,7 +68,7 @@ def test_two_commands_share_the_cells():
         one.join(30)
     assert [one.exitcode for one in both] == [0, 0]
     assert sorted(started()) == sorted(str(cell.directory.path) for cell in todo)
-    assert {look(cell).status for cell in todo} == {"done"}
+    assert {cell_state(cell).status for cell in todo} == {"done"}
 
 
 def test_what_another_command_has_done_just_before_the_claim_stays(monkeypatch):
@@ -78,9 +78,9 @@ def test_what_another_command_has_done_just_before_the_claim_stays(monkeypatch):
         made(cell, "finished", 0.4)
         return claim_directory(path)
 
-    monkeypatch.setattr(launch, "claim_directory", late)
+    monkeypatch.setattr(local_launcher, "claim_directory", late)
     (state,), said = work(todo, stub(todo, "finish"))
-    assert state.accuracy == look(cell).accuracy == 0.4 and not started() and not said
+    assert state.accuracy == cell_state(cell).accuracy == 0.4 and not started() and not said
     assert not is_claimed(cell.directory.path)
 
 
@@ -124,7 +124,9 @@ def test_out_of_memory_beside_others_is_run_again_alone():
     assert sorted(started()) == sorted(2 * [str(cell.directory.path) for cell in todo])
     first, second = cells(2, ("text",))
     made(first, "oom", runs_per_device=2)
-    assert not look(first).final and str(look(first)).startswith("OOM beside other runs, to be retried alone: ")
+    assert not cell_state(first).final and str(cell_state(first)).startswith(
+        "OOM beside other runs, to be retried alone: "
+    )
     (path,) = {str(first.directory.path)}
     log = first.directory.path / "log.txt"
     (state, other), _ = work([first, second], stub([first, second], "oom", "finish", seconds=0.1), slots=2)
@@ -134,8 +136,8 @@ def test_out_of_memory_beside_others_is_run_again_alone():
 
 def test_a_cell_of_several_gpus_has_them_to_itself():
     (cell,) = GRID.cells(("listops",), ("flash",), 1, fields=("trainer.devices=2",))
-    assert Local([cell], ["0", "1", "2"])._room(cell, False) == ["0", "1"], "and no more"
-    local = Local([cell], ["0", "1", "2", "0", "1", "2"])
+    assert LocalLauncher([cell], ["0", "1", "2"])._room(cell, False) == ["0", "1"], "and no more"
+    local = LocalLauncher([cell], ["0", "1", "2", "0", "1", "2"])
     local.free.remove("0")
     room = local._room(cell, False)
     assert room == ["1", "2", "1", "2"]
@@ -147,7 +149,7 @@ def test_a_cell_of_several_gpus_has_them_to_itself():
 
 def test_out_of_memory_beside_strangers_is_given_up_in_the_end(monkeypatch):
     todo = cells(1)
-    monkeypatch.setattr(Local, "_environment", lambda *_: {**os.environ, "LRA_RUNS_PER_DEVICE": "2"})
+    monkeypatch.setattr(LocalLauncher, "_environment", lambda *_: {**os.environ, "LRA_RUNS_PER_DEVICE": "2"})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (state,), _ = work(todo, stub(todo, "oom"))
     assert state.crowded and len(started()) == 2
@@ -167,7 +169,7 @@ def test_a_run_that_is_refused_is_not_tried_again_before_the_next_call():
     todo = with_stages(GRID.cells(("listops",), ("flash",), 1, "curriculum"))
     states, said = work(todo, stub(todo, "refuse", "finish"))
     assert [str(state) for state in states] == ["refused: no data here: prepare it", "open", "open"]
-    assert started() == [str(todo[0].directory.path)] and look(todo[0]).status == "open"
+    assert started() == [str(todo[0].directory.path)] and cell_state(todo[0]).status == "open"
     log = todo[0].directory.path / "log.txt"
     assert said == [
         f"{todo[0]}: ended without a result (exit code 2, {log}: lra: no data here: prepare it), "
@@ -183,16 +185,16 @@ def test_kill_a_run_then_the_command_and_the_next_call_completes():
     until(lambda: len(started()) == 2 and all(cell.directory.last.exists() for cell in todo))
     first.kill()
     first.join()
-    assert [look(cell).status for cell in todo] == ["running elsewhere"] * 2  # they work on
+    assert [cell_state(cell).status for cell in todo] == ["running elsewhere"] * 2  # they work on
     os.kill(worker(todo[0]), signal.SIGKILL)
     until(lambda: not is_claimed(todo[0].directory.path))
     second = command(todo, stub(todo, "wait", "finish"))
-    until(lambda: look(todo[0]).status == "done")
+    until(lambda: cell_state(todo[0]).status == "done")
     assert second.is_alive() and len(started()) == 3  # it waits for the other
     os.kill(worker(todo[1]), signal.SIGKILL)
     second.join(20)
     assert second.exitcode == 0 and len(started()) == 4
-    assert [look(cell).status for cell in todo] == ["done"] * 2
+    assert [cell_state(cell).status for cell in todo] == ["done"] * 2
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -203,8 +205,8 @@ def test_a_signal_ends_the_runs_and_then_the_command(number, code):
     os.kill(one.pid, number)
     one.join(20)
     assert one.exitcode == code
-    assert [look(cell).status for cell in todo] == ["interrupted"] * 2  # nobody has a claim
-    assert str(look(todo[0])) == "interrupted, goes on from last.ckpt"
+    assert [cell_state(cell).status for cell in todo] == ["interrupted"] * 2  # nobody has a claim
+    assert str(cell_state(todo[0])) == "interrupted, goes on from last.ckpt"
 
 
 def test_what_a_dead_run_leaves_behind_does_not_keep_its_claim(here):
@@ -221,29 +223,29 @@ def test_what_a_dead_run_leaves_behind_does_not_keep_its_claim(here):
 def test_slots_are_the_gpus_that_are_seen(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert slots(None) == slots(1) == [None]
+    assert list_slots(None) == list_slots(1) == [None]
     with pytest.raises(UsageError, match="devices=2, but this machine has 0 GPUs: give 1, or leave it out"):
-        slots(2)
+        list_slots(2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert slots(None) == ["0", "1", "2"] and slots(2) == ["0", "1"]
+    assert list_slots(None) == ["0", "1", "2"] and list_slots(2) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a, 7")
-    assert slots(None) == ["5", "GPU-a", "7"]
+    assert list_slots(None) == ["5", "GPU-a", "7"]
     for devices in (0, 4):
         with pytest.raises(UsageError, match=f"devices={devices}, but this machine has 3 GPUs: give 1 to 3"):
-            slots(devices)
+            list_slots(devices)
 
 
 def test_a_run_knows_how_many_share_its_gpu():
     (cell,) = todo = cells(1)
     see = [sys.executable, "-c", "import os; print(os.environ['LRA_RUNS_PER_DEVICE'])"]
     for places, shared in ((["0", "1"], 1), (["0", "1", "0", "1"], 2), ([None] * 3, 3)):
-        Local(todo, places, command=see).work()
+        LocalLauncher(todo, places, command=see).work()
         assert (cell.directory.path / "log.txt").read_text().splitlines()[-1] == str(shared)
 
 
 def test_a_run_sees_its_slots_gpu_and_the_users_threads(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    local = Local([], ["3", "GPU-a"])
+    local = LocalLauncher([], ["3", "GPU-a"])
     environment = local._environment(["GPU-a"])
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("GPU-a", "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
