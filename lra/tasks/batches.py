@@ -1,4 +1,4 @@
-"""How a split becomes the batches of training and of evaluation: whose rows, in what order, of which shapes."""
+"""Makes the batches of training and evaluation from a split: the rows of each rank, their order and shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lra.data.split import IGNORED_LABEL, Examples, Pairs
 
 @dataclass(frozen=True)
 class Rank:
-    """Which share of a global batch this process works on."""
+    """The share of a global batch that this process computes."""
 
     rank: int
     world: int
@@ -28,12 +28,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class Collation:
-    """What data has to know of a run to make its batches.
+    """What data must know of a run to make its batches.
 
     Args:
-        prefix: id of the token that the model wants before each sequence.
-        few_shapes: whether packed batches are filled up, as a captured step wants them: see `_multiple`.
-        step: number, from 0, of the next training step.
+        rank: the share of this process.
+        prefix: id of the token before each sequence. Default: None, no such token.
+        few_shapes: whether packed batches are filled up to few shapes for a captured step, see `_multiple`.
+        step: returns the number of the next training step, from 0.
     """
 
     rank: Rank
@@ -43,10 +44,10 @@ class Collation:
 
 
 class TrainBatches:
-    """The rest of training as one endless pass, whose items are `stride` steps in a row.
+    """The remaining training as one endless pass. Each item is an iterator over `stride` consecutive steps.
 
-    A step is this rank's micro-batches of it, collated when they are asked for and sent to no device yet. The pass
-    starts at the step that `current` names, so a resumed run goes on with the same sequences. With `few_shapes` packed
+    A step is a list of this rank's micro-batches. They are collated on demand and stay on the host. The pass starts at
+    the step that `current` returns, so a resumed run continues with the same sequences. With `few_shapes` packed
     batches are filled up, see `_multiple`.
     """
 
@@ -77,7 +78,7 @@ class TrainBatches:
         chunks = (chunk[_longest_first(self.split, rows[chunk], self.options)] for chunk in chunks)
         return [self.split.collate(rows[chunk], index=chunk, **self.options) for chunk in chunks]
 
-    # Lightning asks a resumable loader for its state; the step is the whole of it and the checkpoint has it
+    # Lightning asks a resumable loader for its state, which is only the step, and the checkpoint has that
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -86,10 +87,10 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """This rank's share of a split, batch by batch; every sequence once over all ranks.
+    """Yields the batches of this rank's share of a split. All ranks together have each sequence once.
 
-    With `few_shapes` batches are filled up as in training, the last one with its own sequences, too: metrics ignore
-    their labels.
+    With `few_shapes` batches are filled up as in training. The last one repeats its own sequences, and metrics ignore
+    the labels of these.
     """
 
     def __init__(self, split: Examples, size: int, rank: Rank, options: Mapping[str, Any], few_shapes: bool = False):
@@ -106,21 +107,21 @@ class EvalBatches:
             yield self._collate(first).to(self.rank.device)
 
     def _collate(self, first: int) -> CollatedBatch:
-        """The batch that begins with this one of the share's sequences."""
+        """Returns the batch that begins at sequence `first` of the share."""
         rows = self.rows[first : first + self.size]
         rows = rows[_longest_first(self.split, rows, self.options)]
         count = len(rows)
         rows = np.resize(rows, self.size) if self.few_shapes else rows
-        # their own places: what a pretraining hides depends on nothing else
+        # the row itself is the index, because what a pretraining hides depends only on it
         batch = self.split.collate(rows, index=rows, **self.options)
         batch.label[count : len(rows)] = IGNORED_LABEL
         return batch
 
 
 def _longest_first(split: Examples, rows: np.ndarray, options: Mapping[str, Any]) -> np.ndarray:
-    """The order of `rows` in which a GPU is done soonest: no long sequence begins when the others are at their end.
+    """Orders `rows` so that a GPU finishes soonest: no long sequence starts last.
 
-    Where tokens are left out, rows stay as they are: attention is a small part then, and lengths are known later.
+    If tokens are left out, rows keep their order: lengths are not known yet, and attention is a small part then.
     """
     if options.get("threshold") is not None:
         return np.arange(len(rows))
@@ -128,9 +129,10 @@ def _longest_first(split: Examples, rows: np.ndarray, options: Mapping[str, Any]
 
 
 def _multiple(rows: int, split: Examples, options: Mapping[str, Any]) -> int:
-    """Of what a packed batch's rows are made a multiple so that shapes are few: below a twelfth of some batch's `rows`.
+    """Returns the number of which a packed batch's row count becomes a multiple, so that there are few shapes.
 
-    Where all sequences of the split, not just of this batch, have one length, there is one shape.
+    It is at most a twelfth of `rows`, the rows of one batch. It is 1 if all sequences of the split have one length,
+    which gives one shape.
     """
     documents = split.documents if isinstance(split, Pairs) else split
     lengths = np.minimum(documents.lengths, options["max_length"])

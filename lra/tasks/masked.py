@@ -1,7 +1,7 @@
-"""Self-pretraining: tokens are hidden, and the encoder learns to find them from the others. Any task, without labels.
+"""Self-pretraining on any task, without labels: the encoder learns to find hidden tokens from the others.
 
-Amos et al. 2024, "Never Train from Scratch" (arXiv 2310.02980, section 2): on the task's own training set, each token
-hidden by itself, the loss on hidden tokens only. Here a hidden token has an id of its own, MASK.
+Amos et al. 2024, "Never Train from Scratch" (arXiv 2310.02980, section 2): training uses the task's own training set,
+each token is hidden independently, and only hidden tokens have a loss. Here a hidden token has the id MASK.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lra.models.dropout import mix, row_keys
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
 
-HASH_BITS = 16  # of a hash that decide: the share is exact to 2^-16
-HIDING_SITE = -1  # of the hash of places: dropout's begin at 0
+HASH_BITS = 16  # bits of the hash that are compared: the share is exact to 2^-16
+HIDING_SITE = -1  # in the hash of places; the sites of dropout begin at 0
 
 
 def hidden_rows(batch: Batch, share: float, prefix: int | None) -> Tensor:
-    """Which rows are hidden, bool `[T]`: each token with probability `share`; no CLS, nothing past a length, no filler.
+    """Returns which rows are hidden, bool `[T]`: each token with probability `share`, but no CLS, padding or filler.
 
-    A function of (seed, index of the sequence, position) as dropout is. Without a seed, in evaluation, it is always 0.
+    Like dropout, it is a function of (seed, index of the sequence, position). Evaluation has no seed and uses 0.
     """
     if batch.seed is None:
         batch = batch.with_seed(torch.zeros((), dtype=torch.int64, device=batch.tokens.device))
@@ -43,7 +43,7 @@ def hidden_rows(batch: Batch, share: float, prefix: int | None) -> Tensor:
 
 
 class Denoiser(nn.Module):
-    """An encoder and a linear decoder: scores of the vocabulary for every row, `[T, V]`."""
+    """An encoder and a linear decoder. Returns scores of the vocabulary for each row, `[T, V]`."""
 
     def __init__(self, encoder: Encoder, decoder: nn.Module):
         super().__init__()
@@ -54,40 +54,40 @@ class Denoiser(nn.Module):
 
 
 class MaskedTask(TaskModule):
-    """What pretraining makes of a task's module: see `masked_task`."""
+    """The pretraining of a task; `masked_task` combines it with the task's module."""
 
     def __init__(self, run: RunConfig, step: OptimisationStep):
         super().__init__(run, step)
         self.share: float = self.facts.mask if run.mask is None else run.mask
-        self.found: dict[str, list[float]] = {}  # of a test set: how often each token was hidden
+        self.found: dict[str, list[float]] = {}  # for each test set: how often each token was hidden
         self.commonest: int | None = None
 
     def network(self) -> nn.Module:
         return Denoiser(self.encoder(masked=True), nn.Linear(self.run.model.d_model, len(self.Data.vocabulary)))
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every row: scores `[T, V]`, the token, IGNORED where none is hidden, and the cross-entropy; fp32 `[T]`."""
+        """For each row: scores `[T, V]`, the hidden token or IGNORED `[T]`, and the cross-entropy, fp32 `[T]`."""
         encoder: Any = self.model.encoder
         hidden_T = hidden_rows(batch, self.share, encoder.prefix)
         tokens_T = torch.where(hidden_T, encoder.mask, batch.tokens)
         scores_TV = self.model(dataclasses.replace(batch, tokens=tokens_T)).float()
-        # all rows, as what is captured has one shape
+        # decode all rows, because a captured graph has one shape
         target_T = torch.where(hidden_T, batch.tokens.long(), IGNORED_LABEL)
         return scores_TV, target_T, F.cross_entropy(scores_TV, target_T, reduction="none")
 
     def loss(self, batch: Batch) -> Tensor:
-        """Summed over the examples: of one the hidden tokens' cross-entropy, divided by how many are expected.
+        """Sums over the examples the cross-entropy of hidden tokens, divided by their expected number.
 
-        That is `share` times the sequence's tokens: how many are hidden in the whole batch is known to no part of it.
-        Of an example's two sequences the mean counts. So every sequence weighs the same, as in classification.
+        The expected number is `share` times the tokens of the sequence, as no micro-batch knows the number in the whole
+        batch. An example of two sequences counts their mean. So each sequence weighs the same, as in classification.
         """
         prefixed = int(self.model.encoder.prefix is not None)
         expected_B = self.share * (batch.length - prefixed).clamp(min=1) * (batch.size // batch.label.numel())
         return (self.losses(batch)[2] * batch.per_row(1 / expected_B)).sum()
 
     def forward(self, batch: Batch) -> Tensor:
-        """What a batch counts for: hidden tokens found, their summed cross-entropy, and how often each token of the
-        vocabulary is hidden, fp64 `[2 + V]`. `self.model` gives the scores of every row."""
+        """Returns the counts of a batch, fp64 `[2 + V]`: hidden tokens found, the sum of their cross-entropy, and how
+        often each token of the vocabulary is hidden. `self.model` gives the scores of each row."""
         scores_TV, target_T, loss_T = self.losses(batch)
         hidden_T = target_T != IGNORED_LABEL
         found = (scores_TV.argmax(1) == target_T).sum()
@@ -108,7 +108,7 @@ class MaskedTask(TaskModule):
             self.log(f"{split}/{name}", mean, logger=False, on_step=False, on_epoch=True, sync_dist=True)
 
     def reference(self, data: TaskData, split: str) -> tuple[int, dict[str, float]]:
-        """How many tokens were hidden, and the share among them of the commonest one of train."""
+        """Returns the number of hidden tokens, and the share of train's commonest token among them."""
         if self.commonest is None:
             options = data.collate_options().items()
             plain = {name: value for name, value in options if name not in ("layout", "prefix")}
@@ -118,12 +118,12 @@ class MaskedTask(TaskModule):
 
 
 def masked_task(task: type[TaskModule]) -> type[TaskModule]:
-    """The pretraining of a task: its module with another head, another loss and other scores."""
+    """Returns the pretraining of a task: its module with another head, loss and scores."""
     return type(f"Masked{task.__name__}", (MaskedTask, task), {})
 
 
 def commonest_token(train: Examples, options: Mapping[str, Any], at_once: int = 1024) -> int:
-    """The token that a split has most of, as training sees it."""
+    """Returns the most frequent token of a split, as training sees it."""
     counts = np.zeros(1, np.int64)
     for first in range(0, len(train), at_once):
         rows = np.arange(first, min(first + at_once, len(train)))

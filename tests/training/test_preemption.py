@@ -30,12 +30,12 @@ DRIVER = """
 import os, sys
 import lra
 from lra.tasks.base import TaskData, TaskModule
-from lra.training.lightning import WholeFiles
+from lra.training.lightning import WholeCheckpointIO
 from lra.training.step import Step
 moment, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 of, name = {
     "step": (Step, "__call__"), "validation": (TaskModule, "validation_step"), "test": (TaskModule, "test_step"),
-    "setup": (TaskData, "setup"), "checkpoint": (WholeFiles, "save_checkpoint"),
+    "setup": (TaskData, "setup"), "checkpoint": (WholeCheckpointIO, "save_checkpoint"),
 }[moment]
 genuine, calls = getattr(of, name), 0
 
