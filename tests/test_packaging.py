@@ -86,7 +86,7 @@ def test_only_lra_is_installed(installed):
 def test_the_package_page_has_the_readme_and_no_link_that_leads_nowhere(installed):
     [file] = installed[1].glob("lra-*.dist-info/METADATA")
     metadata = message_from_string(file.read_text(encoding="utf-8"))
-    page = metadata.get_payload()
+    page = str(metadata.get_payload())
     assert metadata["Description-Content-Type"] == "text/markdown" and "make demo" in page
     links = re.findall(r"\]\(([^)]*)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
     assert links and all(link.startswith("https://") for link in links)
