@@ -7,13 +7,27 @@ import json
 import pytest
 
 from benchmarks.pages import __main__ as pages
-from benchmarks.pages import attentions, measured
+from benchmarks.pages import attentions, headline, measured
 from lra.models.attention import ATTENTIONS
+from tests.drawings import words
 
 
 @pytest.mark.parametrize("maker", pages.MAKERS, ids=lambda maker: maker.__name__.rpartition(".")[2])
 def test_no_page_is_stale(maker):
     assert not pages.stale(maker.make()), "run make docs"
+
+
+def test_the_headline_names_what_differs_and_its_figure_how_long_training_takes():
+    text = headline.headline(measured.BENCHMARKS)
+    for part in (
+        "million parameters, rotary positions, and stages", "learned positions and one stage", "`megatron`",
+        "123 of its 25,000 test reviews are also in train", "test images validated an earlier stage",
+    ):  # fmt: skip
+        assert part in text
+    points = list(headline.points())
+    assert points[0].most is False and points[-1].most and all(p.ours > p.guess for p in points)
+    shown = words(headline.figure(points))
+    assert {f"{'≤ ' * point.most}{point.minutes:.1f} min" for point in points} <= {*shown} and "Path-X" in shown
 
 
 def test_every_attention_has_its_section_and_what_it_needs():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ def copied(copy: Path) -> Path:
     for name in ("lra", "tests", "tasks", "models", "kernels", "configs"):
         if (ROOT / name).exists():  # a checkout may lack the links
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     return copy
 
@@ -79,6 +81,16 @@ def test_only_lra_is_installed(installed):
     assert {path.name for path in site.iterdir()} - {"borrowed.pth"} == {"lra", "lra-0.1.0.dist-info"}
     assert (home / "bin" / "lra").exists()
     assert (site / "lra-0.1.0.dist-info" / "licenses" / "LICENSE").exists()
+
+
+def test_the_package_page_has_the_readme_and_no_link_that_leads_nowhere(installed):
+    [file] = installed[1].glob("lra-*.dist-info/METADATA")
+    metadata = message_from_string(file.read_text(encoding="utf-8"))
+    page = str(metadata.get_payload())
+    assert metadata["Description-Content-Type"] == "text/markdown" and "make demo" in page
+    links = re.findall(r"\]\(([^)]*)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    assert links and all(link.startswith("https://") for link in links)
+    assert "- docs/usage.md: " in page and "(`lra/tasks/text.py`)" not in page
 
 
 def test_every_module_and_yaml_is_inside(installed):

@@ -1,4 +1,4 @@
-"""README.md and docs say what is so: their results name their origin, their commands parse, their code runs."""
+"""README.md and docs say what is so: results name their origin, commands parse, code runs, links resolve."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
 
-from benchmarks.pages import measured, readme, runs, tables
+from benchmarks.pages import measured, runs, speeds, tables
 from lra.cli import app
 from lra.commands import parse_command
 from lra.config.compose import list_differences
 from lra.experiments.grid import grid
 from lra.experiments.results import ledger
+from lra.models.attention import ATTENTIONS
 from lra.training.run_directory import HARDWARE_FIELDS
+from tests.command_line import lra
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted(measured.BENCHMARKS.rglob("*.json"))
 REPEATS = measured.BENCHMARKS / "studies" / "repeats"
 DOCUMENTS = [ROOT / "README.md", *sorted(f for name in ("docs", "benchmarks") for f in (ROOT / name).rglob("*.md"))]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDES = [README, *((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("usage", "results"))]
+PYTHON = re.findall(r"```python\n(.*?)```", "\n".join(GUIDES), re.DOTALL)
+(OWN,) = (block for block in PYTHON if "@ATTENTIONS.register" in block)  # the attention that README adds
+(OWN_FILE,) = re.findall(r"Save this as `(\S+)`", README)
+MOST_BYTES = 12 * 1024  # of README
 
 
 @pytest.fixture
@@ -73,23 +81,64 @@ def test_what_ran_another_time_is_the_same_configuration(file):
     assert one["environment"]["date"][:16].replace(":", "") == began
 
 
+def test_the_readme_is_short():
+    assert len(README.encode()) <= MOST_BYTES
+
+
 @pytest.mark.parametrize("number", range(len(PYTHON)))
-def test_python_of_the_readme_runs(number, run_here):
-    done = run_here("-c", PYTHON[number])
-    assert done.returncode == 0, done.stderr
+def test_python_of_the_guides_runs(number, run_here):
+    if PYTHON[number] != OWN:
+        done = run_here("-c", PYTHON[number])
+        assert done.returncode == 0, done.stderr
 
 
 def commands() -> list[str]:
-    """The arguments of every `lra …` in README's shell blocks and inline code."""
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
-    found = (re.match(r"(?:torchrun .*-m )?lra (.+)", text) for text in [*lines, *inline])
-    return [match[1] for match in found if match and match[1] != "fit"]  # which a sentence names
+    """The arguments of every `lra …` in the guides' shell blocks and inline code."""
+    found = []
+    for guide in GUIDES:
+        lines = [line for block in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
+        inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", guide, flags=re.DOTALL))
+        found += [match[1] for text in (*lines, *inline) if (match := re.match(r"(?:torchrun .*-m )?lra (.+)", text))]
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture(scope="module")
+def own_attention(tmp_path_factory):
+    """The attention that README adds, as one of another package for this process."""
+    name, folder = Path(OWN_FILE).stem, tmp_path_factory.mktemp("own")
+    (folder / f"own_{name}.py").write_text(OWN)
+    points = {name: [EntryPoint(name, f"own_{name}", "lra.attentions")]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setitem(vars(ATTENTIONS), "_entry_points", points)
+        yield
+    ATTENTIONS._classes.pop(name, None)
+    sys.modules.pop(f"own_{name}", None)
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_of_the_readme_parse(command):
-    parse_command(app, shlex.split(command, comments=True))
+def test_commands_of_the_guides_parse(command, own_attention):
+    words = shlex.split(command, comments=True)
+    if "=" in command or len(words) > 2:
+        parse_command(app, words)
+    else:  # a sentence names it
+        assert lra(*words, "--help").code == 0
+
+
+def test_the_attention_of_the_readme_is_trained_and_enters_the_table(tmp_path):
+    shutil.copytree(ROOT / "lra", tmp_path / "lra", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / OWN_FILE).write_text(OWN)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    sizes = [f"task.{split}=20" for split in ("train", "val", "test", "fresh")]
+    small = [*sizes, "trainer.steps=2", "trainer.eval_every=2", "trainer.log_every=1", "batch.size=4"]
+    shown = ""
+    for command in re.findall(rf"^lra ((?:fit|report) .*\b{Path(OWN_FILE).stem}\b[^#\n]*)", README, re.MULTILINE):
+        line = (sys.executable, "-m", "lra", *command.split(), *small)
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        shown = done.stdout
+    assert re.search(r"│ cosine +│ \d+\.\d \(1\)", shown)
+    assert "cosine &" in (tmp_path / "report" / "table3.tex").read_text()
 
 
 def test_make_targets_of_the_readme_exist():
@@ -173,14 +222,13 @@ def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pac
     cells = table.cells(["listops", "text"], ["flash"], 1)
     measured, other = cells
     steps = [cell.composed.config.trainer.steps for cell in cells]
-    monkeypatch.setattr(tables.speed, "read", lambda file: {})
-    monkeypatch.setattr(tables.speed, "paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
+    monkeypatch.setattr(tables.speed, "read_speeds", lambda file: {})
+    monkeypatch.setattr(tables.speed, "measured_paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
     entry = ledger.ResultFile(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
     said = tables._alone(table, cells, {other: entry}, Path("y"))
-    assert said.startswith("2.0 GPU-hours of training for 1 of one seed's 2 runs, if each is alone; at most 4.0 for 1 ")
-    assert tables._alone(table, cells[:1], {}, Path("y")).startswith(
-        "2.0 GPU-hours of training for all of one seed's 1"
-    )
+    alone = "runs of one seed, each alone on its GPU"
+    assert said.startswith(f"2.0 GPU-hours of training for 1 of the 2 {alone}; at most 4.0 for 1 ")
+    assert tables._alone(table, cells[:1], {}, Path("y")) == f"2.0 GPU-hours of training for all 1 {alone}"
 
 
 def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
@@ -190,10 +238,13 @@ def test_runs_stand_in_the_same_order_however_a_disk_lists_them(monkeypatch):
 
 
 def test_the_mean_speedup_is_of_the_columns_that_are_averaged():
-    header, _, *rows = readme.speedup(measured.BENCHMARKS).split("\n\n")[0].splitlines()
-    columns, averaged = header.strip("| ").split(" | ")[2:-2], grid.read_grid("table3").together()
-    assert not set(columns) <= set(averaged) and rows
-    for row in rows:
-        *shown, mean, _ = row.removesuffix("|").split(" | ")[2:]
-        ratios = [float(ratio) for column, ratio in zip(columns, shown, strict=True) if column in averaged]
-        assert float(mean.removesuffix(f" ({len(ratios)})")) == pytest.approx(geometric_mean(ratios), rel=0.01)
+    header, _, *rows = speeds.speedup(measured.BENCHMARKS).split("\n\n")[0].splitlines()
+    columns, averaged = header.strip("| ").split(" | ")[2:-3], grid.read_grid("table3").together()
+    shares = rows[0].strip("| ").split(" | ")[2:]
+    whole = [column for column, share in zip(columns, shares, strict=False) if share == "0%"]
+    assert not set(columns) <= set(averaged) and 0 < len({*whole} & {*averaged}) < len({*columns} & {*averaged})
+    for row in rows[1:]:
+        *shown, mean, unpadded, _ = row.removesuffix("|").split(" | ")[2:]
+        for text, chosen in ((mean, averaged), (unpadded, {*averaged} & {*whole})):
+            ratios = [float(ratio) for column, ratio in zip(columns, shown, strict=True) if column in chosen]
+            assert float(text.removesuffix(f" ({len(ratios)})")) == pytest.approx(geometric_mean(ratios), rel=0.01)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +17,11 @@ from benchmarks.studies.exactness import study as exactness
 from benchmarks.studies.kinks import study as kinks
 from benchmarks.studies.learnability import study as cnn
 from benchmarks.studies.learning import study as learning
+from benchmarks.studies.overlap import study as overlap
 from benchmarks.studies.prepare import study as prepare
 from lra.kernels.testing import Case
 from lra.training.fit import configure
+from tests.fixtures import write_imdb
 
 
 def test_preparing_is_timed_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -32,6 +36,22 @@ def test_preparing_is_timed_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert row.startswith("| [listops@1](benchmarks/studies/prepare/cpu/some.json) | `recipe=demo` `task.train=30`")
     assert prepare.main(["--task", "task=listop"]) == 2
     assert capsys.readouterr().err.startswith("prepare: unknown task 'listop'")
+
+
+def test_test_examples_that_are_in_train_are_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LRA_DATA", str(tmp_path / "stores"))
+    texts = {"train": ["good", "bad", "dull"], "test": ["bad", "new", "bad", "go"]}
+    columns = {split: {"text": some, "label": [0, 1, 1, 0][: len(some)]} for split, some in texts.items()}
+    mirror, out = write_imdb(tmp_path / "imdb", **columns), tmp_path / "studies" / "overlap" / "cpu" / "some.json"
+    assert overlap.main(["--task", "task=text", f"source={mirror}", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["stores"] == [{"task": "text@1", "fields": [], "test": 4, "in_train": 2}]
+    assert readme.overlap(tmp_path).splitlines()[2].endswith("|  | 2 | 4 |")
+
+
+def test_a_pair_of_documents_is_the_same_in_either_order():
+    pairs = SimpleNamespace(pairs=np.array([[0, 1], [1, 0]]))
+    made: Any = SimpleNamespace(manifest={"files": {"documents.tokens.npy": {}}}, pairs=lambda split: pairs)
+    assert overlap.examples(made, "test") == [(0, 1), (0, 1)]
 
 
 def test_learnability_reports_its_curve(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Makes README.md's tables, the pages of docs, the cards of released weights and the list of runs: make docs.
+"""Makes README.md's table and figure, the pages of docs, the cards of released weights and the list of runs: make docs.
 
     python -m benchmarks.pages [--check]
 
@@ -13,9 +13,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import command
-from benchmarks.pages import attentions, cards, fields, fig3, measured, pictures, readme, runs, tables, training
+from benchmarks.pages import (
+    attentions,
+    cards,
+    fields,
+    fig3,
+    headline,
+    measured,
+    pictures,
+    readme,
+    runs,
+    tables,
+    training,
+)
 
-MAKERS = (attentions, cards, fields, fig3, pictures, readme, runs, tables, training)
+MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, tables, training)
 
 
 def pages() -> dict[Path, str]:

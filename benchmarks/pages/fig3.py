@@ -23,17 +23,17 @@ def page(records: Sequence[AttentionMeasurement], made_with: dict[str, Any]) -> 
     return "\n\n".join([
         "# Figure 3 and Tables 9 to 21: runtime and memory of all attentions",
         "<!-- made by benchmarks/pages/fig3.py of benchmarks/results/fig3: make docs -->",
-        "Setting of FlashAttention's appendix E.6 (arXiv 2205.14135): batch 16, 8 heads, head dimension 64, N from 128 "
-        "to 65,536; approximate methods at a compression to N / 8 keys, at most 256 (`Attention.budget`; the options "
-        "are in the files); of `openai_sparse` the ends of segments come on top, N / 8 keys more, as no stride does "
-        "without. bf16, where the paper has fp16. *mask*: each sequence is up to 20 tokens shorter than N. "
-        f"{made_with['gpu']}, PyTorch {versions['torch']}, Triton {versions['triton']}, {made_with['date'][:10]}; "
-        "measured by `lra reproduce fig3`. An empty cell was not measured, OOM did not fit. Each method was "
-        "checked before it was timed: exact ones and patterns against the reference, the others for finite results. "
-        "Up to N = 512 a time of an attention that is many small kernels holds launches, too: those outlast the "
-        "millisecond behind which they were queued (lra waits longer by now; not measured anew). Backward passes of "
-        "`linformer` and `lsformer` lack the gradients of their own parameters (lra times them by now; not measured "
-        "anew).",
+        "The setting is that of FlashAttention's appendix E.6 (arXiv 2205.14135): batch 16, 8 heads, head dimension "
+        "64, N from 128 to 65,536. The dtype is bf16, where the paper has fp16. Approximate methods see N / 8 keys, at "
+        "most 256; the files have their options. `openai_sparse` also sees the ends of segments, which are N / 8 keys "
+        "more. *mask*: each sequence is up to 20 tokens shorter than N.",
+        f"`lra reproduce fig3` measured it on {made_with['gpu']}, PyTorch {versions['torch']}, Triton "
+        f"{versions['triton']}, {made_with['date'][:10]}. An empty cell was not measured, OOM did not fit. Each method "
+        "was checked before it was timed: exact ones and patterns against the reference, the others for finite "
+        "results.",
+        "Two things would be measured otherwise today, and were not measured again. Up to N = 512 the time of an "
+        "attention that consists of many small kernels includes launches. The backward passes of `linformer` and "
+        "`lsformer` lack the gradients of their own parameters.",
         f"**{fig3.compare_with_claim(records)}.**",
         *(f"![{setting}, {what}]({FIGURES.name}/{_figure(setting, what)})" for setting, what in DRAWN),
         *(_table(*rows) for rows in (fig3.fastest_table(records), *fig3.paper_tables(records))),

@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/kernels.md on kernels, of what `lra bench` and three studies measured.
+"""Tables of docs/results.md and docs/kernels.md on kernels, of what `lra bench` and three studies measured.
 
 Each function is given the folder that has results/ and studies/.
 """

@@ -1,7 +1,7 @@
-"""results/runs.csv: every run that was measured, a row each. Its command and its versions are in its file.
+"""Makes results/runs.csv: a row for every run that was measured. Its file has its command and versions.
 
 Accuracies are in %. Peak memory is the most that PyTorch held on one GPU, with evaluation. Training is the time of the
-steps; wall time runs from the prepared data to the scores, and a run that an older version resumed has none. What a run
+steps. Wall time runs from the prepared data to the scores; a run that an older version resumed has none. What a run
 does not have is empty.
 """
 

@@ -1,13 +1,13 @@
-"""docs/table3.md and docs/table6.md, of all runs in benchmarks.
+"""Makes docs/table3.md and docs/table6.md from all runs in benchmarks.
 
-Each recipe with a finished run in the table has a section: what `lra report` shows of it.
+Each recipe with a finished run in the table has a section, which is what `lra report` shows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from lra.training.run_directory import time_and_memory
 MEASURED = Path(measured.BENCHMARKS.name)  # seen from the top of the checkout
 HEAD = (
     "# {title}\n\n<!-- made by benchmarks/pages/tables.py of benchmarks/results: make docs -->\n\n{about} ({source}). "
-    "`lra reproduce {name}` runs the cells, `lra report {name}` makes these tables; a cell that was not run is empty. "
-    "Differences are to the paper's figure, in parentheses. An average is of the columns shown, the paper's, too, "
-    "without those of another protocol or data set."
+    "`lra reproduce {name}` runs the cells, and `lra report {name}` makes these tables. A cell that was not run is "
+    "empty. [results.md](results.md) says how to read them. "
+    "Differences are to the paper's figure, in parentheses. An average is over the columns shown that have the paper's "
+    "protocol and data set, and over the seeds that all of them have; the paper's is over the same columns."
 )
-OTHERS = "of no cell of this table"  # the note on files that other pages show
+OVERLAP = "studies/overlap/*/*.json"
+OTHERS = "of no cell of this table"  # how a note begins on files that other pages show
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Section:
 
     recipe: str
     report: report.Report
-    hours: tuple[str, ...]  # of all runs; and, where speed was measured, of one seed's runs alone
+    runs: Mapping[Cell, ledger.ResultFile]  # of the cells and of their stages
+    hours: tuple[str, ...]  # sentences: of all runs; and, where speed was measured, of one seed's runs alone
 
     def markdown(self) -> str:
         parts = [f"## Recipe `{self.recipe}`: {read_recipe(self.recipe)['about']}"]
@@ -48,7 +51,7 @@ class Section:
 
 @functools.cache
 def sections(name: str) -> dict[str, Section]:
-    """The sections of a table by recipe; none of a recipe without a finished run in the table."""
+    """The sections of a table by recipe. A recipe without a finished run in the table has none."""
     table, found = grid.read_grid(name), {}
     with contextlib.chdir(measured.ROOT):  # results are named as from there
         runs = [entry.result for entry in ledger.find_results(MEASURED)[0]]
@@ -59,14 +62,43 @@ def sections(name: str) -> dict[str, Section]:
 
 
 def page(name: str) -> str | None:
-    """A table's page; None without a finished run of its."""
+    """The text of a table's page; None if no run of it has finished."""
     if not (found := sections(name)):
         return None
     table = grid.read_grid(name)
     title, about = name.replace("table", "Table "), table.about[0].upper() + table.about[1:]
     head = HEAD.format(title=title, about=about, source=table.source, name=name)
     resized = _resized({column.task for column in table.columns.values()})
-    return "\n\n".join([head, *(section.markdown() for section in found.values()), *resized]) + "\n"
+    return "\n\n".join([head, caveats(name), *(section.markdown() for section in found.values()), *resized]) + "\n"
+
+
+def caveats(name: str) -> str:
+    """What speaks against scores on the test sets of a table's tasks, as sentences."""
+    tasks = {column.task for column in grid.read_grid(name).columns.values()}
+    said = [
+        f"{store['in_train']:,} of the {store['test']:,} test examples of "
+        f"{' with '.join(f'`{part}`' for part in (task, *store['fields']))} are also in train."
+        for store in overlaps()
+        if (task := store["task"].partition("@")[0]) in tasks and store["in_train"]
+    ]
+    if "path256" in tasks:
+        said.append(
+            "Under `curriculum` the test images of `path256` are among those that validated the stage `path256-lit`, "
+            "which chose its best checkpoint on them. Nothing was trained on them. On images of another seed `flash` "
+            f"has {new_images():.1f}."
+        )
+    return " ".join(said)
+
+
+def overlaps() -> list[dict[str, Any]]:
+    """For each task, how many of its test examples are in train."""
+    return [store for _, result in measured.read(measured.BENCHMARKS, OVERLAP) for store in result["stores"]]
+
+
+def new_images() -> float:
+    """The accuracy of the released weights of `flash` for Path-256 on images of another seed, %."""
+    ((_, result),) = measured.read(measured.BENCHMARKS, "studies/rescoring/*/path256-all.json")
+    return 100 * result["test"]["accuracy"]
 
 
 def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Section | None:
@@ -89,34 +121,45 @@ def _section(table: Grid, recipe: str, runs: Sequence[Mapping[str, Any]]) -> Sec
         fields["speed"] = str(speeds[0])
     made = report.make_report(table.name, [f"{name}={value}" for name, value in fields.items()])
     first = [entry.result for cell, entry in matched.items() if cell.seed == 0]
-    part = f", {_gpu_hours(first)} of them of seed 0" if len(first) < len(matched) else ""
+    part = f", {_gpu_hours(first)} of them for seed 0" if len(first) < len(matched) else ""
+    hours = _gpu_hours([entry.result for entry in matched.values()])
+    shared = "; the smaller figure counts only its share of a GPU for a run that shared it" if " to " in hours else ""
     time = (
-        f"{_gpu_hours([entry.result for entry in matched.values()])} GPU-hours of {len(matched)} runs{part}, "
-        "compilation and stages included, what a process takes to start and to end not; of runs that shared a GPU, "
-        "their part by the most that were seen there to all of their time"
+        f"{hours} GPU-hours for all {len(matched)} runs{part}, with stages and compilation, without the start and the "
+        f"end of processes{shared}"
     )
     alone = [_alone(table, table.cells(shown, seeds=1, recipe=recipe), matched, file) for file in speeds[:1]]
-    return Section(recipe, made, (time, *alone))
+    return Section(recipe, made, matched, (time, *alone))
 
 
 def _alone(table: Grid, cells: Sequence[Cell], matched: Mapping[Cell, ledger.ResultFile], file: Path) -> str:
-    """What the training of one seed takes: at the speed of each run alone, or at most by that of its own result."""
-    paces = plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file)))
-    runs = with_stages(cells, begun=lambda cell: False)
-    hours, most = [], []
+    """How long the training of one seed takes."""
+    paces, runs = (
+        plan.MeasuredSpeeds(speed.measured_paces(table, speed.read_speeds(file))),
+        with_stages(cells, begun=lambda cell: False),
+    )
+    alone, most = training_hours(runs, matched, paces)
+    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
+    part = f"{len(alone)} of the {len(runs)}" if len(alone) < len(runs) else f"all {len(runs)}"
+    return f"{sum(alone):.1f} GPU-hours of training for {part} runs of one seed, each alone on its GPU{more}"
+
+
+def training_hours(
+    runs: Iterable[Cell], matched: Mapping[Cell, ledger.ResultFile], paces: plan.MeasuredSpeeds
+) -> tuple[list[float], list[float]]:
+    """GPU-hours of training of runs: those whose speed was measured alone, and those that may have shared their GPU."""
+    alone, most = [], []
     for run in runs:
         steps, own = run.composed.config.trainer.steps, matched[run].result if run in matched else {}
         if pace := paces.pace(run):
-            hours.append(steps / pace / 3600)
+            alone.append(steps / pace / 3600)
         elif pace := own.get("steps_per_second"):
             most.append(steps / pace / 3600 * (own.get("world_size") or 1))
-    more = f"; at most {sum(most):.1f} for {len(most)} more, which may have shared a GPU" if most else ""
-    part = f"{len(hours) if len(hours) < len(runs) else 'all'} of one seed's {len(runs)} runs"
-    return f"{sum(hours):.1f} GPU-hours of training for {part}, if each is alone{more}"
+    return alone, most
 
 
 def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
-    """From what runs took if each had always shared its GPU with as many as at most, to what if it never had."""
+    """How long runs took: from each having always shared its GPU with the most runs seen there, to never."""
     least = most = 0.0
     for result in results:
         hours = (time_and_memory(result)[0] or result["train_seconds"]) / 3600 * (result.get("world_size") or 1)
@@ -125,7 +168,7 @@ def _gpu_hours(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _resized(tasks: Collection[str]) -> Iterator[str]:
-    """What weights score at another resolution, or with background, before any training there, of these tasks."""
+    """What weights score on these tasks at another resolution, or with background, before any training there."""
     rows = []
     for file, result in measured.read(measured.BENCHMARKS, "studies/resizing/*/*.json"):
         for run in result["runs"]:
@@ -141,13 +184,13 @@ def _resized(tasks: Collection[str]) -> Iterator[str]:
         header = ("weights", "task", "protocol", "with", "test accuracy, %", "loss", "strongest baseline, %")
         yield "## Right after resizing"
         yield (
-            "Before any training at that resolution or with that background, by benchmarks/studies/resizing; of a "
-            "guess the loss is 0.693."
+            "What weights score before any training at that resolution or with that background "
+            "(benchmarks/studies/resizing). A guess has a loss of 0.693."
         )
         yield measured.table(header, rows)
 
 
 def make() -> dict[Path, str]:
-    """Every page that there is something for."""
+    """The text of every page for which there are runs."""
     made = {measured.ROOT / "docs" / f"{name}.md": page(name) for name in config_names("table")}
     return {path: measured.from_docs(text) for path, text in made.items() if text is not None}

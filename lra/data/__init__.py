@@ -3,7 +3,8 @@
 - Generated: `listops.py` with `expressions.py`, and `pathfinder/`. Item `i` of a seed is a function of (seed, i), so
   the number of cores does not matter. `numba_rng.py` caches what numba compiles under a hash of this whole folder,
   because numba inlines functions across files.
-- Imported: `imdb.py` and `cifar10.py` from the Hub (`hub.py`), `aan.py` and others from LRA's release (`lra_release.py`).
+- Imported: `imdb.py` and `cifar10.py` from the Hub (`hub.py`), `aan.py` and others from LRA's release
+  (`lra_release.py`).
   Each line and image is checked, and the first wrong one stops the import. `checks.py` compares the whole with what it
   should be. A split that equals train is refused. Other differences are noted in the manifest, and runs repeat the
   serious ones.

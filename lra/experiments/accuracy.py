@@ -8,7 +8,6 @@ stage, and a cell itself.
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.grid.local_launcher import CellStates, LocalLauncher, list_slots
 from lra.experiments.grid.slurm import SlurmLauncher, SlurmResources, parse_resources
 from lra.experiments.grid.watch import GridWatch, format_others, format_scores
-from lra.experiments.reproduction import Reproduction, TextTable, format_tenth
+from lra.experiments.reproduction import Reproduction, TextTable, format_tenth, mean_over_common_seeds
 from lra.training.run_directory import FIRST_FAILURE_FILE, LOG_FILE
 
 MOST_RUNS_PER_DEVICE = 64  # each is a process that imports PyTorch
@@ -206,16 +205,17 @@ def accuracy_table(table: Grid, states: CellStates) -> TextTable:
     rows = []
     for attn in attns:
         row = [attn]
-        means: dict[str, float] = {}
+        scored: dict[str, dict[int, float]] = {}
         for column in columns:
             own = {cell: state for cell, state in states.items() if (cell.column, cell.attn) == (column, attn)}
-            if found := [100 * state.accuracy for state in own.values() if state.accuracy is not None]:
-                means[column] = statistics.mean(found)
+            scored[column] = {
+                cell.seed: 100 * state.accuracy for cell, state in own.items() if state.accuracy is not None
+            }
             parts = format_scores(own.values()), format_others(own, ("OOM", "failed", "interrupted", "refused"))
             row += [", ".join(filter(None, parts)), format_tenth(table.figure(attn, column))]
-        whole = averaged and all(column in means for column in averaged)
-        average = f"{statistics.mean(means[column] for column in averaged):.2f}" if whole else ""
-        rows.append([*row, *([average, format_tenth(table.average(attn, averaged))] if averaged else [])])
+        mean, _ = mean_over_common_seeds([scored[column] for column in averaged])
+        shown = "" if mean is None else f"{mean:.2f}"
+        rows.append([*row, *([shown, format_tenth(table.average(attn, averaged))] if averaged else [])])
     shown = (*columns, "average") if averaged else columns
     header = ["attention", *(text for name in shown for text in (name, "paper"))]
     return table.titled(f"{table.name}: test accuracy, %"), header, rows

@@ -50,6 +50,15 @@ def format_tenth(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
+def mean_over_common_seeds(columns: Sequence[Mapping[int, float]]) -> tuple[float | None, int]:
+    """The mean of columns of scores by seed, over the seeds that all columns have, and how many seeds these are.
+
+    The mean is None without such a seed.
+    """
+    seeds = set.intersection(*map(set, columns)) if columns else set()
+    return (statistics.fmean(scores[seed] for scores in columns for seed in seeds) if seeds else None), len(seeds)
+
+
 def format_mean_std(values: Sequence[float], digits: int) -> str:
     """The mean, and the standard deviation if there are several values; empty without values."""
     parts = [statistics.mean(values)] if values else []

@@ -182,7 +182,8 @@ def measure_speeds(
     refusal = "speed=true measures one device: start it without torchrun"
     device = step.one_device(wanted[0].composed.config, refusal)
     chosen = {getattr(cell, kind) for cell in asked for kind in ("column", "attn")}
-    columns, attns = ([name for name in known if name in chosen] for known in (table.columns, table.attns))
+    known = (table.columns, dict.fromkeys((*table.attns, *(cell.attn for cell in asked))))
+    columns, attns = ([name for name in names if name in chosen] for names in known)
     stated = {
         "tasks": columns, "attns": attns, "recipe": options.recipe or table.recipe, "fields": sorted(map(str, fields)),
         "steps": options.steps, "warmup": options.warmup,

@@ -38,7 +38,7 @@ TINY = (
 ONE = (*TINY, "tasks=listops")
 TWO = (*TINY, "tasks=listops,short")
 FILE = Path("speed.json")
-MS = {"standard": 8.0, "flash": 2.0}
+MS = {"standard": 8.0, "flash": 2.0, "megatron": 4.0}
 
 
 pytestmark = pytest.mark.usefixtures("here", "one_thread")
@@ -240,6 +240,12 @@ def test_a_file_grows_by_attentions_and_tasks(fake):
     made = accuracy.reproduce("table3", both)
     assert len(fake) == 4 and sorted(read()["options"]["attns"]) == ["flash", "standard"]
     assert accuracy.reproduce("table3", flash).tables[0][2] == made.tables[0][2][-1:], "its row alone"
+
+
+def test_an_attention_that_is_not_the_papers_is_measured_beside_standard(fake):
+    made = accuracy.reproduce("table3", [arg.replace("standard,flash", "standard,megatron") for arg in ONE])
+    assert read()["options"]["attns"] == ["standard", "megatron"]
+    assert shown(made, "speedup")["megatron"][0] == "2.00 (1)"
 
 
 def test_a_gpu_that_others_use_is_refused(monkeypatch):

@@ -164,7 +164,7 @@ class Grid:
 
         Args:
             columns: by default those that are not apart.
-            attns: by default all.
+            attns: by default the table's. Any other has no figure of the paper's.
             fields: further arguments of `lra fit` for every cell. They replace what a column sets, beside its task and
                 the task's fields.
 
@@ -179,7 +179,7 @@ class Grid:
             raise UsageError(f"seeds={seeds}: it is how many there are, at most {MOST_SEEDS}")
         _composed.cache_clear()  # recipes may have changed since the last grid
         columns = columns or self.together()
-        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), self.attns)):
+        for kind, asked, known in (("task", columns, self.columns), ("attention", attns or (), ATTENTIONS.catalogue())):
             for name in asked:
                 if name not in known:
                     raise UsageError(describe_unknown(kind, name, known))

@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import io
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,13 @@ from lra.errors import UsageError
 from lra.experiments import speed
 from lra.experiments.grid import grid, plan
 from lra.experiments.grid.grid import Cell, Grid
-from lra.experiments.reproduction import TextTable, add_footnote, format_mean_std, format_tenth
+from lra.experiments.reproduction import (
+    TextTable,
+    add_footnote,
+    format_mean_std,
+    format_tenth,
+    mean_over_common_seeds,
+)
 from lra.experiments.results import html, ledger
 from lra.experiments.results.ledger import ReportRow, ResultFile, finished_hardware, known_values, mean_value
 from lra.experiments.speed import BASELINE, mean_ratio
@@ -126,17 +131,21 @@ def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: S
     header = ["attention", *columns, *(["average"] if averaged else [])]
     lines, against = [], []
     for attn in attns:
-        average = _average(rows, attn, averaged)
+        own = [row for row in rows if row.attention == attn and row.accuracy is not None]
+        scores = [{row.seed: row.accuracy or 0.0 for row in own if row.column == column} for column in averaged]
+        average, seeds = mean_over_common_seeds(scores)
+        text = f"{format_tenth(average)} ({seeds})" if seeds else ""
         accuracies = [_accuracy(rows, attn, column, "accuracy") for column in columns]
-        lines.append([attn, *accuracies, _marked(format_tenth(average), rows, attn, *averaged)])
+        lines.append([attn, *accuracies, _marked(text, rows, attn, *averaged)])
         pairs = [(mean_value(rows, "accuracy", attention=attn, column=c), table.figure(attn, c)) for c in columns]
         shown = [_marked(_against(*pair), rows, attn, c) for pair, c in zip(pairs, columns, strict=True)]
         last = _against(average, table.average(attn, averaged))
         against.append([attn, *shown, _marked(last, rows, attn, *averaged)])
     lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
+    figures = any(any(line[1:]) for line in against)
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
-        (f"difference to {table.source} (its accuracy, %)", against if table.paper else []),
+        (f"difference to {table.source} (its accuracy, %)", against if figures else []),
     ):
         yield title, header, [line[: len(header)] for line in made]
     fresh = [c for c in columns if known_values(rows, "fresh", column=c)]
@@ -190,12 +199,6 @@ def _baselines(rows: list[ReportRow], column: str, field: str) -> str:
     """The strongest baseline; several if runs met different test sets."""
     found = {(getattr(row, field), getattr(row, f"{field}_accuracy")) for row in rows if row.column == column}
     return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
-
-
-def _average(rows: list[ReportRow], attn: str, columns: Sequence[str]) -> float | None:
-    means = [mean_value(rows, "accuracy", attention=attn, column=column) for column in columns]
-    there = [value for value in means if value is not None]
-    return statistics.fmean(there) if there and len(there) == len(columns) else None
 
 
 def _against(ours: float | None, paper: float | None) -> str:

@@ -1,8 +1,8 @@
 """Exact attention in linear memory (FlashAttention, arXiv 2205.14135).
 
 `reference.py` defines the result in plain PyTorch. `dispatch.py` chooses a kernel and its tile, and says why; nothing
-else decides it. `launch_attention.py` launches that kernel. `flash_ops.py` makes operators of both passes, so that torch.compile takes
-each as one node. One set of kernels serves packed and padded rows.
+else decides it. `launch_attention.py` launches that kernel. `flash_ops.py` makes operators of both passes, so that
+torch.compile takes each as one node. One set of kernels serves packed and padded rows.
 
 There are two families. The plain Triton kernels (`forward.py`, `backward.py`, `tiles.py`) run everywhere, also in
 Triton's interpreter, and take all strides, head dimensions to 128, causal masks and fp32. The Gluon kernels for Hopper

@@ -4,7 +4,8 @@ The kernels run in 16 bits on a Hopper GPU whose ptxas is known not to miscompil
 the same layers are PyTorch's. Both compute the same, with the same dropout, and keep the residual in fp32.
 
 - `fused_layers.py`: the functions that a model calls, and which calls the kernels take.
-- `layer_ops.py`, `launch_layers.py`, `reference.py`: the operators, their launches, and their definition in plain PyTorch.
+- `layer_ops.py`, `launch_layers.py`, `reference.py`: the operators, their launches, and their definition in plain
+  PyTorch.
 - `rows.py`: how a program holds its weights in shared memory and takes one tile of rows after another.
 - `projection.py`: norm, projections and rotation. It also returns the residual, so that its gradient is added here.
 - `feed_forward.py`: projection, residual, norm, feed-forward and residual. In the last block of a model that takes the

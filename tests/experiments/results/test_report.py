@@ -147,7 +147,7 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
         one = result(cell, 0.30 + place // 2 / 100, steps_per_second=speed)
         put(tmp_path / f"{place}.json", one | {"environment": one["environment"] | {"gpu": gpu}})
     made = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash"])
-    assert table(made, "test accuracy")["flash"]["average"] == "32.0"
+    assert table(made, "test accuracy")["flash"]["average"] == "32.0 (1)"
     assert table(made, "difference")["flash"]["average"] == "-27.8 (59.8)"
     assert table(made, "steps per second on NVIDIA H200")["flash"]["speedup"] == f"{(40**3 * 20) ** 0.25 / 10:.2f} (4)"
     one = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops"])
@@ -155,14 +155,38 @@ def test_an_average_needs_all_columns_and_speedup_those_that_both_have(tmp_path)
     some = report.make_report(
         "table3", [f"results={tmp_path}", "attns=standard,flash", "tasks=listops,text,image,pathfinder"]
     )
-    assert table(some, "test accuracy")["flash"]["average"] == "32.0"
+    assert table(some, "test accuracy")["flash"]["average"] == "32.0 (1)"
     assert table(some, "difference")["flash"]["average"] == "-22.4 (54.4)", "the paper's over the same columns"
     elsewhere = table(made, "steps per second on NVIDIA A100")["flash"]
     assert elsewhere["text"] == "40.0" and elsewhere["speedup"] == ""
     (tmp_path / "1.json").unlink()
     made = report.make_report("table3", [f"results={tmp_path}", "attns=standard,flash"])
     averages = {attn: row["average"] for attn, row in table(made, "test accuracy").items()}
-    assert averages == {"standard": "32.0", "flash": "", "strongest baseline": ""}
+    assert averages == {"standard": "32.0 (1)", "flash": "", "strongest baseline": ""}
+
+
+def test_an_attention_that_is_not_the_papers_has_a_row_without_its_figures(tmp_path):
+    for cell in cells(["listops"], ["flash", "megatron"]):
+        put(tmp_path / f"{cell.attn}.json", result(cell, 0.4))
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash,megatron", "tasks=listops", "seeds=1"])
+    assert table(made, "test accuracy")["megatron"] == {"listops": "40.0 (1)"}
+    assert table(made, "difference") == {"flash": {"listops": "+2.4 (37.6)"}, "megatron": {"listops": ""}}
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=megatron", "tasks=listops", "seeds=1"])
+    assert not any(title.startswith("difference") for title, _, _ in made.tables), "there is nothing to compare with"
+
+
+def test_an_average_is_over_the_seeds_that_all_columns_have(tmp_path):
+    for cell in cells(["listops", "text"], ["flash"], 3):
+        if (cell.column, cell.seed) != ("text", 2):
+            put(tmp_path / f"{cell.column}-{cell.seed}.json", result(cell, 0.3 + cell.seed / 10))
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
+    assert table(made, "test accuracy")["flash"] == {
+        "listops": "40.0 ± 10.0 (3)", "text": "35.0 ± 7.1 (2)", "average": "35.0 (2)"
+    }  # fmt: skip
+    (tmp_path / "text-0.json").unlink()
+    (tmp_path / "listops-1.json").unlink()
+    made = report.make_report("table3", [f"results={tmp_path}", "attns=flash", "tasks=listops,text", "seeds=3"])
+    assert table(made, "test accuracy")["flash"]["average"] == ""
 
 
 @pytest.mark.parametrize("task", ["pathfinder", "retrieval"])

@@ -1,0 +1,145 @@
+"""The first screen of README.md: accuracies beside the paper's, as a table and as docs/headline.svg."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.pages import measured, speeds
+from benchmarks.pages.measured import table
+from benchmarks.pages.tables import Section, new_images, overlaps, sections, training_hours
+from lra.bench import plots
+from lra.experiments import speed
+from lra.experiments.grid import grid, plan
+from lra.experiments.reproduction import format_tenth
+from lra.experiments.results.ledger import known_values
+from lra.tasks import TASKS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FIGURE = measured.ROOT / "docs" / "headline.svg"
+SHOWN = ("flash", "butterfly")
+OURS, PAPERS = "curriculum", "xiong2021"  # the recipe that goes furthest, and one of a model of the paper's kind
+SMALL = {"listops": "ListOps", "text": "Text", "image": "Image", "pathfinder": "Pathfinder"}  # columns of table3
+LARGE = {"pathx": "Path-X", "path256": "Path-256"}  # columns of table6
+COLUMNS = SMALL | LARGE
+GREY = "#777777"
+
+
+def headline(root: Path) -> str:
+    """Exact and block-sparse FlashAttention beside the paper's, what the models are, and what test sets share."""
+    of = next(store for store in overlaps() if store["task"].startswith("text@"))
+    text = f"{of['in_train']} of its {of['test']:,} test reviews are also in train"
+    images = f"Path-256; its test images validated an earlier stage, on new images `flash` has {new_images():.1f}"
+    names = COLUMNS | {"text": f"Text; {text}", "path256": images}
+    mean = f"mean of ListOps, Text ({text}), Image and Pathfinder"
+    rows = [_row("table3", OURS, "average", mean)]
+    rows += [_row("table6", OURS, column, names[column]) for column in LARGE]
+    rows += [_row("table3", PAPERS, column, names[column]) for column in ("listops", "text")]
+    header = ("test accuracy, % (seeds)", "recipe", *(name for attn in SHOWN for name in (f"`{attn}`", "paper")))
+    return f"{table(header, rows)}\n\n{_models()}\n\n{speeds.in_brief(root, SMALL)}"
+
+
+def _row(name: str, recipe: str, column: str, what: str) -> list[str]:
+    section, stated = sections(name)[recipe], grid.read_grid(name)
+    _title, header, accuracies = section.report.tables[0]
+    ours, columns = {row[0]: row[header.index(column)] for row in accuracies}, stated.averaged(header)
+    row = [what, f"`{recipe}`"]
+    for attn in SHOWN:
+        paper = stated.average(attn, columns) if column == "average" else stated.figure(attn, column)
+        row += [ours[attn], format_tenth(paper)]
+    return row
+
+
+def _models() -> str:
+    """What the models of each recipe are, by their runs."""
+    kinds = {}
+    for recipe, tables in ((OURS, ("table3", "table6")), (PAPERS, ("table3",))):
+        some = [sections(name)[recipe] for name in tables]
+        runs = (run for each in some for run in each.runs.items())
+        found = [entry.result for cell, entry in runs if cell.attn in SHOWN and cell.column.split()[0] in COLUMNS]
+        sizes = sorted(result["parameters"] / 1e6 for result in found)
+        models = {
+            tuple(result["config"]["model"][key] for key in ("layers", "d_model", "positions")) for result in found
+        }
+        (kinds[recipe],) = (
+            f"{layers} layers of {width}, {sizes[0]:.2f} to {sizes[-1]:.2f} million parameters, {positions} positions"
+            for layers, width, positions in models
+        )
+    return (
+        f"*paper*: FlashAttention, Tables 3 and 6. The models differ. `{OURS}` has {kinds[OURS]}, and stages with more "
+        "data: shorter expressions, easier and smaller images, images without background; larger images of `butterfly` "
+        f"start from weights of `flash`. `{PAPERS}` has {kinds[PAPERS]} and one stage, after Xiong et al. 2021, from "
+        "whom the paper took settings. Where the paper has no figure, its model was at chance."
+    )
+
+
+class Point(NamedTuple):
+    """A task in the figure. Accuracies are in %."""
+
+    task: str
+    ours: float
+    paper: float | None  # None: at chance
+    guess: float  # what the strongest baseline reaches
+    minutes: float  # of training, stages included
+    most: bool  # whether a part of that time may have been shared
+
+
+def points() -> Iterator[Point]:
+    """Each task of the headline with `flash`: the mean of the seeds that all columns of a table have."""
+    with contextlib.chdir(measured.ROOT):
+        paces = plan.MeasuredSpeeds(
+            speed.measured_paces(grid.read_grid("table3"), speed.read_speeds(measured.BENCHMARKS / speeds.STEPS))
+        )
+        for name, columns in (("table3", SMALL), ("table6", LARGE)):
+            section = sections(name)[OURS]
+            own = [row for row in section.report.rows if row.attention == "flash" and row.accuracy is not None]
+            seeds = set.intersection(*({row.seed for row in own if row.column == c} for c in columns))
+            for column in columns:
+                rows = [row for row in own if row.column == column and row.seed in seeds]
+                yield _point(section, grid.read_grid(name), column, rows, paces)
+
+
+def _point(section: Section, stated: grid.Grid, column: str, rows: Sequence[Any], paces: plan.MeasuredSpeeds) -> Point:
+    (cell,) = (c for c in section.runs if (c.column, c.attn, c.seed) == (column, "flash", 0))
+    alone, most = training_hours((*cell.stages, cell), section.runs, paces)
+    task = TASKS.catalogue()[cell.composed.config.task.name]
+    return Point(
+        f"{task.summary.partition(':')[0]}\n{TASKS.facts_of(task).length:,} tokens",
+        statistics.fmean(known_values(rows, "accuracy")), stated.figure("flash", column),
+        max(row.baseline_accuracy for row in rows), 60 * (sum(alone) + sum(most)), bool(most),
+    )  # fmt: skip
+
+
+def figure(found: Sequence[Point]) -> str:
+    """The SVG text: a row for each task, from the paper's accuracy to that here, and how long training took."""
+
+    def plot(axes: Axes) -> None:
+        places = range(len(found))
+        for place, point in zip(places, found, strict=True):
+            if point.paper is not None:
+                axes.plot([point.paper, point.ours], [place, place], color="#cccccc", zorder=1)
+            text = f"{'≤ ' * point.most}{point.minutes:.1f} min"
+            axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
+        dots: Iterable[tuple[str, list[float | None], dict[str, Any]]] = (
+            ("flash, here", [p.ours for p in found], {"color": "C0", "marker": "o", "markersize": 9}),
+            ("FlashAttention, in its paper", [p.paper for p in found], {"color": GREY, "marker": "D", "markersize": 7}),
+            ("best guess without a model", [p.guess for p in found], {"color": GREY, "marker": "|", "markersize": 12}),
+        )  # fmt: skip
+        for name, xs, look in dots:
+            shown = [(x, place) for x, place in zip(xs, places, strict=True) if x is not None]
+            axes.plot(*zip(*shown, strict=True), linestyle="", label=name, gid=name, **look)
+        axes.set_yticks(places, [point.task for point in found])
+        axes.set(xlabel="test accuracy, %", xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
+        axes.annotate("training,\none H200", (1.02, 1.03), xycoords="axes fraction", color=GREY, annotation_clip=False)
+        axes.figure.legend(loc="outside lower center", ncols=3)
+
+    return plots.render_svg((9, 4), plot)
+
+
+def make() -> dict[Path, str]:
+    return {FIGURE: figure(list(points()))}
