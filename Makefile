@@ -68,7 +68,7 @@ lint: $(TOOLS)  ## ruff and pyright
 	@$(PY) -m ruff format --check
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
-docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
+docs: $(TOOLS)  ## make README.md's tables and the pages of docs anew from measurements and sources
 	@$(PY) -m benchmarks.pages
 
 # what lra report makes of the committed results

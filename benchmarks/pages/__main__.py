@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.command import command
-from benchmarks.pages import attentions, cards, fig3, measured, pictures, readme, runs, tables, training
+from benchmarks.pages import attentions, cards, fig3, measured, pictures, readme, runs, tables, training, tutorial
 
-MAKERS = (attentions, cards, fig3, pictures, readme, runs, tables, training)
+MAKERS = (attentions, cards, fig3, pictures, readme, runs, tables, training, tutorial)
 
 
 def pages() -> dict[Path, str]:
