@@ -60,7 +60,7 @@ versions: $(TOOLS)  ## some tests with the oldest versions that lra supports and
 	  "$$python" -c 'from lra.environment import versions; print("$(set):", *(" ".join(map(str, each)) for each in versions().items()), sep="  ")'; \
 	  "$$python" -m pytest $(PYTEST_OPTIONS) -m "not slow" $(SOME) $(PYTEST_ARGS);)
 
-aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
+aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 86, 89, 90, 100 and 120 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
 	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
