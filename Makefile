@@ -8,11 +8,13 @@ ifeq ($(strip $(VENV)),)  # the current environment, as it is
   PY := python3
   READY :=
   TOOLS :=
+  SITE :=
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
   PY := $(abspath $(VENV))/bin/python
   READY := $(VENV)/.installed
   TOOLS := $(VENV)/.tools
+  SITE := $(VENV)/.site
 endif
 
 # the oldest and the newest Triton that lra runs on, each in a folder that hides the installed one
@@ -37,7 +39,7 @@ SOME = tests/kernels/test_ops.py tests/kernels/test_flash.py::test_within_budget
   tests/test_studies.py::test_runs_share_the_gpus_that_are_visible
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all versions aot lint docs screenshot clean help
+.PHONY: demo test test-all versions aot lint docs site screenshot clean help
 
 demo: $(READY)  ## train on ListOps and score the test set; again: the same result at once (ARGS="field=value …")
 	@cd "$(DIR)" && $(PY) -m lra fit task=listops attn=flash recipe=$(RECIPE) resume=auto $(ARGS)
@@ -58,7 +60,7 @@ versions: $(TOOLS)  ## some tests with the oldest versions that lra supports and
 	  "$$python" -c 'from lra.environment import versions; print("$(set):", *(" ".join(map(str, each)) for each in versions().items()), sep="  ")'; \
 	  "$$python" -m pytest $(PYTEST_OPTIONS) -m "not slow" $(SOME) $(PYTEST_ARGS);)
 
-aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 89, 90 and 100 with the oldest and the newest Triton, without a GPU
+aot: $(TOOLS) $(TRITONS)  ## compile every kernel for sm_80, 86, 89, 90, 100 and 120 with the oldest and the newest Triton, without a GPU
 	@set -e; for triton in $(or $(TRITONS),installed); do \
 	  echo "$${triton##*/}"; PYTHONPATH=$$triton $(PYTEST) tests/kernels/test_compiled.py tests/kernels/test_layers.py::test_kernels_compile $(PYTEST_ARGS); \
 	done
@@ -68,8 +70,11 @@ lint: $(TOOLS)  ## ruff and pyright
 	@$(PY) -m ruff format --check
 	@$(PY) -m pyright --pythonpath "$$($(PY) -c 'import sys; print(sys.executable)')"
 
-docs: $(READY)  ## make README.md's tables and the pages of docs anew from measurements and sources
+docs: $(TOOLS)  ## make README.md's tables and the pages of docs anew from measurements and sources
 	@$(PY) -m benchmarks.pages
+
+site: $(SITE)  ## build/site: README.md and docs as web pages, with the docstrings of the Python API
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 # what lra report makes of the committed results
 screenshot: $(READY)  ## docs/report.png, in Chromium (CHROMIUM=…)
@@ -103,6 +108,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.tools: $(VENV)/.installed
 	@echo "installing the development tools"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.site: $(VENV)/.installed
+	@echo "installing what builds the site"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt --no-build-isolation -e '.[site]'
 	@touch $@
 
 $(abspath $(VENV))/triton-%: | $(READY)

@@ -123,7 +123,8 @@ def test_an_editable_install_wins_over_a_clone_that_the_current_folder_holds(tmp
 
 
 @pytest.mark.parametrize(
-    ("target", "tools"), [("demo", False), ("docs", False), ("test", True), ("lint", True), ("aot", True)]
+    ("target", "tools"),
+    [("demo", False), ("site", False), ("docs", True), ("test", True), ("lint", True), ("aot", True)],
 )
 def test_only_what_needs_the_development_tools_installs_them(target, tools, tmp_path):
     steps = run("make", "--dry-run", target, f"VENV={tmp_path / 'new'}", "RECIPE=demo", cwd=ROOT)

@@ -25,9 +25,10 @@ from benchmarks.pages import (
     runs,
     tables,
     training,
+    tutorial,
 )
 
-MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, tables, training)
+MAKERS = (attentions, cards, fields, fig3, headline, pictures, readme, runs, tables, training, tutorial)
 
 
 def pages() -> dict[Path, str]:

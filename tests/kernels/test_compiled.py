@@ -1,7 +1,7 @@
 """What the kernels compile to for each architecture, checked without a GPU: tensor cores, spills, shared memory,
 atomics, dropout.
 
-`make test` compiles a few for sm_90 with the installed Triton, `make aot` all with the oldest and the newest.
+`make test` compiles a few with the installed Triton, `make aot` all with the oldest and the newest.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from lra.kernels.flash import tuning
 from lra.kernels.table import HOPPER, kernels_of
 from tests.kernels.compiling import compiled
 
-SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
+# KiB of shared memory that a program can have (CUDA programming guide, "Compute Capabilities")
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # instructions of the tensor cores; wgmma takes 64 rows, and a smaller tile mma
-PRODUCTS = {80: {"mma"}, 89: {"mma"}, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}}
+MMA = {"mma"}
+PRODUCTS = {80: MMA, 86: MMA, 89: MMA, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}, 120: MMA}
 SELDOM = {"forward_again_kernel", "extreme_rows_kernel"}  # most launches find nothing to do
 HELPERS = {"delta_kernel", "prepare_kernel", "convert_kernel"}  # kernels that multiply no tiles
 
@@ -85,16 +87,50 @@ def block_sparse() -> list[dict[str, Any]]:
     return cases
 
 
+def largest(arch: int) -> list[dict[str, Any]]:
+    """The tiles that take most shared memory, of each dtype."""
+    return [case(arch, "float32", 128, 0.0), case(arch, "bfloat16", 128, 0.1)]
+
+
+def plain(arch: int) -> list[dict[str, Any]]:
+    """Every kind of call, on a GPU that has the plain kernels alone."""
+    cases = []
+    for dtype, head_dim, dropout in itertools.product(("bfloat16", "float32"), (16, 32, 64, 128), (0.0, 0.1)):
+        given = arch, dtype, head_dim, dropout
+        cases += [case(*given), case(*given, "causal", "deterministic"), case(*given, block=(128, 128))]
+        cases.append(case(*given, "rules", block=(64, 64)))
+    return cases
+
+
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(few(90) + FEW_HOPPER, id="90"),
         pytest.param(few(80) + few(89), id="80, 89", marks=pytest.mark.slow),  # half a minute each
+        pytest.param(few(86) + few(120), id="86, 120", marks=pytest.mark.slow),
         pytest.param(few(100), id="100", marks=pytest.mark.slow),
     ],
 )
 def test_a_few_compile(cases):
     check(cases)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(largest(86) + largest(120), id="largest"),
+        *(  # for several cores
+            pytest.param(plain(arch)[part::4], id=f"{arch}, part {part}", marks=pytest.mark.slow)
+            for arch in (86, 120)
+            for part in range(4)
+        ),
+    ],
+)
+def test_every_tile_fits_where_shared_memory_is_small(cases):
+    """On sm_86 (RTX 3090, A10) and sm_120 (RTX 5090); the tiles of sm_89 are those of sm_86."""
+    for result, kernels in compiled(cases, "tests.kernels.aot"):
+        for kernel in kernels:
+            assert kernel["shared"] <= 1024 * SHARED_LIMIT[result["arch"]], f"{kernel} of {result}"
 
 
 @pytest.mark.slow

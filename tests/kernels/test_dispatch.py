@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,13 @@ CASES = [
 @pytest.mark.parametrize(("call", "kernels"), CASES, ids=str)
 def test_the_kernels_of_each_call(call, kernels):
     assert chosen(**call) == kernels
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_a_gpu_that_is_no_hopper_has_the_plain_kernels_alone(capability):
+    gpu = Gpu(capability, 84, device.hopper_refusal(capability))
+    for d, dropped, block in itertools.product((1, 16, 32, 64, 100, 128), (0, 26), (None, 32, 64, "rules")):
+        assert chosen(d=d, dropped=dropped, block=block, gpu=gpu) == PLAIN
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,8 @@ COMPILED: list[dict[str, Any]] = [
     for arch, dtype, dropout, n in (
         (80, "bfloat16", 0.1, 1000),
         (80, "float32", 0.1, 200),
+        (86, "bfloat16", 0.1, 1000),
+        (120, "float32", 0.1, 1000),
         (90, "bfloat16", 0.1, 1000),
         (90, "bfloat16", 0.0, 1000),
         (90, "float32", 0.1, 1000),
