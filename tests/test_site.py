@@ -23,7 +23,6 @@ PAGES = sorted({
     *ROOT.glob("*.md"),
     *(page for name in ("docs", "benchmarks", "checkpoints") for page in (ROOT / name).rglob("*.md")),
 } - {*(ROOT / "checkpoints" / "runs").rglob("*.md")})  # fmt: skip
-PLANNED = {"docs/index.md", "docs/usage.md", "docs/results.md", "docs/fields.md"}
 
 
 def path_of(page: Path) -> str:
@@ -63,7 +62,7 @@ def test_every_page_of_docs_is_in_the_navigation():
     found = nav()
     assert len(found) == len({*found})
     assert {path_of(page) for page in (ROOT / "docs").glob("*.md")} <= {*found}
-    assert not [page for page in {*found} - PLANNED if not (ROOT / page).is_file()]
+    assert not [page for page in found if not (ROOT / page).is_file()]
 
 
 def test_every_documented_name_can_be_imported():
@@ -103,8 +102,6 @@ def test_what_a_page_leads_to_is_published(tmp_path, monkeypatch):
 def test_the_site_builds_without_a_warning(tmp_path):
     for name in ("material", "mkdocstrings"):
         pytest.importorskip(name, reason="make site installs what builds the site")
-    if missing := [page for page in sorted(PLANNED) if not (ROOT / page).is_file()]:
-        pytest.skip(f"{', '.join(missing)} are not written yet")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -89,10 +89,9 @@ class MaskedTask(TaskModule):
         """Returns the counts of a batch, fp64 `[2 + V]`: hidden tokens found, the sum of their cross-entropy, and how
         often each token of the vocabulary is hidden. `self.model` gives the scores of each row."""
         scores_TV, target_T, loss_T = self.losses(batch)
-        hidden_T = target_T != IGNORED_LABEL
         found = (scores_TV.argmax(1) == target_T).sum()
-        counts_V = torch.zeros(scores_TV.shape[1], dtype=torch.int64, device=target_T.device)
-        counts_V = counts_V.scatter_add(0, target_T.clamp(min=0), hidden_T.long())
+        # compared, not scattered: all rows would be added to a few numbers, one after the other
+        counts_V = (target_T[:, None] == torch.arange(scores_TV.shape[1], device=target_T.device)).sum(0)
         return torch.cat((torch.stack((found.double(), loss_T.sum().double())), counts_V.double()))
 
     def _score(self, split: str) -> None:

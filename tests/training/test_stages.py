@@ -12,7 +12,9 @@ import yaml
 
 import lra
 from lra.config import compose, recipes
+from lra.config.override import parse_overrides
 from lra.errors import UsageError
+from lra.experiments.accuracy import parse_fields
 from lra.experiments.grid import cells
 from lra.experiments.grid.cells import with_stages
 from lra.experiments.grid.grid import read_grid
@@ -206,6 +208,29 @@ def test_what_is_refused_of_a_run_is_refused_before_its_stages(fields, message, 
     with pytest.raises(UsageError, match=message):
         lra.fit(*fields, "recipe=curriculum", "trainer.accelerator=cpu", "trainer.precision=fp32")
     assert not Path("checkpoints").exists()
+
+
+SELF_TAUGHT = (
+    "recipe=amos2024-demo", "trainer.accelerator=cpu", "trainer.steps=4", "trainer.eval_every=2", "batch.size=4",
+    "batch.eval=4", "model.d_model=32", "model.layers=1", "task.train=16", "task.val=8", "task.test=8", "task.fresh=8",
+)  # fmt: skip
+
+
+def test_a_recipe_pretrains_before_it_fine_tunes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = lra.fit("task=listops", "attn=flash", *SELF_TAUGHT)
+    (stage,) = starts("task=listops", "attn=flash", *SELF_TAUGHT)
+    first = lra.fit(*stage)  # which prints what was trained, as it is done
+    assert "pretrain=masked" in stage and first["pretrain"] == "masked" and "pretrain" not in result
+    assert result["transfer"]["fresh"] == ["head"] and first["status"] == result["status"] == "finished"
+
+
+def test_a_grid_pretrains_in_a_stage_and_refuses_a_cell_that_pretrains():
+    fields = parse_overrides(SELF_TAUGHT[1:])
+    cells = with_stages(read("table3").cells(["listops"], ["flash", "standard"], 1, "amos2024-demo", fields))
+    assert [cell.composed.config.pretrain for cell in cells] == ["masked", "none"] * 2
+    with pytest.raises(UsageError, match="pretrain=masked scores hidden tokens"):
+        parse_fields("table3", ["tasks=listops", "recipe=amos2024-demo", "pretrain=masked"])
 
 
 @pytest.mark.slow
