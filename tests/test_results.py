@@ -172,8 +172,8 @@ def test_hours_of_training_alone_are_steps_by_pace_and_of_all_gpus_where_the_pac
     cells = table.cells(["listops", "text"], ["flash"], 1)
     measured, other = cells
     steps = [cell.composed.config.trainer.steps for cell in cells]
-    monkeypatch.setattr(tables.speed, "read", lambda file: {})
-    monkeypatch.setattr(tables.speed, "paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
+    monkeypatch.setattr(tables.speed, "read_speeds", lambda file: {})
+    monkeypatch.setattr(tables.speed, "measured_paces", lambda *_: [(measured.directory.config, steps[0] / 7200)])
     entry = ledger.ResultFile(Path("x"), {"steps_per_second": steps[1] / 3600, "world_size": 4})
     said = tables._alone(table, cells, {other: entry}, Path("y"))
     assert said.startswith("2.0 GPU-hours of training for 1 of one seed's 2 runs, if each is alone; at most 4.0 for 1 ")

@@ -64,7 +64,7 @@ def fake(monkeypatch):
             loop=loop, engine="captured", ms=MS[run.attn.name], rows=64.0, memory_mb=9.5, tokens_per_second=1000
         )
 
-    monkeypatch.setattr(speed.step, "measured", measured)
+    monkeypatch.setattr(speed.step, "measure_loop", measured)
     monkeypatch.setattr(grid, "read_grid", lambda name: SMALL)
     return called
 
@@ -150,7 +150,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
     assert whole[:2] == ["listops standard captured padded", "listops standard fit packed"] and len(whole) == 8
     first = read()["cells"]
     FILE.unlink()
-    measured = speed.step.measured
+    measured = speed.step.measure_loop
 
     def stopped(*args):
         if len(fake) == 2:
@@ -159,7 +159,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
 
     fake.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(speed.step, "measured", stopped)
+        patch.setattr(speed.step, "measure_loop", stopped)
         with pytest.raises(KeyboardInterrupt):
             accuracy.reproduce("table3", TWO)
     assert read()["cells"] == first[:2]
@@ -176,7 +176,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(fake, monkeypatch):
 
 
 def test_two_commands_do_not_measure_for_one_file(fake, monkeypatch):
-    measured, refusals = speed.step.measured, []
+    measured, refusals = speed.step.measure_loop, []
 
     def again(*args):
         with pytest.raises(UsageError, match=r"another process measures for .*speed\.json: wait for it"):
@@ -184,7 +184,7 @@ def test_two_commands_do_not_measure_for_one_file(fake, monkeypatch):
         refusals.append(args)
         return measured(*args)
 
-    monkeypatch.setattr(speed.step, "measured", again)
+    monkeypatch.setattr(speed.step, "measure_loop", again)
     accuracy.reproduce("table3", TWO)
     assert len(refusals) == len(fake) == len(read()["cells"]) == 8
 
@@ -198,9 +198,9 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
             raise RuntimeError("a compiler\nsays much")
         return by_hand(name, run, watch)
 
-    by_hand = speed.step.loops.by_hand
-    monkeypatch.setattr(speed.step.loops, "fit", oom)
-    monkeypatch.setattr(speed.step.loops, "by_hand", broken)
+    by_hand = speed.step.loops.time_by_hand
+    monkeypatch.setattr(speed.step.loops, "time_fit", oom)
+    monkeypatch.setattr(speed.step.loops, "time_by_hand", broken)
     done = CliRunner().invoke(app, ["reproduce", "table3", *ONE])
     assert done.exit_code == 1, done.output
     records = {(r["attention"], r["way"]): r for r in read()["cells"]}
@@ -216,7 +216,7 @@ def test_a_cell_out_of_memory_and_one_that_fails_leave_the_others(monkeypatch):
     assert shown(made, "speedup")["flash"] == ["", "", ""]
     assert "measurements: 1 ok, 2 OOM, 1 failed" in made.lines
     assert "attention, failed: RuntimeError: a compiler (listops flash)" in made.lines
-    monkeypatch.setattr(speed.step.loops, "by_hand", by_hand)
+    monkeypatch.setattr(speed.step.loops, "time_by_hand", by_hand)
     assert "measurements: 2 ok, 2 OOM" in accuracy.reproduce("table3", ONE).lines
 
 
