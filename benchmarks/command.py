@@ -1,4 +1,4 @@
-"""What makes a function the command of a program here: `python -m benchmarks.…`."""
+"""Makes a function the command of a program here: `python -m benchmarks.…`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lra.errors import UsageError
 
 
 def command(main: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
-    """`main` takes the process's arguments, unless others are given, and returns an exit code.
+    """Lets `main` take the process's arguments, unless others are given, and return an exit code.
 
-    None is 0. A UsageError is one line on stderr, and 2.
+    None means 0. A UsageError prints one line on stderr, and the exit code is 2.
     """
     file = Path(main.__code__.co_filename)
     name = file.parent.name if file.stem in ("study", "__main__") else file.stem

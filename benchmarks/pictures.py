@@ -1,10 +1,10 @@
-"""Draws what a released Pathfinder model gets right and wrong, and where it looks.
+"""Draws what a released Pathfinder model gets right and wrong, and what it attends to.
 
     python -m benchmarks.pictures init=checkpoints/<name> [count=512]
 
-Of the first `count` test images some are drawn on a sheet, and on one of them the attention of each layer. What they
-show is written down beside them, docs/pictures/<name>-*.png and <name>.json. `make docs` makes the page and the curves
-of these, without the weights.
+A sheet shows some of the first `count` test images, and one of them is drawn with the attention of each layer. The
+files are docs/pictures/<name>-*.png, and <name>.json with the facts. `make docs` makes the page and the curves of
+these, without the weights.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def depict(options: PictureOptions, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def gather(module: TaskModule, pixels: np.ndarray) -> Any:
-    """The batch of images uint8 `[n, pixels]`, as the model saw such in training."""
+    """The batch of images uint8 `[n, pixels]`, in the form that the model saw in training."""
     task, (count, length) = module.run.task, pixels.shape
     split = Split.from_offsets(pixels.ravel(), np.arange(count + 1) * length)
     return split.collate(
@@ -140,10 +140,11 @@ def connected(module: TaskModule, pixels: np.ndarray) -> np.ndarray:
 
 @torch.inference_mode()
 def attentions(module: TaskModule, pixels: np.ndarray, query: tuple[int, int]) -> list[np.ndarray]:
-    """Per layer the attention from one pixel to all, the heads' mean, fp32 `[pixels]`; NaN where is no token.
+    """The attention of each layer from one pixel to all, the mean over heads, fp32 `[pixels]`; NaN where there is no
+    token.
 
-    It is computed here, softmax(q k^T / sqrt(d)) of the q and k that the layer's attention is given. UsageError if that
-    is not what the attention computes, or if the pixel is no token.
+    It is computed here as softmax(q k^T / sqrt(d)) of the q and k of the layer's attention. UsageError if the attention
+    computes something else, or if the pixel is no token.
     """
     parts = [part for part in module.modules() if isinstance(part, Attention)]
     if not all(part.facts.exact for part in parts):
@@ -173,7 +174,7 @@ def attentions(module: TaskModule, pixels: np.ndarray, query: tuple[int, int]) -
 
 
 def sheet(rows: Sequence[tuple[str, Sequence[tuple[np.ndarray, float]]]]) -> Image.Image:
-    """Images uint8 `[H, W]` in named rows, below each the probability that the model gives to one path."""
+    """Images uint8 `[H, W]` in named rows. Below each stands the model's probability that there is one path."""
     return _panels([
         (name, [(_magnified(np.stack([image] * 3, 2)), f"P(connected) = {share:.3f}") for image, share in row])
         for name, row in rows
@@ -183,8 +184,8 @@ def sheet(rows: Sequence[tuple[str, Sequence[tuple[np.ndarray, float]]]]) -> Ima
 def overlays(image: np.ndarray, layers: Sequence[np.ndarray], query: tuple[int, int]) -> Image.Image:
     """An image uint8 `[H, W]`, and on it each layer's attention `[H, W]` from the framed pixel.
 
-    The more attention, the less of the image's grey: by the square root of its share of the layer's largest, else
-    little of it would be seen. What is no token (NaN) is black.
+    The more attention, the less of the image's grey. The weight is the square root of its share of the layer's largest,
+    as little of it would be visible otherwise. A pixel without a token (NaN) is black.
     """
     stops, colours = (np.array(part) for part in zip(*RAMP, strict=True))
     grey = np.stack([image] * 3, 2)
@@ -211,14 +212,14 @@ def _framed(image: np.ndarray, query: tuple[int, int]) -> Image.Image:
 
 
 def _magnified(image: np.ndarray) -> Image.Image:
-    """Of uint8 `[H, W, 3]`, by a whole factor."""
+    """An image uint8 `[H, W, 3]`, magnified by a whole factor."""
     height, width, _ = image.shape
     factor = max(1, PANEL // width)
     return Image.fromarray(image).resize((width * factor, height * factor), Image.Resampling.NEAREST)
 
 
 def _panels(rows: Sequence[tuple[str, Sequence[tuple[Image.Image, str]]]]) -> Image.Image:
-    """Rows of images of one size, each row under its name, if it has one, and each image above its caption."""
+    """Rows of images of one size. Each row has its name above it, if it has one, and each image its caption below."""
     font = ImageFont.load_default(LETTER)
     width, height = next(image.size for _, row in rows for image, _ in row)
     line = LETTER + GAP // 2

@@ -27,10 +27,11 @@ FILES = ("config.yaml", "model.safetensors", "result.json")
 
 
 def release(run: Path, name: str, releases: Path = RELEASES, results: Path = measured.RUNS) -> Path:
-    """Copies a finished run's files to a folder of this name, which appears whole; returns it.
+    """Copies a finished run's files to a folder of this name, and returns the folder. It appears complete or not at
+    all.
 
-    UsageError, and nothing is written, if the run is not finished or its files are not of one run, if one of the runs
-    that it starts from is not known, or if there is such a folder.
+    UsageError, and nothing is written, if the run is not finished, if its files belong to several runs, if one of the
+    runs that it starts from is not known, or if the folder exists.
     """
     target = releases / name
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) or name == RUNS_FOLDER.name:

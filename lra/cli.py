@@ -71,7 +71,7 @@ def doctor() -> None:
     console.print(table)
 
 
-@verb(app, parser="lra.bench.tune:Options")
+@verb(app, parser="lra.bench.tune:TuneOptions")
 def tune(
     fields: Annotated[
         list[str] | None,
@@ -85,7 +85,7 @@ def tune(
     console.print(f"written: {written}")
 
 
-@verb(app, parser="lra.experiments:parse_fields")
+@verb(app, parser="lra.experiments:parse_reproduction")
 def reproduce(
     fields: Annotated[list[str] | None, typer.Argument(metavar="[<name> [field=value …]]")] = None,
     dry_run: Annotated[
@@ -250,7 +250,7 @@ def data_show(fields: TaskFields = None) -> None:
     console.print(draw_examples(fields or ()))
 
 
-@verb(bench_app, "attention", "lra.bench.attention:configure")
+@verb(bench_app, "attention", "lra.bench.attention:configure_attention")
 def bench_attention(
     fields: Annotated[list[str] | None, typer.Argument(metavar="attn=… | attns=… [lengths=… field=value …]")] = None,
 ) -> None:
@@ -274,7 +274,7 @@ def bench_io(fields: Annotated[list[str] | None, typer.Argument(metavar="[field=
         console.print(note)
 
 
-@verb(bench_app, "step", "lra.bench.step:split")
+@verb(bench_app, "step", "lra.bench.step:parse_step_fields")
 def bench_step(
     fields: Annotated[
         list[str] | None, typer.Argument(metavar="task=… attn=… [recipe=…] [loops=… steps=… field=value …]")

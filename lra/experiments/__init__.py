@@ -51,4 +51,5 @@ def parse_reproduction(args: Sequence[str]) -> Any:
 
 def parse_report(args: Sequence[str]) -> Any:
     """The arguments of `lra report`, parsed by the report; None for the list of all."""
-    return importlib.import_module("lra.experiments.results.report").parse_fields(args[0], args[1:]) if args else None
+    report = importlib.import_module("lra.experiments.results.report")
+    return report.parse_report_fields(args[0], args[1:]) if args else None

@@ -191,14 +191,14 @@ def test_a_loop_that_fails_leaves_the_others(monkeypatch):
     def broken(*_):
         raise RuntimeError("a compiler\nsays much")
 
-    monkeypatch.setattr(step.loops, "fit", broken)
+    monkeypatch.setattr(step.loops, "time_fit", broken)
     result: Any = measure_step(tiny("loops=fit,eager"))
     assert [record.status for record in result.loops] == ["failed", "ok"] and result.lightning is None
     assert step_notes(result) == ["fit: failed: RuntimeError: a compiler"]
 
 
 def test_a_loop_that_does_not_fit_is_oom(monkeypatch):
-    monkeypatch.setattr(step.loops, "fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    monkeypatch.setattr(step.loops, "time_fit", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
     (record,) = measure_step(tiny("loops=fit")).loops
     assert record.status == "OOM" and record.reason.endswith("does not fit: halve it")
 

@@ -235,8 +235,8 @@ SCISUMM: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "papers a folder": (_folder("papers.parquet"), ("papers.parquet", "Is a directory")),
     "no text": (_table("papers.parquet", id=["a", "b"]), ("papers.parquet", "'text'")),
     "no id": (_table("papers.parquet", text=["a", "b"]), ("papers.parquet", "'id'")),
-    "null for a text": (_table("papers.parquet", id=["a", "b"], text=["x", None]), ("row 1", "no string")),
-    "numbers for ids": (_table("papers.parquet", id=[1, 2], text=["x", "y"]), ("row 0", "no string")),
+    "null for a text": (_table("papers.parquet", id=["a", "b"], text=["x", None]), ("row 1", "not a string")),
+    "numbers for ids": (_table("papers.parquet", id=[1, 2], text=["x", "y"]), ("row 0", "not a string")),
     "an id twice": (_table("papers.parquet", id=["a", "a"], text=["x", "y"]), ("row 1", "occurs twice")),
     "no papers": (_table("papers.parquet", id=EMPTY, text=EMPTY), (f"{_PAIRS_TSV}:2", "has no paper")),
 }

@@ -1,10 +1,11 @@
-"""What bounds our kernels on a Hopper GPU, by NVIDIA Nsight Compute's counters.
+"""What bounds our kernels on a Hopper GPU, by the counters of NVIDIA Nsight Compute.
 
     python -m benchmarks.studies.counters.study {flash,feed-forward} --out FILE
 
-A row for each kernel, width and dropout, in bf16: the share of time in which units are busy, in percent, and for which
-reasons a warp waits, in cycles for each instruction that is issued. `flash`: attention of 16 sequences of 4,096 rows
-and 8 heads, d is a head's dimension. `feed-forward`: what follows it in a block, of 262,144 rows, d is the model's.
+There is a row for each kernel, width and dropout, in bf16. It has the share of time in which units are busy, in
+percent, and the reasons for which a warp waits, in cycles for each issued instruction. `flash` is attention of 16
+sequences of 4,096 rows and 8 heads, and d is a head's dimension. `feed-forward` is what follows it in a block, with
+262,144 rows, and d is the model's.
 """
 
 from __future__ import annotations

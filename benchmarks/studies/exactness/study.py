@@ -2,11 +2,11 @@
 
     python -m benchmarks.studies.exactness.study [KIND] [--cases 200] [--workers 8] --out FILE
 
-KIND: `flash`; `shared-keys`, what the kernels for Hopper take, by the forward whose groups of warps share keys, for
-which the other cases have too few rows; or `block-sparse`, with random layouts. Several GPUs share the cases. Case `i`
-is drawn from seed `i`, its dtype in turn from those of KINDS. Its result and three gradients are compared in float64
-with the budget of lra.kernels.testing; a ratio is error / budget, so that 1 is the limit. Exit code 1 if any case is
-over budget or fails, 2 without a GPU.
+KIND is `flash`, `shared-keys` or `block-sparse`. `shared-keys` has cases for Hopper's kernels, computed by the forward
+whose groups of warps share keys; the cases of `flash` have too few rows for it. `block-sparse` has random layouts.
+Several GPUs share the cases. Case `i` is drawn from seed `i`, its dtype in turn from those of KINDS. Its result and
+three gradients are compared in float64 with the budget of lra.kernels.testing. A ratio is error / budget, so that 1 is
+the limit. The exit code is 1 if any case is over budget or fails, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case."""
+    """The result of one case."""
 
     number: int
     case: Case
@@ -76,7 +76,7 @@ def sharing_keys(case: Case) -> Iterator[None]:
 
 
 def measure(number: int, case: Case, kind: str = "flash", device: str = "cuda") -> Outcome:
-    """Runs one case. A failure is an outcome, too: no case is left out."""
+    """Runs one case. A failure is an outcome, so no case is left out."""
     try:
         if device == "cuda":
             torch.cuda.set_device(number % torch.cuda.device_count())
@@ -91,7 +91,7 @@ def measure(number: int, case: Case, kind: str = "flash", device: str = "cuda") 
 
 
 def survey(cases: Sequence[Case], workers: int, kind: str) -> list[Outcome]:
-    """All outcomes, in order. Several processes, since most of the time goes into compiling kernels."""
+    """All outcomes, in order. There are several processes, as compiling kernels takes most of the time."""
     outcomes = []
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(measure, number, case, kind) for number, case in enumerate(cases)]
@@ -104,7 +104,9 @@ def survey(cases: Sequence[Case], workers: int, kind: str) -> list[Outcome]:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Per dtype the number of cases and their worst ratios; what the cases covered; every ratio; the failures."""
+    """The number of cases of each dtype and their worst ratios, what the cases covered, every ratio, and the
+    failures.
+    """
     cases = [outcome.case for outcome in outcomes]
     by_dtype = {}
     for name in dict.fromkeys(_dtype(case) for case in cases):
@@ -136,7 +138,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """One key a line: readable, and the ratios stay compact."""
+    """Writes one key a line: this is readable, and the ratios stay compact."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in result.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{{\n{lines}\n}}\n")

@@ -1,10 +1,12 @@
-"""Why runs in fp32 that differ by rounding alone may part: a hidden value of the classifier at the kink of its ReLU.
+"""Why do fp32 runs part that differ by rounding alone? A hidden value of the classifier lies at the kink of its
+ReLU.
 
     python -m benchmarks.studies.kinks.study [--seeds 3] [--out FILE] [field=value …]
 
-For each seed three runs of Image, as `exact` of the study `learning` has them on the eager engine: with whole
-batches, in halves, and whole again with one derivative of the ReLU taken as the halves had it, the first that was 0 in
-one of the two and 1 in the other. If the third has the losses of the halves, nothing else parts them.
+For each seed there are three runs of Image, as in `exact` of the study `learning`, on the eager engine. The first has
+whole batches, the second halves. The third has whole batches again, but one derivative of the ReLU is taken as in the
+halves: the first one that was 0 in one run and 1 in the other. If the third has the losses of the second, nothing else
+parts them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TASK = "image"
 
 
 class Kink(NamedTuple):
-    """A hidden value of the classifier, and what it was with whole batches and in halves: of either sign."""
+    """A hidden value of the classifier with either sign: its value with whole batches and in halves."""
 
     step: int
     sample: int
@@ -40,7 +42,7 @@ class Kink(NamedTuple):
 
 
 class ReLU(torch.autograd.Function):
-    """The derivative is the mask's."""
+    """A ReLU whose derivative is the mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class ReLU(torch.autograd.Function):
 
 @contextmanager
 def watched(hidden: list[Tensor], kink: Kink | None) -> Iterator[None]:
-    """Every ReLU that trains adds what it is given to `hidden`; at a kink its derivative is the other one."""
+    """Every ReLU in training adds its input to `hidden`. At a kink its derivative is the other one."""
 
     def forward(self: nn.ReLU, x: Tensor) -> Tensor:
         if not self.training:
@@ -83,7 +85,7 @@ def train(fields: Sequence[str], kink: Kink | None = None) -> tuple[list[float],
 
 
 def first(whole: Tensor, halves: Tensor) -> Kink | None:
-    """The first hidden value that is of either sign."""
+    """The first hidden value with either sign."""
     differ = ((whole > 0) != (halves > 0)).nonzero()
     if not len(differ):
         return None
@@ -92,7 +94,7 @@ def first(whole: Tensor, halves: Tensor) -> Kink | None:
 
 
 def measure(seed: int, fields: Sequence[str]) -> dict[str, Any]:
-    """How far halves are from whole batches, at which kink they part, and how far they are with it taken alike."""
+    """How far halves are from whole batches, at which kink they part, and how far they are if it is taken alike."""
     common = f"task={TASK}", "attn=flash", *TASKS[TASK], *FIELDS["exact"], *EAGER, *fields, f"seed={seed}"
     (whole, at_whole), (halves, at_halves) = train(combined(*common)), train(combined(*common, HALVES))
     kink = first(at_whole, at_halves)

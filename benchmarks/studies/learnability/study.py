@@ -1,10 +1,10 @@
-"""Whether generated Pathfinder images can be learned at all: a small residual CNN on them, with its curves.
+"""Can generated Pathfinder images be learned at all? A small residual CNN on them, with its curves.
 
     python -m benchmarks.studies.learnability.study task=pathfinder [field=value …] [--steps 4000] [--out FILE]
 
-The images are turned and mirrored at random. Its receptive field covers the image at every resolution. It is a check
-of the data, no entry of the benchmark: a Transformer that stays at 50% then has itself to blame. Needs a GPU for the
-full-size tasks.
+The images are turned and mirrored at random. The CNN's receptive field covers the image at every resolution. This
+checks the data, and is no entry of the benchmark: if the CNN learns, a Transformer at 50% is itself the cause. The
+full-size tasks need a GPU.
 """
 
 from __future__ import annotations

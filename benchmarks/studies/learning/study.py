@@ -1,14 +1,15 @@
-"""Whether engines, layouts and numbers of devices learn the same: runs of `lra fit` that differ in nothing else.
+"""Do engines, layouts and numbers of devices learn the same? Runs of `lra fit` that differ in nothing else.
 
     python -m benchmarks.studies.learning.study [--part exact noise] [--tasks listops image] [--seeds 3]
         [--repeats 1] [--per-device 1] [--out FILE] [field=value …]
 
-`exact`: in fp32 without dropout, the losses of 200 steps against those of the eager engine on packed batches. `eager,
-halves` differs from it by rounding alone: what those two part by says nothing of engines, layouts and devices.
-`noise`: in bf16 with the recipe's dropout, test accuracy. Both are of several seeds; repeats of a run show how much it
-differs from itself, as attention adds the gradients of queries in any order. Runs share the GPUs that are visible, each
-in a folder of its own that is removed. Further fields are given to every run: `trainer.accelerator=cpu`. The same
-command again runs what FILE does not have yet.
+`exact` compares the losses of 200 steps, in fp32 without dropout, with those of the eager engine on packed batches.
+`eager, halves` differs from it by rounding alone. A difference of these two says nothing of engines, layouts and
+devices. `noise` compares test accuracy, in bf16 with the recipe's dropout. Both have several seeds. Repeats of a run
+show how much it differs from itself, as attention adds the gradients of queries in any order.
+
+Runs share the visible GPUs, each in its own folder, which is removed. Further fields are given to every run:
+`trainer.accelerator=cpu`. The same command again runs what FILE lacks.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Job(NamedTuple):
 
 
 class Pool:
-    """GPUs by name that jobs take and give back, so many jobs at once on each; without GPUs one place for one job."""
+    """GPUs by name that jobs take and give back, so many jobs on each; without GPUs one place for one job."""
 
     def __init__(self, names: Sequence[str], each: int):
         self.count, self.free, self.change = len(names), Counter(dict.fromkeys(names, each)), threading.Condition()
@@ -99,7 +100,7 @@ class Pool:
 
 
 def combined(*given: str) -> tuple[str, ...]:
-    """Of `lra fit`: the last of a field counts, and HALVES are those of the batch that is given."""
+    """Fields of `lra fit`. The last one of a name counts, and HALVES means half of the given batch."""
     fields = tuple({arg.partition("=")[0]: arg for arg in given}.values())
     if HALVES not in fields:
         return fields
@@ -108,7 +109,7 @@ def combined(*given: str) -> tuple[str, ...]:
 
 
 def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Job]:
-    """The longest first, so that no GPU waits for one of them in the end."""
+    """All jobs, the longest first, so that no GPU waits for one of them at the end."""
     made = [
         Job(part, task, name, seed, combined(
             f"task={task}", "attn=flash", *TASKS[task], *FIELDS[part], *variant, *fields, f"seed={seed}"
@@ -122,7 +123,7 @@ def jobs(parts: Sequence[str], tasks: Sequence[str], seeds: int, fields: Sequenc
 
 
 def run(job: Job, pool: Pool) -> dict[str, Any]:
-    """What a run ended with: its test accuracy, or its losses of every step."""
+    """What a run ended with: its test accuracy, or the losses of all its steps."""
     gpus = pool.take(min(job.devices, pool.count))
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     try:
@@ -145,17 +146,17 @@ def run(job: Job, pool: Pool) -> dict[str, Any]:
 
 
 def losses_of(path: Path) -> list[float]:
-    """Of a run's curves."""
+    """The losses in a run's curves."""
     return [float(row["train/loss"]) for row in curves.read_curves(path) if row["train/loss"]]
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest of any step, relative."""
+    """The largest relative difference of any step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
 def compare(records: list[dict[str, Any]]) -> None:
-    """How far the losses of a run are from those of the first variant of its part and seed, if that has ended."""
+    """Adds how far a run's losses are from those of the first variant of its part and seed, if that has ended."""
     reference = {(r["task"], r["seed"]): r["losses"] for r in records if "losses" in r and r["variant"] == "eager"}
     for record in records:
         losses, expected = record.get("losses"), reference.get((record["task"], record["seed"]))

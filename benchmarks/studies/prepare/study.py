@@ -1,8 +1,8 @@
-"""How long preparing a task's data takes: generating or reading it, writing the store, checksums, everything on disk.
+"""Times the preparation of a task's data: generating or reading it, writing the store, checksums and syncing.
 
     python -m benchmarks.studies.prepare.study --task task=pathx --task task=image source=<mirror> [--out FILE]
 
-Builds each store in a new folder inside LRA_DATA, verifies it and removes it.
+It builds each store in a new folder inside LRA_DATA, verifies it and removes it.
 """
 
 from __future__ import annotations

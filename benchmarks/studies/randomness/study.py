@@ -1,13 +1,15 @@
-"""Puts the random words of dropout to the statistical tests of TestU01 (L'Ecuyer and Simard, TOMS 2007).
+"""Applies the statistical tests of TestU01 (L'Ecuyer and Simard, TOMS 2007) to the random words of dropout.
 
     python -m benchmarks.studies.randomness.study --testu01 /usr/local [--layers] [--crush] --out FILE
 
 `--testu01` is where TestU01 is installed (github.com/umontreal-simul/TestU01-2009). A stream has the words of one key
-of attention along rows or down columns of the mask, all four words of each draw or one of them, or with `--layers`
-those of one sequence between layers, also over the sites of a model for each place; as they are or with their bits
-reversed, as most tests look at the upper ones. SmallCrush is run on all streams, some seconds each; `--crush` runs
-Crush instead, on those that have all words, half an hour each. A p-value outside [0.001, 0.999] is suspect, as two of a
-thousand are of a perfect generator; one within 1e-10 of 0 or 1 is a failure, and the exit code is 1.
+of attention along rows or down columns of the mask, all four words of each draw or one of them. With `--layers` it has
+those of one sequence between layers, also over the sites of a model for each place. The bits are as they are, or
+reversed, as most tests look at the upper ones. SmallCrush runs on all streams, some seconds each. `--crush` runs Crush
+instead, on streams with all words, half an hour each.
+
+A p-value outside [0.001, 0.999] is suspect; a perfect generator has two of a thousand. One within 1e-10 of 0 or 1 is a
+failure, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ SUSPECT, FAILED = 1e-3, 1e-10
 
 
 def key(word: int) -> list[int]:
-    """Of one head of a sequence, or of the sequence between layers."""
+    """The key of one head of a sequence, or of the sequence between layers."""
     if word == LAYERS:
         return [int(sequence_keys(torch.tensor([INDEX], dtype=torch.int32), torch.tensor(SEED))) & LOW_32_BITS, 0, 0, 0]
     counter = tuple(map(torch.tensor, (INDEX, HEAD, 0, 0)))
@@ -55,7 +57,7 @@ def key(word: int) -> list[int]:
 
 
 def widths(word: int) -> tuple[int, ...]:
-    """Of the orders in which there are streams of this word."""
+    """The widths of the orders in which this word has streams."""
     return LAYERS_WIDTHS if word == LAYERS else WIDTHS
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.rescoring.study NAME … [--count 5000] [--out FOLDER] [--fields field=value …]
 
-Fields are those of `lra test`. FOLDER/<gpu>/NAME.json has the score; checkpoints/README.md shows those of this folder.
+Fields are those of `lra test`. FOLDER/<gpu>/NAME.json has the score. checkpoints/README.md shows those of this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = 1000
 
 
 def rescore(name: str, count: int, fields: Sequence[str]) -> dict[str, Any]:
-    """What `lra test` says of checkpoints/NAME, on `count` examples of SEED."""
+    """The result of `lra test` for checkpoints/NAME, on `count` examples of SEED."""
     if name not in (known := cards.released()):
         raise UsageError(f"{name} is none of the released weights: {', '.join(known)}")
     data = (f"task.data_seed={SEED}", "task.train=8", "task.val=1", f"task.test={count}")

@@ -1,10 +1,10 @@
-"""Accuracy of a run's weights at other resolutions, untrained there, for each way to bring its positions to them.
+"""Accuracy of a run's weights at other resolutions, without training there, for each way to adapt its positions.
 
     python -m benchmarks.studies.resizing.study init=RUN tasks=path64,pathx [ways=FIELD,…] [out=FILE] [field=value …]
 
-Learned positions are resized gridwise, bilinear and bicubic; the coordinates of computed ones keep a pixel's distance
-or the image's extent. `ways` are other fields to compare, as task.background=0.01,task.background=0.03. Further fields
-are those of `lra test`.
+Learned positions are resized gridwise, bilinear and bicubic. Computed ones keep a pixel's distance or the image's
+extent. `ways` are other fields to compare, as task.background=0.01,task.background=0.03. Further fields are those of
+`lra test`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def score(init: str, task: str, way: str, fields: list[str]) -> dict[str, Any]:
-    """Of the test set, before any training; `way` is a field."""
+    """The scores on the test set, before any training. `way` is a field."""
     found = lra.test(f"init={init}", f"task={task}", way, *fields)
     return {"init": init, "task": task, "way": way, "fields": fields} | found
 

@@ -1,10 +1,10 @@
-"""Whether a long run stays as large as it was: memory, files and disk of one `lra fit`, sampled from outside.
+"""Does a long run stay as large as it was? Memory, files and disk of one `lra fit`, sampled from outside.
 
     python -m benchmarks.studies.soak.study [--minutes 60] [--out FILE] [field=value …]
 
-A small run of more steps than there is time for is started in an empty folder, and ended with SIGTERM. Growth is the
-slope of a line through the samples of the second half, when everything has been compiled, captured and allocated.
-Fields are given to the run: `trainer.accelerator=cpu`.
+A small run with more steps than the time allows starts in an empty folder, and ends with SIGTERM. Growth is the slope
+of a line through the samples of the second half, when everything has been compiled, captured and allocated. Fields are
+given to the run: `trainer.accelerator=cpu`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def sample(process: int, run: Path) -> dict[str, float]:
-    """What a process and its run take now, in bytes and numbers, and its step."""
+    """The present size of a process and its run, in bytes and counts, and its step."""
     here = Path("/proc", str(process))
     files = [file for file in run.rglob("*") if file.is_file()]
     return {
@@ -50,19 +50,19 @@ def sample(process: int, run: Path) -> dict[str, float]:
 
 
 def step(file: Path) -> int:
-    """The last one that a run has logged."""
+    """The last step that a run has logged."""
     rows = curves.read_curves(file) if file.exists() else []
     return int(rows[-1]["step"]) if rows else 0
 
 
 def gpu_memory(process: int) -> int | None:
-    """Bytes of all GPUs that a process has; None where there is no GPU."""
+    """Bytes that a process has on all GPUs; None without a GPU."""
     rows = environment.compute_processes("pid", "used_memory")
     return None if rows is None else sum(int(used) << 20 for owner, used in rows if owner == str(process))
 
 
 def growth(samples: Sequence[dict[str, float]], name: str) -> dict[str, float]:
-    """Of the second half: least, most, and the slope per hour."""
+    """Least, most, and the slope per hour, in the second half."""
     late = samples[len(samples) // 2 :]
     values = [each[name] for each in late]
     slope = statistics.linear_regression([each["seconds"] for each in late], values).slope

@@ -2,10 +2,10 @@
 
     python -m benchmarks.studies.turns.study NAME=FOLDER … [--turns 8] [--seconds 0.1] [--cases …] [--out FILE]
 
-A FOLDER is a checkout, such as one of `git worktree add`; its commit is a good NAME. Each tree has a process of its
-own. Each case is timed by one tree after the other, forwards and backwards through the list, so that the GPU's clock
-and heat are the same for all. The file has every time. What is printed are medians, and in percent how much more they
-are than the first tree's.
+A FOLDER is a checkout, such as one of `git worktree add`; its commit is a good NAME. Each tree has its own process.
+Each case is timed by one tree after the other, forwards and backwards through the list. So the GPU's clock and heat are
+the same for all. The file has every time. The output has medians, and by how many percent they exceed those of the
+first tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSES = "forward", "backward"
 
 
 class Tree:
-    """A process that has one tree's kernels."""
+    """A process with one tree's kernels."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder.resolve()
@@ -55,7 +55,7 @@ class Tree:
 
 
 def timed(trees: Sequence[Tree], case: str, turns: int, seconds: float) -> dict[str, list[list[float]]]:
-    """Milliseconds of the passes of each turn, by tree."""
+    """Milliseconds of the passes in each turn, by tree."""
     times: dict[str, list[list[float]]] = {tree.name: [] for tree in trees}
     for turn in range(turns):
         for tree in trees if turn % 2 == 0 else reversed(trees):

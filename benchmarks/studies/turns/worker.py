@@ -1,6 +1,6 @@
-"""One tree's attention, timed when the study asks for it: see study.py. Imports nothing of the project but its kernels.
+"""Times one tree's attention for study.py. It imports only the kernels of the project.
 
-Reads a line of JSON `[case, seconds]` from stdin for each time, and answers with milliseconds of forward and backward.
+For each line of JSON `[case, seconds]` on stdin it prints milliseconds of forward and backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CASES |= {
 
 
 class Graphs:
-    """Forward alone, and forward with backward, as CUDA graphs: no time of the host is in them."""
+    """Forward alone, and forward with backward, as CUDA graphs, so that no time of the host is measured."""
 
     def __init__(
         self, head_dim: int, length: int, batch: int, heads: int = 4, dropout: float = 0.0, ragged: bool = False,
@@ -83,7 +83,7 @@ class Graphs:
 
 
 def replayed(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
-    """Milliseconds of a replay, the mean of as many as take about that long."""
+    """Milliseconds of a replay: the mean of as many as take about that long."""
     times, each = 1, 0.0
     for _ in range(3):  # warm up, guess, measure
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
