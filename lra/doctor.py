@@ -116,12 +116,12 @@ def _choices() -> Iterator[Row]:
     """The kernels of each kind of call, with the first rows and columns of its tiles, and why these."""
     import torch
 
-    from lra.kernels import device, table
+    from lra.kernels import device, kernel_choices
 
     gpu = device.gpu(torch.device("cuda"))
-    for call, *choices in table.attention(gpu):
+    for call, *choices in kernel_choices.attention(gpu):
         yield f"  {call}", "; ".join(f"{c.kernel} {c.tile.rows}x{c.tile.columns}: {c.reason}" for c in choices)
-    for layers, state in table.layers(gpu):
+    for layers, state in kernel_choices.layers(gpu):
         yield f"  {layers}", state
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.pages.measured import Measured, link, read, table
 from benchmarks.studies.randomness.study import LAYERS, SUSPECT, WORDS, beyond
-from lra.kernels.table import HOPPER, attention
+from lra.kernels.kernel_choices import HOPPER, attention
 
 SPARSE = "butterfly-*.json"  # of results/attention: what sees only some keys
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared

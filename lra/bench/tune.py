@@ -17,7 +17,7 @@ from lra.errors import UsageError, named
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
-from lra.kernels.table import kernels_of
+from lra.kernels.kernel_choices import kernels_of
 from lra.kernels.testing import Case, check
 
 # Queries, keys, warps, stages. `tuning.default` is tried too, and first.

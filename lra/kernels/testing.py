@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lra.kernels.block_sparse.api import block_sparse_attention
+from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
 from lra.kernels.flash import flash_attention
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.reference import reference_attention

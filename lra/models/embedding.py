@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
+from lra.kernels.layers.fused_layers import embed, product_dtype, table_gradient, takes_embedding, takes_table
 from lra.models.dropout import drop, keep_scale
 
 SITE = 0  # of dropout, the model's first

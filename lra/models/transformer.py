@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.api import (
+from lra.kernels.layers.fused_layers import (
     feed_forward,
     pooled_feed_forward,
     project,

@@ -25,7 +25,7 @@ from lra.kernels import device
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash import tuning
-from lra.kernels.flash.launch import launch_backward, launch_forward
+from lra.kernels.flash.launch_attention import launch_backward, launch_forward
 from lra.kernels.flash.problem import Problem
 
 INSTRUCTIONS = {

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers import ops
-from lra.kernels.layers.api import pooled_feed_forward
+from lra.kernels.layers import layer_ops
+from lra.kernels.layers.fused_layers import pooled_feed_forward
 from lra.kernels.testing import compare, poisoned_empty
 from lra.models.dropout import drop, keep_scale
 
@@ -78,7 +78,7 @@ def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | Non
 def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
     o, x, *layers, rate, keys = arguments
     dropped = dropout_threshold(rate)
-    return (ops.FeedForward.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
+    return (layer_ops.FeedForward.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
 
 
 def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tup
 
 
 def fused_project(dtype: torch.dtype) -> Any:
-    return lambda *given: ops.Project.apply(*given, EPS, dtype)
+    return lambda *given: layer_ops.Project.apply(*given, EPS, dtype)
 
 
 def results(function: Any, given: list[Tensor], dy: list[Tensor], *rest: Any, **more: Any) -> list[Tensor]:

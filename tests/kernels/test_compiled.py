@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lra.kernels.flash import tuning
-from lra.kernels.table import HOPPER, kernels_of
+from lra.kernels.kernel_choices import HOPPER, kernels_of
 from tests.kernels.compiling import compiled
 
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)

@@ -123,7 +123,7 @@ def test_a_forced_tile_forces_its_family_on_any_gpu(forced, kernels):
 @pytest.fixture
 def ptxas(monkeypatch):
     """As on a Hopper GPU whose ptxas has this version; capability and version may be changed."""
-    pytest.importorskip("lra.kernels.flash.launch")  # before Triton is told that it does not interpret
+    pytest.importorskip("lra.kernels.flash.launch_attention")  # before Triton is told that it does not interpret
     fake = SimpleNamespace(capability=(9, 0), version=(13, 4))
     monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
     monkeypatch.setattr(device, "ptxas", lambda capability: Ptxas("/ptxas", fake.version, "TRITON_PTXAS_PATH"))
@@ -145,41 +145,41 @@ def test_hopper_kernels_need_their_gpu_and_a_good_ptxas(ptxas):
 
 
 def test_a_ptxas_that_keeps_hopper_kernels_away_is_warned_of_once(ptxas, monkeypatch):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
-    monkeypatch.setitem(launch.FORWARD, "forward", lambda *_: ())
-    monkeypatch.setitem(launch.BACKWARD, "dkdv_dq", lambda *_: ())
-    launch._warn.cache_clear()
+    monkeypatch.setitem(launch_attention.FORWARD, "forward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.BACKWARD, "dkdv_dq", lambda *_: ())
+    launch_attention._warn.cache_clear()
     ptxas.version = 12, 8
     tuning.forget()
     x, none = torch.zeros(8, 1, 64, dtype=HALF), torch.empty(0, dtype=torch.int32)
     problem = Problem(none, none, 8, False, False, 1.0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they would not run with another ptxas either
-        launch.launch_forward(x, x, x, dataclasses.replace(problem, causal=True))
+        launch_attention.launch_forward(x, x, x, dataclasses.replace(problem, causal=True))
     with pytest.warns(UserWarning, match=r"ptxas 12\.8 .*nvidia-cuda-nvcc>=13\.4.*TRITON_PTXAS_PATH=/") as caught:
-        launch.launch_forward(x, x, x, problem)
-        launch.launch_backward(x, x, x, x, x, x, problem)
+        launch_attention.launch_forward(x, x, x, problem)
+        launch_attention.launch_backward(x, x, x, x, x, x, problem)
     assert len(caught) == 1
     ptxas.capability = 10, 0
     tuning.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing to mend there
-        launch.launch_forward(x, x, x, problem)
+        launch_attention.launch_forward(x, x, x, problem)
 
 
 def test_what_ran_is_noted_by_its_name(monkeypatch):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
     library.forget_kernels()
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
-    monkeypatch.setitem(launch.FORWARD, "hopper_forward", lambda *_: ())
-    monkeypatch.setitem(launch.BACKWARD, "hopper_backward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.FORWARD, "hopper_forward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.BACKWARD, "hopper_backward", lambda *_: ())
     x, none = torch.zeros(8, 1, 32, dtype=HALF), torch.empty(0, dtype=torch.int32)
     problem = Problem(none, none, 8, False, False, 1.0, 0)
     for _ in range(2):
-        launch.launch_forward(x, x, x, problem)
-        launch.launch_backward(x, x, x, x, x, x, problem)
+        launch_attention.launch_forward(x, x, x, problem)
+        launch_attention.launch_backward(x, x, x, x, x, x, problem)
     assert library.ran == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
     library.forget_kernels()
     assert not any(library.ran.values())

@@ -15,7 +15,7 @@ from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.softmax.api import softmax_attention
+from lra.kernels.softmax.materialized_attention import softmax_attention
 from lra.kernels.testing import Case, Inputs, check, compare, run
 from tests.kernels.cases import random_case, random_hopper_case
 

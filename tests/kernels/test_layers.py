@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lra.kernels import device
 from lra.kernels.dropout import MOST_DROPPED, dropout_threshold
-from lra.kernels.layers import ops, reference
-from lra.kernels.layers.api import (
+from lra.kernels.layers import layer_ops, reference
+from lra.kernels.layers.fused_layers import (
     WIDTHS,
     on_hopper,
     project,
@@ -78,21 +78,21 @@ def test_projection_within_budget(rows, d, pairs, dtype):
 @pytest.fixture
 def emulated(monkeypatch, rows):
     """The kernels themselves on the CPU, in the place of the operators' definition."""
-    from lra.kernels.layers import feed_forward, launch, projection, table
+    from lra.kernels.layers import embedding, feed_forward, launch_layers, projection
 
     for module, names in (
         (feed_forward, ("feed_forward_kernel", "feed_forward_backward_kernel")),
         (projection, ("project_kernel", "project_backward_kernel")),
-        (table, ("embed_kernel", "table_gradient_kernel")),
+        (embedding, ("embed_kernel", "table_gradient_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launch_layers, "multiprocessors", lambda device: 1)
     # fewer programs, each of which takes long here; of one row parts for two turns of the loop that adds them
     programs = 15 if rows > 1 else 165
     for name, value in dict(SUMMING=dict.fromkeys(WIDTHS, (programs, 64, 3)), FOLDED=32, UNFOLDED=32).items():
-        monkeypatch.setattr(launch, name, value)
-    return launch
+        monkeypatch.setattr(launch_layers, name, value)
+    return launch_layers
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -221,7 +221,7 @@ def test_pooled_kernels_compute_the_definition(lengths, padded, d, f, rows, rate
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("d", WIDTHS)
 def test_the_sums_of_rows(lengths, padded, d, device):
-    from lra.kernels.layers.launch import launch_pool
+    from lra.kernels.layers.launch_layers import launch_pool
 
     given = sequences(lengths, d, padded, device)
     where: Any = (given.start, given.length)
@@ -243,23 +243,25 @@ def test_operators_keep_their_contracts():
     case = feed_forward_case(70, 64, 128, HALF)
     o, x, *layers = case.given
     dropout: Any = (dropout_threshold(0.1), case.keys, SITE)
-    library.opcheck(ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
-    _, *kept = ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
-    library.opcheck(ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
+    _, *kept = layer_ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
+    library.opcheck(layer_ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
     given = sequences((40, 0, 30), 64, False)
     where = given.start, given.length, 0
-    library.opcheck(ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
-    _, *kept = ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
-    library.opcheck(ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
+    _, *kept = layer_ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
+    library.opcheck(layer_ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
 
     x, *norm, weight, bias = project_case(70, 64, HALF).given
     cos, sin = angles(70, 16)
-    library.opcheck(ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
-    q, k, v, *kept = ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
-    library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
-    library.opcheck(ops.embed, embedding_case(70, 64, True, 0.1))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
+    library.opcheck(layer_ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
+    q, k, v, *kept = layer_ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
+    library.opcheck(layer_ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
+    library.opcheck(layer_ops.embed, embedding_case(70, 64, True, 0.1))
+    library.opcheck(
+        layer_ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout)
+    )
+    library.opcheck(layer_ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
 
 
 @pytest.mark.parametrize("which", ["feed_forward", "project", "pooled"])
@@ -368,24 +370,26 @@ def test_kernels_compile():
 
 
 def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.layers import launch
+    from lra.kernels.layers import launch_layers
     from tests.kernels.aot import choose
 
     choose(90, hopper=True)
     dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
     x, *norm, weight, bias = project_case(rows, d, dtype).given
     cos, sin = angles(rows, case["pairs"])
-    q, k, v, *kept = launch.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
+    q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
     o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
     keys = torch.zeros(rows, dtype=torch.int32) if case["rate"] else None
     numbers: Any = (keep_scale(dropout_threshold(case["rate"])), dropout_threshold(case["rate"]), keys, SITE)
-    _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
-    launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
+    _, *of_forward = launch_layers.launch_feed_forward(o, x, *layers, EPS, *numbers)
+    launch_layers.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     given = sequences((rows - 7, 7), d, False)
-    _, *of_pooled = launch.launch_pooled_feed_forward(o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
-    launch.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
-    launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
-    launch.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
+    _, *of_pooled = launch_layers.launch_pooled_feed_forward(
+        o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers
+    )
+    launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
+    launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+    launch_layers.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
     for vocabulary, places in ((256, 0), (18, rows)):
         ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
-        launch.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])
+        launch_layers.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, library
 
 from lra.kernels.block_sparse import layouts
-from lra.kernels.block_sparse.api import block_sparse_attention
-from lra.kernels.flash.api import flash_attention
+from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
+from lra.kernels.flash.dense_attention import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.softmax.api import softmax_attention
+from lra.kernels.softmax.materialized_attention import softmax_attention
 from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
@@ -71,9 +71,9 @@ def test_plain_path_within_budget(case):
 @pytest.mark.parametrize("columns", sampled([32, 64]))
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
-    from lra.kernels.softmax import kernels
+    from lra.kernels.softmax import softmax_kernels
 
-    monkeypatch.setattr(kernels, "MAX_COLUMNS", columns)
+    monkeypatch.setattr(softmax_kernels, "MAX_COLUMNS", columns)
     assert_within_budget(padded((2 * columns + 3, columns, 17), heads=1, dtype=dtype, dropout=0.3), device)
 
 
@@ -269,8 +269,8 @@ def test_kernels_compile_without_spills():
 
 
 def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.softmax.kernels import launch_backward, launch_forward
-    from lra.kernels.softmax.ops import side
+    from lra.kernels.softmax.softmax_kernels import launch_backward, launch_forward
+    from lra.kernels.softmax.softmax_ops import side
     from tests.kernels.aot import choose
 
     choose(case["arch"], hopper=False)

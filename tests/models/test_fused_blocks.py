@@ -12,7 +12,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.case import make_batch
 from lra.config.schema import ModelConfig
-from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
+from lra.kernels.layers.fused_layers import on_hopper, takes_feed_forward, takes_projection
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder

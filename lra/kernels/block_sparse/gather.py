@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from lra.kernels.flash.layout import NONE
-from lra.kernels.flash.padded import pad, slots, unpad
+from lra.kernels.flash.padding import pad, slots, unpad
 from lra.kernels.flash.problem import Problem
 
 

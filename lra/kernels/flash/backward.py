@@ -143,7 +143,7 @@ def dq_kernel(
 def launch_plain_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch.launch_backward`."""
+    """As `launch_attention.launch_backward`."""
     total, heads, head_dim = q.shape
     block_d, dropout, adds = block_dim(head_dim), problem.threshold > 0, choice.kernel == "dkdv_dq"
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))

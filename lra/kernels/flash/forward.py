@@ -158,7 +158,7 @@ def any_nan(pointer, begin, end, ROWS: tl.constexpr):
 
 
 def launch_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
-    """As `launch.launch_forward`."""
+    """As `launch_attention.launch_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)

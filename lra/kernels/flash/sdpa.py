@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lra.kernels.flash.padded import pad, slots, unpad
+from lra.kernels.flash.padding import pad, slots, unpad
 from lra.kernels.flash.problem import Problem
 
 

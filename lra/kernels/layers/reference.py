@@ -1,7 +1,7 @@
 """The definition of the operators, in plain PyTorch for any device: every kernel is compared with this file.
 
-Arguments and results as in ops.py. Arithmetic is in the dtype of the residual; what the kernels have in 16 bits is
-rounded to them. With float64 throughout nothing is rounded.
+Arguments and results are those of layer_ops.py. Arithmetic is in the dtype of the residual. What the kernels hold in 16
+bits is rounded to 16 bits. With float64 throughout nothing is rounded.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from lra.kernels import device
 from lra.kernels.device import multiprocessors
 from lra.kernels.flash.dispatch import Choice, contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
-from lra.kernels.flash.hopper.finish import finish
+from lra.kernels.flash.hopper.extreme_rows import finish
 from lra.kernels.flash.hopper.tiles import (
     draw_backward,
     dropout_key,
@@ -280,7 +280,7 @@ def hopper_backward_kernel(
 def launch_hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch.launch_backward`. dQ is summed in fp32, in any order."""
+    """As `launch_attention.launch_backward`. dQ is summed in fp32, in any order."""
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()

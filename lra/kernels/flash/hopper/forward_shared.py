@@ -328,7 +328,7 @@ def hopper_again_kernel(
 
 
 def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
-    """As `launch.launch_forward`."""
+    """As `launch_attention.launch_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, randomness, sequences
-from lra.kernels.softmax.ops import heads_first, real_rows, rows_first, softmax_forward
+from lra.kernels.softmax.softmax_ops import heads_first, real_rows, rows_first, softmax_forward
 
 
 def softmax_attention(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lra.kernels.dropout import dropout_threshold
+from lra.kernels.flash.flash_ops import flash_forward
 from lra.kernels.flash.layout import Layout
-from lra.kernels.flash.ops import flash_forward
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.sdpa import sdpa_attention
 from lra.kernels.impl import resolve_impl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lra.kernels.block_sparse.gather import gather_attention
-from lra.kernels.flash.api import attention
+from lra.kernels.flash.dense_attention import attention
 from lra.kernels.flash.layout import Layout
 
 

@@ -110,9 +110,9 @@ def by_device(definition: Callable[..., Any], launcher: Callable[[], Callable[..
 
 def kernels():
     """The launchers' module. It imports Triton, so it is imported by the first call that needs it."""
-    from lra.kernels.layers import launch
+    from lra.kernels.layers import launch_layers
 
-    return launch
+    return launch_layers
 
 
 # Shapes and dtypes of what the operators return, all contiguous.

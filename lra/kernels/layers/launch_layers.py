@@ -1,4 +1,4 @@
-"""Launches of the kernels: the operators of ops.py on a GPU."""
+"""Launches of the kernels: the operators of layer_ops.py on a GPU."""
 
 # pyright: reportCallIssue=false
 
@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lra.kernels.device import multiprocessors
 from lra.kernels.hopper import GLUON, describe
-from lra.kernels.layers import feed_forward, pooling, projection, table, weights
+from lra.kernels.layers import embedding, feed_forward, pooling, projection, weights
 from lra.kernels.layers.reference import Kept
 
 SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
@@ -213,7 +213,7 @@ def launch_embed(
     x, places = vectors.new_empty(rows, d), 0 if of_places is None else len(of_places)
     if rows:
         with torch.cuda.device_of(x):
-            table.embed_kernel[(-(-rows // (16 * GROUP)),)](
+            embedding.embed_kernel[(-(-rows // (16 * GROUP)),)](
                 vectors, ids, of_places, place, keys, x, rows, vocabulary, places, scale, site, threshold,
                 D=d, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP,
             )  # fmt: skip
@@ -226,7 +226,7 @@ def launch_table_gradient(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (rows, d), sequences = dy.shape, 0 if start is None else len(start)
     v, warps, registers, residents = (64, 4, 168, 3) if vocabulary <= 64 else (256, 8, 255, 1)  # v: rows of a table
-    m, slices = 16 * warps, d // table.SIDE.value
+    m, slices = 16 * warps, d // embedding.SIDE.value
     tables, tiles_of_places = -(-vocabulary // v), -(-places // m)
     parts = max(1, multiprocessors(dy.device) * residents // (tables * slices))
     if tiles_of_places:
@@ -234,7 +234,7 @@ def launch_table_gradient(
     sums = dy.new_empty(parts, tables, v, d)
     place_sums = dy.new_empty(parts // tiles_of_places if tiles_of_places else 0, tiles_of_places * m, d)
     with torch.cuda.device_of(dy):
-        table.table_gradient_kernel[(parts * tables * slices,)](
+        embedding.table_gradient_kernel[(parts * tables * slices,)](
             dy, ids, keys, start, length, sums, place_sums, rows, sequences, parts, site, threshold,
             D=d, V=v, TABLES=tables, TILES=tiles_of_places, HALF=GLUON[half], DROPOUT=keys is not None,
             num_warps=warps, maxnreg=registers,

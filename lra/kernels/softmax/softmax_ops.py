@@ -45,7 +45,7 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None,
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from lra.kernels.softmax.kernels import launch_forward
+    from lra.kernels.softmax.softmax_kernels import launch_forward
 
     n = q.shape[1]
     note_kernel("forward", "softmax_forward")
@@ -60,7 +60,7 @@ def run_backward(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, length: Tensor, scale: float, threshold: int,
     seed: Tensor | None, index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from lra.kernels.softmax.kernels import launch_backward
+    from lra.kernels.softmax.softmax_kernels import launch_backward
 
     n = q.shape[1]
     note_kernel("backward", "softmax_backward")

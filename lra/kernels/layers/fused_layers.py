@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from lra.kernels import device
 from lra.kernels.dropout import MOST_DROPPED
-from lra.kernels.layers import ops
-from lra.kernels.layers.ops import FeedForward, PooledFeedForward, Project
+from lra.kernels.layers import layer_ops
+from lra.kernels.layers.layer_ops import FeedForward, PooledFeedForward, Project
 
 WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
 ROTATED = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
@@ -164,7 +164,7 @@ def embed(
         of_places, place: likewise, added where they are given.
     """
     rows = [None if each is None else each.contiguous() for each in (table, ids, of_places, place)]
-    return ops.embed(*rows, 1.0 if keys is None else scale, threshold, keys, site)  # type: ignore[no-any-return]
+    return layer_ops.embed(*rows, 1.0 if keys is None else scale, threshold, keys, site)  # type: ignore[no-any-return]
 
 
 def table_gradient(
@@ -190,6 +190,6 @@ def table_gradient(
         start, length, places: of the sequences, int32 `[B]`, and how many places a sequence has at most, its rows in
             their order. What no sequence owns is left out then.
     """
-    return ops.table_gradient(
+    return layer_ops.table_gradient(
         dy.contiguous(), ids.contiguous(), vocabulary, half, start, length, places, threshold, keys, site
     )

@@ -13,7 +13,7 @@ from lra.kernels.flash.dispatch import HOPPER_HEAD_DIMS, Choice, choose_backward
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tuning import SHORT
-from lra.kernels.layers.api import WIDTHS, layer_obstacle
+from lra.kernels.layers.fused_layers import WIDTHS, layer_obstacle
 
 LONG = 4 * SHORT
 HOPPER = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it

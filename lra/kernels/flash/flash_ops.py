@@ -47,7 +47,7 @@ class Attention(torch.autograd.Function):
 
 # Triton is imported by the first call, so that a machine without it has the other path.
 def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    from lra.kernels.flash.launch import launch_forward
+    from lra.kernels.flash.launch_attention import launch_forward
 
     return launch_forward(q, k, v, Problem(*problem))
 
@@ -55,7 +55,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor,
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, *problem: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from lra.kernels.flash.launch import launch_backward
+    from lra.kernels.flash.launch_attention import launch_backward
 
     return launch_backward(q, k, v, out, softmax, do, Problem(*problem))
 
