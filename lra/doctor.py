@@ -97,9 +97,9 @@ def _kernels() -> Iterator[Row]:
 
 def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
     """Runs the Triton kernels once, forward and backward, and compares them with their reference."""
-    from lra.kernels.testing import Case, check
+    from lra.kernels.testing import Case, check_case
 
-    errors = check(Case(lengths=(100, 0, 37), head_dim=32, dtype=dtype, dropout=0.1), device, "triton")
+    errors = check_case(Case(lengths=(100, 0, 37), head_dim=32, dtype=dtype, dropout=0.1), device, "triton")
     verdict = "Triton works" if all(error.ok for error in errors.values()) else "Triton is WRONG here"
     measured = ", ".join(f"{name} {e.error:.1g} (budget {e.budget:.1g})" for name, e in errors.items())
     yield "flash", f"{verdict}; largest error in {str(dtype).removeprefix('torch.')}: {measured}"
@@ -108,8 +108,8 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[Row]:
 def _ptxas() -> Iterator[Row]:
     from lra.kernels import device
 
-    used = device.ptxas(device.capability())
-    yield "ptxas", f"{device.dotted(used.version)}, {used.path}"
+    used = device.find_ptxas(device.compute_capability())
+    yield "ptxas", f"{device.format_version(used.version)}, {used.path}"
 
 
 def _choices() -> Iterator[Row]:
@@ -118,10 +118,10 @@ def _choices() -> Iterator[Row]:
 
     from lra.kernels import device, kernel_choices
 
-    gpu = device.gpu(torch.device("cuda"))
-    for call, *choices in kernel_choices.attention(gpu):
+    gpu = device.describe_gpu(torch.device("cuda"))
+    for call, *choices in kernel_choices.attention_choices(gpu):
         yield f"  {call}", "; ".join(f"{c.kernel} {c.tile.rows}x{c.tile.columns}: {c.reason}" for c in choices)
-    for layers, state in kernel_choices.layers(gpu):
+    for layers, state in kernel_choices.layer_choices(gpu):
         yield f"  {layers}", state
 
 

@@ -64,9 +64,9 @@ def hopper(monkeypatch):
     """As on a Hopper GPU without a table of its own; (capability, ptxas) may be changed."""
     pytest.importorskip("triton")
     gpu = {"capability": (9, 0), "ptxas": Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH")}
-    monkeypatch.setattr(device, "capability", lambda device=None: gpu["capability"])
-    monkeypatch.setattr(device, "ptxas", lambda capability: gpu["ptxas"])
-    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: gpu["capability"])
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr(device, "count_multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     tuning.forget()
     yield gpu

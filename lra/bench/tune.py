@@ -17,8 +17,8 @@ from lra.errors import UsageError, named
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
 from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
-from lra.kernels.kernel_choices import kernels_of
-from lra.kernels.testing import Case, check
+from lra.kernels.kernel_choices import list_kernels
+from lra.kernels.testing import Case, check_case
 
 # Queries, keys, warps, stages. `tuning.default` is tried too, and first.
 NARROW_FORWARD = ((128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
@@ -95,14 +95,14 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
-    gpu = device.gpu(torch.device("cuda"))
+    gpu = device.describe_gpu(torch.device("cuda"))
     if gpu.refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {gpu.refusal}")
     table, later = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
         options.dtypes, options.head_dims, options.kernels or KERNELS, options.dropout
     ):
-        if kernel not in kernels_of(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
+        if kernel not in list_kernels(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
             continue
         key = Key(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
@@ -122,7 +122,9 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
 def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
     """The table in `path` with what it may keep, and what rows state that are added to it."""
     environment.warn_unclean()
-    new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
+    new = environment.describe() | {
+        "ptxas": device.format_version(device.find_ptxas(device.compute_capability()).version)
+    }
     try:
         old = tuning.read(path)
     except UsageError:  # there is none, or nothing worth keeping
@@ -182,7 +184,7 @@ def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
     )  # fmt: skip
     try:
         with tuning.forced(key.kernel, tile) as launched:
-            errors = check(case, "cuda", "triton")
+            errors = check_case(case, "cuda", "triton")
             if not launched and not causal:
                 return "another kernel takes this case"
     except Exception as error:  # a tile that does not compile or fit raises what it likes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_DROPPED = 248  # of 256: a larger threshold would be NaN where kernels compare bytes as fp16 magnitudes
+MAX_DROP_THRESHOLD = 248  # of 256: a larger threshold would be NaN where kernels compare bytes as fp16 magnitudes
 
 
 def dropout_threshold(dropout: float) -> int:

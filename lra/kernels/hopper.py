@@ -22,14 +22,16 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 # Names of newer Tritons, or of 3.6.
-load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+load_tile_async = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret_memory = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 
 
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
+def make_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """What TMA needs to know of `[T, H, D]` to copy tiles of `rows` rows of a head."""
     total, heads, d = x.shape
     return TensorDescriptor(x, [total, heads * d], [x.stride(0), 1], [rows, d], shared_layout(rows, d, x.dtype))
@@ -37,11 +39,11 @@ def describe(x: Tensor, rows: int) -> TensorDescriptor:
 
 @functools.cache
 def shared_layout(rows: int, d: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([rows, d], GLUON[dtype])
+    return gl.NVMMASharedLayout.get_default_for([rows, d], GLUON_DTYPES[dtype])
 
 
 @builtin
-def add_tile(descriptor, coordinates, source, _semantic=None):
+def add_tile_async(descriptor, coordinates, source, _semantic=None):
     """Add a tile in shared memory to one in global memory, by TMA. Gluon has it under a name since Triton 3.7 only."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -49,7 +51,7 @@ def add_tile(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr = 1):
+def allocate_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr = 1):
     """COUNT barriers, each complete with so many arrivals, and the bytes that these announce."""
     ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -58,7 +60,7 @@ def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr = 1):
 
 
 @gluon.jit
-def keep_barriers(buffer):
+def invalidate_barriers(buffer):
     """Where they are done with: no other data may share the memory of these barriers before.
 
     A convert_layout that used it after the last wait found eight bytes changed now and then.
@@ -69,16 +71,16 @@ def keep_barriers(buffer):
 
 
 @gluon.constexpr_function
-def row_layout(d, num_warps):
+def coalesced_layout(d, num_warps):
     """Of a tile `[.., d]`: each thread has eight neighbours in a row, and a warp some whole rows."""
     return gl.BlockedLayout([1, 8], [256 // d, d // 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
-def zero_past(tile, count, num_warps: gl.constexpr):
+def zero_tile_past(tile, count, num_warps: gl.constexpr):
     """Zero the rows of a tile in shared memory from `count` on: they belong to others, and 0 * NaN is NaN."""
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(D, num_warps)
+    layout: gl.constexpr = coalesced_layout(D, num_warps)
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     values = tile.load(layout)
     tile.store(gl.where((row < count)[:, None], values, gl.zeros_like(values)))
@@ -86,7 +88,7 @@ def zero_past(tile, count, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def without_others(x, count):
+def zero_rows_past(x, count):
     """A product's accumulator with zeros in the rows from `count` on: they belong to others, and 0 * NaN is NaN."""
     row = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     return gl.where((row < count)[:, None], x, 0.0)
@@ -99,7 +101,7 @@ def product_layout(n, num_warps):
 
 
 @gluon.jit
-def following(slot, phase, STAGES: gl.constexpr):
+def advance_slot(slot, phase, STAGES: gl.constexpr):
     """The slot of a ring of STAGES after this one, and the phase of its barrier."""
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
@@ -110,27 +112,27 @@ def following(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(taken_ptr):
+def claim_tile(taken_ptr):
     """A tile that no program has taken; past the last one where there are no more."""
     return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
 
 
 @gluon.jit
-def leave_head(taken_ptr, tile, max_length, ROWS: gl.constexpr):
+def skip_head(taken_ptr, tile, max_length, ROWS: gl.constexpr):
     """Where a tile is empty, so are its head's tiles behind it: nobody need take them."""
     of_head = gl.cdiv(max_length, ROWS)
     gl.atomic_max(taken_ptr, (tile // of_head + 1) * of_head - gl.num_programs(0), sem="relaxed")
 
 
 @gluon.jit
-def pass_on(tile, buffer, num_warps: gl.constexpr):
+def publish_tile(tile, buffer, num_warps: gl.constexpr):
     """Put a tile's number into its buffer, -1 where there are no more."""
     buffer.store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
     barrier()
 
 
 @gluon.jit
-def next_tile(buffers, ready, buffer, phase, num_warps: gl.constexpr):
+def await_tile(buffers, ready, buffer, phase, num_warps: gl.constexpr):
     """The tile that is in this buffer now, or will be; -1 where there are no more."""
     mbarrier.wait(ready.index(buffer), phase)
     return gl.max(buffers.index(buffer).load(gl.BlockedLayout([1], [32], [num_warps], [0])), 0)
@@ -159,7 +161,7 @@ abs.f16x2 x, $10;  set.geu.u32.f16x2 kept, x, $16;  and.b32 $3, $7, kept;
 
 
 @gluon.jit
-def limit(threshold):
+def threshold_words(threshold):
     """For both halves of a word."""
     return (threshold << 7) * 0x00010001
 
@@ -168,7 +170,12 @@ def limit(threshold):
 def drop_forward(p, words, threshold):
     """Weights `[M, N]`, 16-bit: zeros where dropout does not keep them."""
     return gl.inline_asm_elementwise(
-        DROP_FORWARD, "=r,=r,r,r,r,r,r,r,r,r,r,r", [p, words, limit(threshold)], dtype=p.dtype, is_pure=True, pack=4
+        DROP_FORWARD,
+        "=r,=r,r,r,r,r,r,r,r,r,r,r",
+        [p, words, threshold_words(threshold)],
+        dtype=p.dtype,
+        is_pure=True,
+        pack=4,
     )
 
 
@@ -176,7 +183,7 @@ def drop_forward(p, words, threshold):
 def drop_backward(p, words, threshold):
     """Weights `[N, M]`, 16-bit, likewise."""
     return gl.inline_asm_elementwise(
-        DROP_BACKWARD, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words, limit(threshold)],
+        DROP_BACKWARD, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [p, words, threshold_words(threshold)],
         dtype=p.dtype, is_pure=True, pack=8,
     )  # fmt: skip
 
@@ -204,4 +211,4 @@ def store_accumulator(buffer, x):
     swapped = gl.join(right, left).permute(0, 1, 3, 2).reshape(M, D)
     odd = gl.arange(0, M, gl.SliceLayout(1, x.type.layout)) % 2 == 1
     x = gl.where(odd[:, None], gl.convert_layout(swapped, x.type.layout), x)
-    reinterpret(buffer, gl.float32, [M, D], swapped_layout(M, D)).store(x)
+    reinterpret_memory(buffer, gl.float32, [M, D], swapped_layout(M, D)).store(x)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -25,13 +25,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have a head dimension of at least 1, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them to one")
-    if q.dtype not in DTYPES:
+    if q.dtype not in INPUT_DTYPES:
         raise TypeError(f"q, k and v must be float16, bfloat16 or float32, got {q.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
-def sequences(
+def check_sequences(
     q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None
 ) -> tuple[Tensor, Tensor, int]:
     """`start`, `length` and `max_length` of the ragged form, checked as far as possible without a synchronisation."""
@@ -63,7 +63,9 @@ def sequences(
     return start.contiguous(), length.contiguous(), int(max_length)
 
 
-def randomness(seed: Tensor | None, index: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def check_randomness(
+    seed: Tensor | None, index: Tensor | None, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     if not isinstance(seed, Tensor):
         raise ValueError("dropout > 0 needs seed: an int64 tensor with one element on the device of q")
     if seed.dtype != torch.int64 or seed.numel() != 1:

@@ -15,17 +15,17 @@ from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tuning import SHORT
 from lra.kernels.layers.fused_layers import WIDTHS, layer_obstacle
 
-LONG = 4 * SHORT
-HOPPER = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it
+LONG_LENGTH = 4 * SHORT
+HOPPER_GPU = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it
 
 
-class Call(NamedTuple):
+class CallKind(NamedTuple):
     """A kind of call of attention; what is not said is as most calls have it."""
 
     name: str
     head_dim: int = 64
     dropout: bool = False
-    length: int = LONG  # of each sequence
+    length: int = LONG_LENGTH  # of each sequence
     dtype: torch.dtype = torch.bfloat16
     many: bool = True  # sequences: enough for every multiprocessor
     causal: bool = False
@@ -46,13 +46,13 @@ class Call(NamedTuple):
         return choose_forward(problem, q, q, q, gpu), choose_backward(problem, q, q, q, gpu)
 
 
-def attention(gpu: Gpu) -> Iterator[tuple[str, Choice, Choice]]:
+def attention_choices(gpu: Gpu) -> Iterator[tuple[str, Choice, Choice]]:
     """(Calls, the kernel of the forward, that of the backward), for the current device or one like it."""
-    for call in _calls(gpu):
+    for call in _call_kinds(gpu):
         yield (call.name, *call.choices(gpu))
 
 
-def layers(gpu: Gpu) -> Iterator[tuple[str, str]]:
+def layer_choices(gpu: Gpu) -> Iterator[tuple[str, str]]:
     """(Layers around attention, what computes them)."""
     if gpu.refusal:
         yield "layers", f"PyTorch: {gpu.refusal}"
@@ -64,32 +64,32 @@ def layers(gpu: Gpu) -> Iterator[tuple[str, str]]:
     yield "layers, float32", f"PyTorch: {layer_obstacle(WIDTHS[0], torch.float32, torch.float32)}"
 
 
-def kernels_of(dtype: torch.dtype, head_dim: int, dropout: bool, gpu: Gpu) -> set[str]:
+def list_kernels(dtype: torch.dtype, head_dim: int, dropout: bool, gpu: Gpu) -> set[str]:
     """The kernels, of `tuning.KERNELS`, that some call of this kind runs on."""
     found = set()
-    for length, deterministic, layout in itertools.product((SHORT, LONG), (False, True), (None, _blocks(64))):
-        call = Call("", head_dim, dropout, length, dtype, deterministic=deterministic, layout=layout)
+    for length, deterministic, layout in itertools.product((SHORT, LONG_LENGTH), (False, True), (None, _blocks(64))):
+        call = CallKind("", head_dim, dropout, length, dtype, deterministic=deterministic, layout=layout)
         for each in (call, call._replace(many=False), call._replace(causal=True, layout=None)):
             found |= {choice.kernel for choice in each.choices(gpu)}
     return found | ({"dq"} if "dkdv" in found else set())
 
 
-def _calls(gpu: Gpu) -> Iterator[Call]:
+def _call_kinds(gpu: Gpu) -> Iterator[CallKind]:
     if gpu.refusal:
-        yield Call("16 bits")
+        yield CallKind("16 bits")
     else:
-        for head_dim, dropout, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), (SHORT, LONG)):
+        for head_dim, dropout, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), (SHORT, LONG_LENGTH)):
             said = f"d = {head_dim}, {'dropout' if dropout else 'no dropout'}, {length:,} tokens"
-            yield Call(said, head_dim, dropout, length)
-        yield Call("d = 32, few sequences", head_dim=32, many=False)
-        yield Call("blocks of 64 x 64", layout=_blocks(64))
-        yield Call("blocks of 32 x 32", layout=_blocks(32))
-        yield Call("blocks with a band", layout=_blocks(64, band=8))
-        yield Call("causal", causal=True)
-        yield Call("another d", head_dim=48)
-        yield Call("heads not side by side", apart=True)
-    yield Call("16 bits, deterministic", deterministic=True)
-    yield Call("float32", dtype=torch.float32)
+            yield CallKind(said, head_dim, dropout, length)
+        yield CallKind("d = 32, few sequences", head_dim=32, many=False)
+        yield CallKind("blocks of 64 x 64", layout=_blocks(64))
+        yield CallKind("blocks of 32 x 32", layout=_blocks(32))
+        yield CallKind("blocks with a band", layout=_blocks(64, band=8))
+        yield CallKind("causal", causal=True)
+        yield CallKind("another d", head_dim=48)
+        yield CallKind("heads not side by side", apart=True)
+    yield CallKind("16 bits, deterministic", deterministic=True)
+    yield CallKind("float32", dtype=torch.float32)
 
 
 def _blocks(side: int, band: int | None = None) -> Layout:

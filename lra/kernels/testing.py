@@ -16,11 +16,11 @@ from lra.kernels.flash import flash_attention
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.reference import reference_attention
 
-LAYOUTS = ("packed", "padded")
+ROW_LAYOUTS = ("packed", "padded")
 STRIDES = ("contiguous", "fused", "heads_first", "d_strided")
-NAMES = ("out", "dq", "dk", "dv")
+RESULT_NAMES = ("out", "dq", "dk", "dv")
 # What is in q, k and v. Hidden keys have hugely negative scores by their first feature, as some masks are made.
-INPUTS = (
+INPUT_KINDS = (
     "normal",
     "dominant",  # one key of each sequence has 95% of the weight: of 1,000 keys it scores 10 above all others
     "first_hidden",  # the first half of the keys
@@ -32,7 +32,7 @@ INPUTS = (
     "tiny",  # numbers around 1e-3
     "nan_neighbour",  # the first sequence is NaN, and what is compared are the others
 )
-HIDING = ("first_hidden", "last_hidden", "two_visible", "all_hidden")
+HIDING_INPUTS = ("first_hidden", "last_hidden", "two_visible", "all_hidden")
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Case:
     heads: int = 2
     head_dim: int = 32
     dtype: torch.dtype = torch.float32
-    layout: str = "packed"  # one of LAYOUTS
+    layout: str = "packed"  # one of ROW_LAYOUTS
     strides: str = "contiguous"  # one of STRIDES
     causal: bool = False
     dropout: float = 0.0
     slack: int = 0  # by how much max_length exceeds the longest length
     deterministic: bool = False
     spread: float = 1.0  # standard deviation of the scores
-    inputs: str = "normal"  # one of INPUTS
+    inputs: str = "normal"  # one of INPUT_KINDS
     sparse: Layout | None = None  # what block-sparse attention sees; covers max_length tokens
     seed: int = 0
 
@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
     seed: Tensor  # int64 []
 
 
-class Error(NamedTuple):
+class BudgetedError(NamedTuple):
     error: float  # largest absolute difference from the reference in float64
     budget: float  # 2 * (error of plain PyTorch in the case's dtype) + 2 * eps(dtype) * max|reference|
 
@@ -142,7 +142,7 @@ def _make_special(qkv: Tensor, case: Case, b: int) -> None:
         qkv[:] = float("nan")
 
 
-def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]:
+def check_case(case: Case, device: torch.device | str, impl: str) -> dict[str, BudgetedError]:
     """Errors of the result and the three gradients of `flash_attention(impl=impl)`, with their budgets.
 
     Of `block_sparse_attention` if the case is sparse. What the kernels allocate is filled with NaN first. Dropout can
@@ -156,35 +156,35 @@ def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]
     seen = {"layout": case.sparse} if case.sparse else {"causal": case.causal}
     with poisoned_empty():
         more = {"max_length": case.max_length, "deterministic": case.deterministic, "impl": impl}
-        actual = run(function, inputs, case.dtype, **options, **seen, **more)
-    exact = run(reference_attention, inputs, torch.float64, **options, **seen)
-    plain = run(reference_attention, inputs, case.dtype, **options, **seen)
+        actual = run_with_gradients(function, inputs, case.dtype, **options, **seen, **more)
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **options, **seen)
+    plain = run_with_gradients(reference_attention, inputs, case.dtype, **options, **seen)
 
     errors = {}
-    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+    for name, a, e, p in zip(RESULT_NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name}: {a.shape} {a.dtype}"
         if case.inputs == "nan_neighbour":
             a, e, p = (x[case.lengths[0] :] for x in (a, e, p))
-        if name == "dq" and case.inputs in HIDING:  # rounding of a sum that is 0 is multiplied by a huge feature
+        if name == "dq" and case.inputs in HIDING_INPUTS:  # rounding of a sum that is 0 is multiplied by a huge feature
             a, e, p = (x[..., 1:] for x in (a, e, p))
-        errors[name] = compare(a, e, p)
+        errors[name] = measure_error(a, e, p)
     return errors
 
 
-def compare(actual: Tensor, exact: Tensor, plain: Tensor) -> Error:
+def measure_error(actual: Tensor, exact: Tensor, plain: Tensor) -> BudgetedError:
     """The error of `actual` with its budget; `exact` is in float64, `plain` computed in the dtype of `actual`."""
-    budget = 2 * largest(plain.double() - exact) + 2 * torch.finfo(actual.dtype).eps * largest(exact)
-    return Error(largest(actual.double() - exact), budget)
+    budget = 2 * max_abs(plain.double() - exact) + 2 * torch.finfo(actual.dtype).eps * max_abs(exact)
+    return BudgetedError(max_abs(actual.double() - exact), budget)
 
 
-def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
+def run_with_gradients(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) of `function(q, k, v, **options)` in `dtype`."""
     qkv = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     out = function(*qkv, **options)
     return out.detach(), *torch.autograd.grad(out, qkv, inputs.do.to(dtype), materialize_grads=True)
 
 
-def largest(x: Tensor) -> float:
+def max_abs(x: Tensor) -> float:
     """Largest absolute value, NaN if there is one, 0 of nothing."""
     return float(x.detach().abs().max()) if x.numel() else 0.0
 

@@ -35,7 +35,7 @@ def facts(composed: Composed, module: TaskModule, trainer: pl.Trainer, clock: Cl
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
         # lra's own of this session, on this rank; where a list is empty, PyTorch's or another library's ran
-        "kernels": {part: sorted(names) for part, names in library.ran.items()},
+        "kernels": {part: sorted(names) for part, names in library.kernels_run.items()},
         "environment": environment.describe(),
         "provenance": module.provenance,
         "config": identity["config"],

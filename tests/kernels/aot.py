@@ -63,7 +63,7 @@ def capture(run: Any, kernels: list[Any]) -> Any:
 def choose(arch: int, hopper: bool) -> None:
     """Let the launchers see this GPU, and take the kernels that Hopper alone has or the ones for every GPU."""
     CompileOnlyDriver.arch = arch
-    device.capability = lambda device=None: divmod(arch, 10)
+    device.compute_capability = lambda device=None: divmod(arch, 10)
     device.hopper_refusal = lambda capability: None if hopper else "the others are compiled"
     tuning.forget()
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import layer_ops
 from lra.kernels.layers.fused_layers import pooled_feed_forward
-from lra.kernels.testing import compare, poisoned_empty
+from lra.kernels.testing import measure_error, poisoned_empty
 from lra.models.dropout import drop, keep_scale
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -119,7 +119,7 @@ def assert_within_budget(case: Case, fused: Any, plain: Any, dtype: torch.dtype,
     rounded = results(plain, [x.float() for x in case.given], case.dy, *rest, half=dtype)
     for i, (a, e, r) in enumerate(zip(actual, exact, rounded, strict=True)):
         assert a.shape == e.shape and a.is_contiguous(), f"{i}: a sum of all gradients would take a launch for each"
-        error = compare(a.to(dtype), e, r.to(dtype))
+        error = measure_error(a.to(dtype), e, r.to(dtype))
         assert error.ok, f"result {i}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 

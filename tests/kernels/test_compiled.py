@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lra.kernels.flash import tuning
-from lra.kernels.kernel_choices import HOPPER, kernels_of
+from lra.kernels.kernel_choices import HOPPER_GPU, list_kernels
 from tests.kernels.compiling import compiled
 
 SHARED_LIMIT = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that a program can have (CUDA programming guide)
@@ -68,7 +68,7 @@ def every() -> list[dict[str, Any]]:
             if dtype != "float32" and head_dim > 16:
                 cases.append(case(90, dtype, head_dim, dropout, "hopper", *flags))
     for head_dim, dropout, name in itertools.product((32, 64, 128), (0.0, 0.1), SHARED):
-        if name in kernels_of(torch.bfloat16, head_dim, dropout > 0, HOPPER):
+        if name in list_kernels(torch.bfloat16, head_dim, dropout > 0, HOPPER_GPU):
             cases.append(case(90, "bfloat16", head_dim, dropout, "hopper", shared=name))
     return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1), *block_sparse()]
 

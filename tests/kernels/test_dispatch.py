@@ -45,7 +45,7 @@ def chosen(
 def default_tiles(monkeypatch):
     """Whatever this machine's tables say: how large tiles are decides where groups share keys."""
     monkeypatch.setattr(tuning, "tables", lambda: [])
-    monkeypatch.setattr(device, "capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: (9, 0))
     tuning.forget()
     yield
     tuning.forget()
@@ -125,8 +125,8 @@ def ptxas(monkeypatch):
     """As on a Hopper GPU whose ptxas has this version; capability and version may be changed."""
     pytest.importorskip("lra.kernels.flash.launch_attention")  # before Triton is told that it does not interpret
     fake = SimpleNamespace(capability=(9, 0), version=(13, 4))
-    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(device, "ptxas", lambda capability: Ptxas("/ptxas", fake.version, "TRITON_PTXAS_PATH"))
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: Ptxas("/ptxas", fake.version, "TRITON_PTXAS_PATH"))
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     return fake
 
@@ -134,7 +134,7 @@ def ptxas(monkeypatch):
 def test_hopper_kernels_need_their_gpu_and_a_good_ptxas(ptxas):
     def on_hopper(**call: Any) -> bool:
         tuning.forget()
-        return chosen(gpu=device.gpu(torch.device("cpu")), **call)[0] != "forward"
+        return chosen(gpu=device.describe_gpu(torch.device("cpu")), **call)[0] != "forward"
 
     for ptxas.version in ((13, 4), (13, 3)):  # 13.3 is the first good one
         assert on_hopper() and not on_hopper(dtype=FP32)
@@ -171,7 +171,7 @@ def test_a_ptxas_that_keeps_hopper_kernels_away_is_warned_of_once(ptxas, monkeyp
 def test_what_ran_is_noted_by_its_name(monkeypatch):
     from lra.kernels.flash import launch_attention
 
-    library.forget_kernels()
+    library.clear_kernels_run()
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
     monkeypatch.setitem(launch_attention.FORWARD, "hopper_forward", lambda *_: ())
     monkeypatch.setitem(launch_attention.BACKWARD, "hopper_backward", lambda *_: ())
@@ -180,6 +180,6 @@ def test_what_ran_is_noted_by_its_name(monkeypatch):
     for _ in range(2):
         launch_attention.launch_forward(x, x, x, problem)
         launch_attention.launch_backward(x, x, x, x, x, x, problem)
-    assert library.ran == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
-    library.forget_kernels()
-    assert not any(library.ran.values())
+    assert library.kernels_run == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
+    library.clear_kernels_run()
+    assert not any(library.kernels_run.values())

@@ -14,7 +14,7 @@ from torch import library, nn
 from torch.nn import functional as F
 
 from lra.kernels import device
-from lra.kernels.dropout import MOST_DROPPED, dropout_threshold
+from lra.kernels.dropout import MAX_DROP_THRESHOLD, dropout_threshold
 from lra.kernels.layers import layer_ops, reference
 from lra.kernels.layers.fused_layers import (
     WIDTHS,
@@ -87,7 +87,7 @@ def emulated(monkeypatch, rows):
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
-    monkeypatch.setattr(launch_layers, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launch_layers, "count_multiprocessors", lambda device: 1)
     # fewer programs, each of which takes long here; of one row parts for two turns of the loop that adds them
     programs = 15 if rows > 1 else 165
     for name, value in dict(SUMMING=dict.fromkeys(WIDTHS, (programs, 64, 3)), FOLDED=32, UNFOLDED=32).items():
@@ -175,7 +175,7 @@ def test_the_gradient_of_a_table(rows, lengths, d, vocabulary, padded, rate, emu
     """Of tokens alone, and with places in both layouts; some places that no sequence has."""
     given = table_case(lengths, d, vocabulary, HALF, padded, rate)
     assert len(given[0]) == (rows if not padded else len(lengths) * max(lengths))
-    monkeypatch.setattr(emulated, "multiprocessors", lambda device: 7)
+    monkeypatch.setattr(emulated, "count_multiprocessors", lambda device: 7)
     with poisoned_empty():
         actual = emulated.launch_table_gradient(*given)
     for a, e in zip(actual, reference.table_gradient(*given), strict=True):
@@ -306,16 +306,20 @@ def test_what_the_kernels_take(monkeypatch):
 
     assert follows() and follows(o=HALF) and all(follows(d=d, f=f * d) for d in WIDTHS for f in (1, 2))
     assert follows(d=64, f=704) and not follows(d=64, f=768) and not follows(f=512)  # what shared memory holds
-    assert follows(dropped=MOST_DROPPED) and not follows(dropped=MOST_DROPPED + 1)  # compared as fp16 magnitudes
+    assert follows(dropped=MAX_DROP_THRESHOLD) and not follows(
+        dropped=MAX_DROP_THRESHOLD + 1
+    )  # compared as fp16 magnitudes
     assert not any([follows(o=FP32), follows(x=BF16), follows(d=96), follows(d=32, f=64), follows(f=192)])
     assert not precedes(), "without autocast the products are in fp32"
     with torch.autocast("cpu", BF16):
         assert all(precedes(d=d) for d in WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
         assert not any([precedes(x=BF16), precedes(d=96), precedes(of=2), precedes(head_dim=16, rotary=())])
     assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
-    assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
-    assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
-    assert takes_embedding(OnGPU(FP32, 64), MOST_DROPPED) and not takes_embedding(OnGPU(FP32, 64), MOST_DROPPED + 1)  # type: ignore[arg-type]
+    assert not takes_table(OnGPU(FP32, 64), BF16, MAX_DROP_THRESHOLD + 1)  # type: ignore[arg-type]
+    assert takes_table(OnGPU(FP32, 64), BF16, MAX_DROP_THRESHOLD)  # type: ignore[arg-type]
+    assert takes_embedding(OnGPU(FP32, 64), MAX_DROP_THRESHOLD) and not takes_embedding(
+        OnGPU(FP32, 64), MAX_DROP_THRESHOLD + 1
+    )  # type: ignore[arg-type]
     assert all(takes_embedding(OnGPU(FP32, d)) for d in WIDTHS)  # type: ignore[arg-type]
     others = OnGPU(BF16, 64), OnGPU(FP32, 96), torch.zeros(1, 64)
     assert not any(takes_embedding(table) for table in others)  # type: ignore[arg-type]

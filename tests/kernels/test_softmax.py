@@ -13,7 +13,15 @@ from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
 from lra.kernels.flash.dense_attention import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
 from lra.kernels.softmax.materialized_attention import softmax_attention
-from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
+from lra.kernels.testing import (
+    RESULT_NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    measure_error,
+    poisoned_empty,
+    run_with_gradients,
+)
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
@@ -29,17 +37,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, start: Tensor, length: Tensor, n:
 def results(inputs: Inputs, case: Case, impl: str = "triton", **changes: Any) -> tuple[Tensor, ...]:
     options = {**inputs.sequences, "n": case.max_length, "dropout": case.dropout, "seed": inputs.seed}
     with poisoned_empty():
-        return run(attend, inputs, case.dtype, impl=impl, **{**options, **changes})
+        return run_with_gradients(attend, inputs, case.dtype, impl=impl, **{**options, **changes})
 
 
 def assert_within_budget(case: Case, device: torch.device | str, impl: str = "triton", **changes: Any) -> None:
     inputs = make_inputs(case, device)
     actual = results(inputs, case, impl, **changes)
     options = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed, **changes}
-    exact, plain = (run(reference_attention, inputs, dtype, **options) for dtype in (torch.float64, case.dtype))
-    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+    exact, plain = (
+        run_with_gradients(reference_attention, inputs, dtype, **options) for dtype in (torch.float64, case.dtype)
+    )
+    for name, a, e, p in zip(RESULT_NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name} {a.shape} {a.dtype}"
-        error = compare(a, e, p)
+        error = measure_error(a, e, p)
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -177,7 +187,8 @@ def test_compiled_equals_eager(impl, device):
         inputs = make_inputs(case, device)
         options: dict[str, Any] = dict(dropout=case.dropout, seed=inputs.seed, impl=impl, **inputs.sequences)
         eager, traced = (
-            run(function, inputs, case.dtype, n=case.max_length, **options) for function in (attend, compiled)
+            run_with_gradients(function, inputs, case.dtype, n=case.max_length, **options)
+            for function in (attend, compiled)
         )
         assert all(map(torch.equal, eager, traced))
 

@@ -17,7 +17,7 @@ from lra.kernels import device
 from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
 from lra.kernels.flash.tuning import Key, Table, Tile
-from lra.kernels.testing import Case, Error, check
+from lra.kernels.testing import BudgetedError, Case, check_case
 
 KEY = Key("forward", "bfloat16", 64, False)
 FORWARD = ["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"]
@@ -32,9 +32,9 @@ def gpu(monkeypatch, tmp_path):
     fake.user = tmp_path / "lra" / "tiles" / "NVIDIA-Test.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "HERE", tmp_path)
-    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(device, "ptxas", lambda capability: fake.ptxas)
-    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: fake.ptxas)
+    monkeypatch.setattr(device, "count_multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     for name, value in dict(is_available=True, is_initialized=True, current_device=0).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -152,17 +152,17 @@ def test_the_command_prints_every_trial(bench):
 def test_the_ptxas_is_the_one_that_triton_calls(monkeypatch):
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     for capability, arch in (((8, 0), 80), ((9, 0), 90), ((10, 0), 100)):
-        used = device.ptxas(capability)
+        used = device.find_ptxas(capability)
         assert used.path == compiler.get_ptxas(arch).path and used.version >= (12, 0)
-    ours = device.ptxas((8, 0))
-    monkeypatch.setenv(ours.variable, device.ptxas((10, 0)).path)
-    assert device.ptxas((8, 0)).version == device.ptxas((10, 0)).version
+    ours = device.find_ptxas((8, 0))
+    monkeypatch.setenv(ours.variable, device.find_ptxas((10, 0)).path)
+    assert device.find_ptxas((8, 0)).version == device.find_ptxas((10, 0)).version
 
 
 def test_a_forced_tile_is_launched(device):
     with tuning.forced("forward", Tile(32, 16, 4, 1)) as launched:
         assert not launched
-        errors = check(Case((40,), heads=1, head_dim=16), device, "triton")
+        errors = check_case(Case((40,), heads=1, head_dim=16), device, "triton")
         assert launched == {"forward"} and all(error.ok for error in errors.values())
     assert tuning.tile("forward", torch.float32, 16, False) != (32, 16, 4, 1)
 
@@ -178,9 +178,9 @@ def bench(gpu, monkeypatch):
         if tile.stages == 3:
             raise RuntimeError("out of resource: shared memory\nand more")
         error = 9.0 if tile.rows == 64 or (case.causal and tile.columns == 128) else 0.0
-        return {"out": Error(0.0, 1.0), "dq": Error(error, 1.0)}
+        return {"out": BudgetedError(0.0, 1.0), "dq": BudgetedError(error, 1.0)}
 
-    monkeypatch.setattr(tuner, "check", errors)
+    monkeypatch.setattr(tuner, "check_case", errors)
     monkeypatch.setattr(tuner, "time", lambda key, head_dim, tile: 1000.0 / tile.warps / tile.columns)
     return gpu
 

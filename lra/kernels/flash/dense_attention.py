@@ -14,7 +14,7 @@ from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.sdpa import sdpa_attention
 from lra.kernels.impl import resolve_impl
-from lra.kernels.inputs import check_inputs, randomness, sequences
+from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
 
 MAX_HEAD_DIM = 128  # of the Triton kernels: a wider tile does not fit in registers
 
@@ -100,14 +100,16 @@ def attention(
     check_inputs(q, k, v)
     impl = resolve_impl(impl, q.device, deterministic, other)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
-    start, length, max_length = sequences(q, start, length, max_length)
+    start, length, max_length = check_sequences(q, start, length, max_length)
     if layout is not None and max_length > min(layout.size):
         raise ValueError(f"the layout covers {min(layout.size)} tokens, and max_length is {max_length}")
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     threshold = dropout_threshold(dropout)
-    seed, index = randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
+    seed, index = (
+        check_randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
+    )
     padded = bool(len(q_rows) == len(start) * max_length)  # a bool for the operator, of traced shapes too
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = None if layout is None else layout.key

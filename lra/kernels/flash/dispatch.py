@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.device import Gpu
-from lra.kernels.dropout import MOST_DROPPED
+from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.flash import tuning
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tuning import SHORT, Tile, block_dim, forced_tiles
@@ -98,8 +98,8 @@ def _hopper_obstacle(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], g
     layout, (q, *_) = problem.pattern, tensors
     if problem.causal:
         return "Hopper's kernels have no causal mask"
-    if problem.threshold > MOST_DROPPED:
-        return f"Hopper's kernels drop at most {MOST_DROPPED} of 256 weights"
+    if problem.threshold > MAX_DROP_THRESHOLD:
+        return f"Hopper's kernels drop at most {MAX_DROP_THRESHOLD} of 256 weights"
     if layout is not None and layout.ruled:
         return "Hopper's kernels know no rules inside a block, such as a band"
     if layout is not None and any(side % 64 for side in layout.block):

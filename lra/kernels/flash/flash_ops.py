@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import LIBRARY, define, once
+from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative
 
 PROBLEM = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
@@ -42,7 +42,7 @@ class Attention(torch.autograd.Function):
         problem = (start, length, *ctx.numbers, seed, index, *ctx.rest)
         with torch.no_grad():
             gradients = flash_backward(q, k, v, out, softmax, do, *problem)
-        return *once(gradients, q, k, v, do), *(None,) * len(problem)
+        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * len(problem)
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.
@@ -69,13 +69,13 @@ def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-flash_forward = define(
+flash_forward = define_operator(
     "flash_forward",
     f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor softmax)",
     run_forward,
     fake_forward,
 )
-flash_backward = define(
+flash_backward = define_operator(
     "flash_backward",
     f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax, Tensor do, {PROBLEM})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",

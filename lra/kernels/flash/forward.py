@@ -162,7 +162,7 @@ def launch_plain_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choi
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
-    tile, overlap = choice.tile, device.overlap(q.device)
+    tile, overlap = choice.tile, device.overlap_options(q.device)
     *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
     tensors = (q, k, v, out, softmax, problem.start, problem.length, problem.seed, problem.index, *visits)
     strides, scale_log2 = (*q.stride(), *k.stride(), *v.stride()), problem.scale * LOG2_E

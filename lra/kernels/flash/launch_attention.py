@@ -17,7 +17,7 @@ from lra.kernels.flash.hopper.backward import launch_hopper_backward
 from lra.kernels.flash.hopper.forward import launch_hopper_forward
 from lra.kernels.flash.hopper.forward_shared import launch_hopper_shared
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import note_kernel
+from lra.kernels.library import record_kernel
 
 FORWARD = {
     "forward": launch_plain_forward,
@@ -40,7 +40,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     relative to it. One log-sum-exp would lose the sum behind a large maximum. Rows past a length are never read.
     """
     with torch.cuda.device_of(q):
-        gpu = device.gpu(q.device)
+        gpu = device.describe_gpu(q.device)
         choice = choose_forward(problem, q, k, v, gpu)
         _note("forward", choice, gpu)
         return FORWARD[choice.kernel](q, k, v, problem, choice)
@@ -51,7 +51,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
     with torch.cuda.device_of(q):
-        gpu = device.gpu(q.device)
+        gpu = device.describe_gpu(q.device)
         choice = choose_backward(problem, q, k, v, gpu)
         _note("backward", choice, gpu)
         return BACKWARD[choice.kernel](q, k, v, out, softmax, do, problem, choice)
@@ -59,7 +59,7 @@ def launch_backward(
 
 def _note(part: str, choice: Choice, gpu: Gpu) -> None:
     """For the run's result; and warn once on a Hopper GPU where nothing but its refusal keeps its kernels away."""
-    note_kernel(part, choice.kernel)
+    record_kernel(part, choice.kernel)
     if choice.reason == gpu.refusal and gpu.capability[0] == 9:
         _warn(gpu.refusal)
 

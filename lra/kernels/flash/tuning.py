@@ -88,7 +88,7 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
     rows, columns = layout.block
     if layout.ruled:
         narrow = dtype != torch.float32 and block_d * (1 + dropout) <= 64
-        most = 32 if dtype == torch.float32 or device.capability()[0] in (8, 12) else 64
+        most = 32 if dtype == torch.float32 or device.compute_capability()[0] in (8, 12) else 64
         rows, columns, found = math.gcd(rows, most), math.gcd(columns, most), found._replace(warps=4 if narrow else 8)
     return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
 
@@ -118,7 +118,7 @@ def block_dim(head_dim: int) -> int:
 
 def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
-    narrow, generation = block_d <= 64, device.capability()[0]
+    narrow, generation = block_d <= 64, device.compute_capability()[0]
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
         if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
             return Tile(32, 32, 8, 2)
@@ -152,7 +152,7 @@ def tables() -> list[Table]:
                 warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
             else:
                 found.append(table)
-    major, minor = device.capability()
+    major, minor = device.compute_capability()
     path = HERE / "tuned" / f"sm_{major}{minor}.json"
     return [*found, read(path)] if path.exists() else found
 
@@ -218,7 +218,7 @@ def write(table: Table) -> None:
 
 def forget() -> None:
     """Read the tables, and ask for the GPU, anew: after a table was written."""
-    for cached in (_tile, _tables, device.gpu):
+    for cached in (_tile, _tables, device.describe_gpu):
         cached.cache_clear()
 
 

@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from lra.kernels.hopper import barrier, keep_barriers, new_barriers, product_layout
+from lra.kernels.hopper import allocate_barriers, barrier, invalidate_barriers, product_layout
 from lra.kernels.layers.rows import (
     first_row,
     from_product,
@@ -164,7 +164,7 @@ def feed_forward_kernel(
 ):  # fmt: skip
     """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted; `final_rstd_ptr`: likewise of y."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
-    ready = new_barriers(GROUPS)
+    ready = allocate_barriers(GROUPS)
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
@@ -181,7 +181,7 @@ def feed_forward_kernel(
             [(forward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
-    keep_barriers(ready)
+    invalidate_barriers(ready)
 
 
 @gluon.jit
@@ -276,7 +276,7 @@ def feed_forward_backward_kernel(
     M: gl.constexpr = 16 * num_warps
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], gl.float32)
     dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, M, D], tile_layout)
-    ready = new_barriers(GROUPS)
+    ready = allocate_barriers(GROUPS)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     weights = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
     given = Backward(
@@ -292,4 +292,4 @@ def feed_forward_backward_kernel(
             [(backward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],
         )  # fmt: skip
-    keep_barriers(ready)
+    invalidate_barriers(ready)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels import device
-from lra.kernels.dropout import MOST_DROPPED
+from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.layers import layer_ops
 from lra.kernels.layers.layer_ops import FeedForward, PooledFeedForward, Project
 
@@ -24,17 +24,17 @@ def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -
 def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) -> bool:
     """Whether `feed_forward` and `pooled_feed_forward` compute this."""
     d, f = up.in_features, up.out_features
-    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MOST_DROPPED and _takes(x, o.dtype, d)
+    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MAX_DROP_THRESHOLD and _takes(x, o.dtype, d)
 
 
 def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
     """Whether `table_gradient` computes this."""
-    return threshold <= MOST_DROPPED and _takes(dy, half, dy.shape[1])
+    return threshold <= MAX_DROP_THRESHOLD and _takes(dy, half, dy.shape[1])
 
 
 def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MOST_DROPPED and _takes(table, None, table.shape[1])
+    return threshold <= MAX_DROP_THRESHOLD and _takes(table, None, table.shape[1])
 
 
 def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) -> str | None:
@@ -62,7 +62,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 @torch.compiler.assume_constant_result
 def on_hopper() -> bool:
     """Whether this is a Hopper GPU, on which they were measured, and a ptxas that compiles its products rightly."""
-    return device.hopper_refusal(device.capability()) is None
+    return device.hopper_refusal(device.compute_capability()) is None
 
 
 def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:

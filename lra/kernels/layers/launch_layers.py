@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lra.kernels.device import multiprocessors
-from lra.kernels.hopper import GLUON, describe
+from lra.kernels.device import count_multiprocessors
+from lra.kernels.hopper import GLUON_DTYPES, make_descriptor
 from lra.kernels.layers import embedding, feed_forward, pooling, projection, weights
 from lra.kernels.layers.reference import Kept
 
@@ -228,7 +228,7 @@ def launch_table_gradient(
     v, warps, registers, residents = (64, 4, 168, 3) if vocabulary <= 64 else (256, 8, 255, 1)  # v: rows of a table
     m, slices = 16 * warps, d // embedding.SIDE.value
     tables, tiles_of_places = -(-vocabulary // v), -(-places // m)
-    parts = max(1, multiprocessors(dy.device) * residents // (tables * slices))
+    parts = max(1, count_multiprocessors(dy.device) * residents // (tables * slices))
     if tiles_of_places:
         parts = max(1, min(parts // tiles_of_places, sequences)) * tiles_of_places
     sums = dy.new_empty(parts, tables, v, d)
@@ -236,7 +236,7 @@ def launch_table_gradient(
     with torch.cuda.device_of(dy):
         embedding.table_gradient_kernel[(parts * tables * slices,)](
             dy, ids, keys, start, length, sums, place_sums, rows, sequences, parts, site, threshold,
-            D=d, V=v, TABLES=tables, TILES=tiles_of_places, HALF=GLUON[half], DROPOUT=keys is not None,
+            D=d, V=v, TABLES=tables, TILES=tiles_of_places, HALF=GLUON_DTYPES[half], DROPOUT=keys is not None,
             num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
@@ -244,9 +244,9 @@ def launch_table_gradient(
 
 def row_tiles(x: Tensor) -> TensorDescriptor:
     """What TMA needs to know of x to copy tiles of a group's rows. It wants a row even where there is none to copy."""
-    return describe((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP)
+    return make_descriptor((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP)
 
 
 def programs(x: Tensor, residents: int) -> tuple[int]:
     """As many as run at once, `residents` on each multiprocessor: each takes one tile of rows after another."""
-    return (multiprocessors(x.device) * residents,)
+    return (count_multiprocessors(x.device) * residents,)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lra.kernels.layers import reference
 from lra.kernels.layers.reference import Gradients, Kept, Layers
-from lra.kernels.library import define, note_kernel, once
+from lra.kernels.library import define_operator, forbid_second_derivative, record_kernel
 
 
 class Project(torch.autograd.Function):
@@ -37,7 +37,7 @@ class Project(torch.autograd.Function):
             dy, dq, dk, dv = (grad.contiguous() for grad in grads)
             dx, dweight, dbias, dnorm = project_backward(dq, dk, dv, dy, *kept, gain, shift, weight, cos, sin)
         dgain, dshift = dnorm.unbind()
-        return *once((dx, dgain, dshift, dweight, dbias), *grads, x, weight), None, None, None, None
+        return *forbid_second_derivative((dx, dgain, dshift, dweight, dbias), *grads, x, weight), None, None, None, None
 
 
 class FeedForward(torch.autograd.Function):
@@ -92,7 +92,7 @@ def gradients(ctx: Any, backward: Callable[..., Any], dy: Tensor) -> tuple[Tenso
         out=found.dout, out_bias=found.dout_bias, gain=dgain, shift=dshift,
         up=found.dup, up_bias=found.dup_bias, down=found.ddown, down_bias=found.ddown_bias,
     )  # fmt: skip
-    return once((found.do, found.dx, *of_layers), dy, o, x, up)
+    return forbid_second_derivative((found.do, found.dx, *of_layers), dy, o, x, up)
 
 
 def by_device(definition: Callable[..., Any], launcher: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def by_device(definition: Callable[..., Any], launcher: Callable[[], Callable[..
 
     def run(x: Tensor, *rest: Any) -> Any:
         if x.is_cuda:
-            note_kernel("layers", definition.__name__)
+            record_kernel("layers", definition.__name__)
             return launcher()(x, *rest)
         with torch.autocast(x.device.type, enabled=False):
             return definition(x, *rest)
@@ -185,52 +185,52 @@ NORM, ROTATION = "Tensor gain, Tensor shift", "Tensor? cos, Tensor? sin"
 DROPOUT = "int threshold, Tensor? keys, int site"
 LAYERS, KEPT, GRADIENTS = (tensors(group._fields) for group in (Layers, Kept, Gradients))
 FINAL = "Tensor of_row, Tensor final, Tensor final_rstd"
-project = define(
+project = define_operator(
     "project",
     f"(Tensor x, {NORM}, Tensor weight, Tensor bias, {ROTATION}, float eps, ScalarType half)"
     " -> (Tensor q, Tensor k, Tensor v, Tensor unit, Tensor rstd, Tensor half_weight)",
     by_device(reference.project, lambda: kernels().launch_project),
     fake_project,
 )
-project_backward = define(
+project_backward = define_operator(
     "project_backward",
     f"(Tensor dq, Tensor dk, Tensor dv, Tensor dy, Tensor unit, Tensor rstd, Tensor half_weight, {NORM}, "
     f"Tensor weight, {ROTATION}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm)",
     by_device(reference.project_backward, lambda: kernels().launch_project_backward),
     fake_project_backward,
 )
-feed_forward = define(
+feed_forward = define_operator(
     "feed_forward",
     f"(Tensor o, Tensor x, {LAYERS}, float eps, float scale, {DROPOUT}) -> (Tensor y, {KEPT})",
     by_device(reference.feed_forward, lambda: kernels().launch_feed_forward),
     fake_feed_forward,
 )
-feed_forward_backward = define(
+feed_forward_backward = define_operator(
     "feed_forward_backward",
     f"(Tensor dy, Tensor o, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
     by_device(reference.feed_forward_backward, lambda: kernels().launch_feed_forward_backward),
     fake_feed_forward_backward,
 )
-pooled_feed_forward = define(
+pooled_feed_forward = define_operator(
     "pooled_feed_forward",
     f"(Tensor o, Tensor x, {LAYERS}, Tensor start, Tensor length, SymInt padded_length, float eps, float final_eps, "
     f"float scale, {DROPOUT}) -> (Tensor sums, {FINAL}, {KEPT})",
     by_device(reference.pooled_feed_forward, lambda: kernels().launch_pooled_feed_forward),
     fake_pooled_feed_forward,
 )
-pooled_feed_forward_backward = define(
+pooled_feed_forward_backward = define_operator(
     "pooled_feed_forward_backward",
     f"(Tensor dsums, Tensor o, {FINAL}, {KEPT}, {NORM}, Tensor up, float scale, {DROPOUT}) -> ({GRADIENTS})",
     by_device(reference.pooled_feed_forward_backward, lambda: kernels().launch_pooled_feed_forward_backward),
     fake_pooled_feed_forward_backward,
 )
-embed = define(
+embed = define_operator(
     "embed",
     f"(Tensor table, Tensor ids, Tensor? of_places, Tensor? place, float scale, {DROPOUT}) -> Tensor",
     by_device(reference.embed, lambda: kernels().launch_embed),
     fake_embed,
 )
-table_gradient = define(
+table_gradient = define_operator(
     "table_gradient",
     "(Tensor dy, Tensor ids, SymInt vocabulary, ScalarType half, Tensor? start, Tensor? length, SymInt places, "
     f"{DROPOUT}) -> (Tensor table, Tensor of_places)",

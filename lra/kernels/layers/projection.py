@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from lra.kernels.hopper import barrier, keep_barriers, new_barriers, product_layout
+from lra.kernels.hopper import allocate_barriers, barrier, invalidate_barriers, product_layout
 from lra.kernels.layers.rows import (
     first_row,
     from_product,
@@ -134,7 +134,7 @@ def project_kernel(
 ):  # fmt: skip
     """`unit_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
-    ready = new_barriers(GROUPS)
+    ready = allocate_barriers(GROUPS)
     bias = load_bias(bias_ptr, 3 * D // C, C, num_warps)
     weight = load_weights(weight_ptr, D, C, num_warps)
     given = Forward(
@@ -148,7 +148,7 @@ def project_kernel(
             [(project_rows, (given, P, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1, 2, 3)],
             [num_warps, num_warps, num_warps], [128, 128, 128],  # registers of a thread; the first has the rest of 512
         )  # fmt: skip
-    keep_barriers(ready)
+    invalidate_barriers(ready)
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def project_backward_kernel(
 ):  # fmt: skip
     """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
     buffers = gl.allocate_shared_memory(dq_desc.dtype, [3 * GROUPS, 16 * num_warps, D], dq_desc.layout)
-    ready = new_barriers(3 * GROUPS)
+    ready = allocate_barriers(3 * GROUPS)
     weight = load_weights(weight_ptr, D, D, num_warps)
     given = Backward(
         dq_desc=dq_desc, dk_desc=dk_desc, dv_desc=dv_desc, dy_ptr=dy_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr,
@@ -211,4 +211,4 @@ def project_backward_kernel(
             [(project_backward_rows, (given, P, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
-    keep_barriers(ready)
+    invalidate_barriers(ready)

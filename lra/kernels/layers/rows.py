@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from lra.kernels.hopper import barrier, drop_forward, limit, load_tile, product_layout
+from lra.kernels.hopper import barrier, drop_forward, load_tile_async, product_layout, threshold_words
 from lra.kernels.layers import reference
 
 SITES = gl.constexpr(reference.SITES)
@@ -148,7 +148,7 @@ def keep(x, words, threshold):
     """Zeros where an element's byte of its word is below the threshold, which is at most `problem.MOST_DROPPED`."""
     if x.dtype == gl.float32:
         x = gl.inline_asm_elementwise(
-            DROP_WIDE, "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r", [x, words, limit(threshold)],
+            DROP_WIDE, "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r", [x, words, threshold_words(threshold)],
             dtype=gl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
@@ -235,7 +235,7 @@ def request_rows(desc, first, buffer, ready, wanted):
     """Start to copy the rows from `first` on to a tile of shared memory; past the last one are zeros."""
     BYTES: gl.constexpr = 4 if buffer.dtype == gl.float32 else 2  # of an element
     mbarrier.expect(ready, BYTES * buffer.shape[0] * buffer.shape[1], pred=wanted)
-    load_tile(desc, [first.to(gl.int32), 0], ready, buffer, pred=wanted)
+    load_tile_async(desc, [first.to(gl.int32), 0], ready, buffer, pred=wanted)
 
 
 @gluon.jit

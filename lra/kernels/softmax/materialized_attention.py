@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.impl import resolve_impl
-from lra.kernels.inputs import check_inputs, randomness, sequences
+from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
 from lra.kernels.softmax.softmax_ops import heads_first, real_rows, rows_first, softmax_forward
 
 
@@ -48,7 +48,7 @@ def softmax_attention(
     check_inputs(q, k, v)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be [B, N, H, D], got {list(q.shape)}")
-    _, length, _ = sequences(q, None, length, None)
+    _, length, _ = check_sequences(q, None, length, None)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be positive and finite, got {scale}")
@@ -56,7 +56,7 @@ def softmax_attention(
     if impl == "torch":
         with torch.autocast(q.device.type, enabled=False):  # as in the kernel: the result has the dtype of q
             return torch_attention(q, k, v, length, scale, threshold / 256)
-    seed, index = randomness(seed, index, len(length), q.device) if threshold else (None, None)
+    seed, index = check_randomness(seed, index, len(length), q.device) if threshold else (None, None)
     return softmax_forward(q, k, v, length, scale, threshold, seed, index)[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.library import LIBRARY, define, note_kernel, once
+from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, record_kernel
 
 PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 
@@ -37,7 +37,7 @@ class Attention(torch.autograd.Function):
         q, k, v, p, length, seed, index = ctx.saved_tensors
         with torch.no_grad():
             gradients = softmax_backward(q, k, v, p, do, length, *ctx.numbers, seed, index)
-        return *once(gradients, q, k, v, do), *(None,) * 5
+        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * 5
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.
@@ -48,7 +48,7 @@ def run_forward(
     from lra.kernels.softmax.softmax_kernels import launch_forward
 
     n = q.shape[1]
-    note_kernel("forward", "softmax_forward")
+    record_kernel("forward", "softmax_forward")
     with torch.autocast(q.device.type, enabled=False):  # the result has the dtype of q
         q, k, v = (heads_first(x, length, side(n)) for x in (q, k, v))
         p = q @ k.transpose(2, 3)
@@ -63,7 +63,7 @@ def run_backward(
     from lra.kernels.softmax.softmax_kernels import launch_backward
 
     n = q.shape[1]
-    note_kernel("backward", "softmax_backward")
+    record_kernel("backward", "softmax_backward")
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, do = (heads_first(x, length, side(n)) for x in (q, k, v, do))
         ds = do @ v.transpose(2, 3)
@@ -106,13 +106,13 @@ def rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
     return x[:, :, :n].transpose(1, 2).where(real_rows(length, n)[:, :, None, None], 0).contiguous()
 
 
-softmax_forward = define(
+softmax_forward = define_operator(
     "softmax_forward",
     f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor p)",
     run_forward,
     fake_forward,
 )
-softmax_backward = define(
+softmax_backward = define_operator(
     "softmax_backward",
     f"(Tensor q, Tensor k, Tensor v, Tensor p, Tensor do, {PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv)",
     run_backward,

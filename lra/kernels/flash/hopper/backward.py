@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
-from lra.kernels.device import multiprocessors
+from lra.kernels.device import count_multiprocessors
 from lra.kernels.flash.dispatch import Choice, contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
 from lra.kernels.flash.hopper.extreme_rows import finish
@@ -49,18 +49,18 @@ from lra.kernels.flash.hopper.tiles import (
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E, is_extreme
 from lra.kernels.hopper import (
-    add_tile,
+    add_tile_async,
+    advance_slot,
+    allocate_barriers,
     barrier,
-    describe,
     drop_backward,
-    following,
-    keep_barriers,
-    load_tile,
-    new_barriers,
+    invalidate_barriers,
+    load_tile_async,
+    make_descriptor,
     product_layout,
     store_accumulator,
-    without_others,
-    zero_past,
+    zero_rows_past,
+    zero_tile_past,
 )
 
 FLAT_ROWS = 64
@@ -157,7 +157,7 @@ def hopper_backward_kernel(
         dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     )
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], dq_desc.layout)
-    k_ready, ready = new_barriers(1), new_barriers(STAGES)
+    k_ready, ready = allocate_barriers(1), allocate_barriers(STAGES)
 
     column = head * D
     scored = scored_keys(length)
@@ -166,26 +166,26 @@ def hopper_backward_kernel(
     if n > 0:
         # The last tile of queries, which alone may be partial, comes first. Then the others in order.
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
-        load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
-        load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
+        load_tile_async(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
+        load_tile_async(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
         last = visited(visits_ptr, n - 1, n, BLOCK_M, LONGEST)
         shift = shift_of(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
             from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
             mbarrier.expect(ready.index(i), BYTES, pred=i < n)
-            load_tile(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
-            load_tile(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
+            load_tile_async(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
+            load_tile_async(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
         stats_ptr += head.to(gl.int64) * total + start
         row = gl.arange(0, BLOCK_M, row_layout)
         lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
         mbarrier.wait(k_ready.index(0), 0)
         partial = first_column + BLOCK_N > length
         if partial:
-            zero_past(k_tile, length - first_column, num_warps)
+            zero_tile_past(k_tile, length - first_column, num_warps)
         mbarrier.wait(ready.index(0), 0)
         if last + BLOCK_M > length:
-            zero_past(q_smem.index(0), length - last, num_warps)
-            zero_past(do_smem.index(0), length - last, num_warps)
+            zero_tile_past(q_smem.index(0), length - last, num_warps)
+            zero_tile_past(do_smem.index(0), length - last, num_warps)
         if HOLD_KV:
             k_a = k_tile.load(gl.DotOperandLayout(0, scores, 2))
             v_a = v_tile.load(gl.DotOperandLayout(0, scores, 2))
@@ -207,7 +207,7 @@ def hopper_backward_kernel(
             lse_M = lse_smem.load(column_layout)[None, :]
         first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
         for t in range(n):
-            next_slot, next_phase = following(slot, phase, STAGES)
+            next_slot, next_phase = advance_slot(slot, phase, STAGES)
             if AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
@@ -231,7 +231,7 @@ def hopper_backward_kernel(
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
-                zero_past(ds_smem, scored - first_column, num_warps)
+                zero_tile_past(ds_smem, scored - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
             mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
@@ -243,8 +243,8 @@ def hopper_backward_kernel(
             refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
             after_row = row_of(visits_ptr, t + 2, n, last, shift, BLOCK_M, LONGEST)
             refill_row = start + (next_row if STAGES == 2 else after_row)
-            load_tile(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
-            load_tile(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
+            load_tile_async(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
+            load_tile_async(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
             if AHEAD:
                 mbarrier.wait(ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -252,12 +252,12 @@ def hopper_backward_kernel(
             else:
                 dq = warpgroup_mma_wait(1, deps=[dq])
             if first_row + BLOCK_M > length:
-                dq = without_others(dq, length - first_row)
+                dq = zero_rows_past(dq, length - first_row)
             store_accumulator(dq_smem, dq)
             lse_smem.store(next_lse)
             delta_smem.store(next_delta.to(DELTA))
             fence_async_shared()
-            add_tile(dq_desc, [start + first_row, column], dq_smem)
+            add_tile_async(dq_desc, [start + first_row, column], dq_smem)
             if LSE_AHEAD:
                 lse_M = lse_smem.load(column_layout)[None, :]
             if not AHEAD:
@@ -273,8 +273,8 @@ def hopper_backward_kernel(
 
     store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
     store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
-    keep_barriers(k_ready)
-    keep_barriers(ready)
+    invalidate_barriers(k_ready)
+    invalidate_barriers(ready)
 
 
 def launch_hopper_backward(
@@ -284,7 +284,7 @@ def launch_hopper_backward(
     total, heads, head_dim = q.shape
     if not contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
-    dropout, overlap = problem.threshold > 0, device.overlap(q.device)
+    dropout, overlap = problem.threshold > 0, device.overlap_options(q.device)
     stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -297,18 +297,20 @@ def launch_hopper_backward(
     tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
     scales = problem.scale, problem.scale * LOG2_E
     if choice.kernel == "hopper_specialized":
-        hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
-            describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
-            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
+        hopper_specialized_kernel[(min(tiles, count_multiprocessors(q.device)),)](
+            make_descriptor(q, rows), make_descriptor(k, columns // 2), make_descriptor(v, columns // 2),
+            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
+            problem.start, problem.length, taken,
             tiles, heads, total, problem.max_length, problem.padded_length, *scales,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
         )  # fmt: skip
     else:
         *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
         hopper_backward_kernel[(tiles,)](
-            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
-            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-            *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
+            make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns),
+            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
+            problem.start, problem.length, problem.seed, problem.index, *visits,
+            heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
             num_warps=min(warps, columns // 16), **overlap,
             maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor

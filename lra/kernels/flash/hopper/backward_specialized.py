@@ -35,19 +35,19 @@ from lra.kernels.flash.hopper.tiles import (
     store_tile,
 )
 from lra.kernels.hopper import (
-    add_tile,
+    add_tile_async,
+    advance_slot,
+    allocate_barriers,
+    await_tile,
     barrier,
-    following,
-    leave_head,
-    load_tile,
-    new_barriers,
-    next_tile,
-    pass_on,
+    claim_tile,
+    load_tile_async,
     product_layout,
+    publish_tile,
+    skip_head,
     store_accumulator,
-    take_tile,
-    without_others,
-    zero_past,
+    zero_rows_past,
+    zero_tile_past,
 )
 
 GROUP = gl.constexpr(4)  # warps
@@ -111,43 +111,47 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
             n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(keys.freed.index(buffer), kv_phase)
-            pass_on(tile, keys.number.index(buffer), GROUP)
+            publish_tile(tile, keys.number.index(buffer), GROUP)
             mbarrier.expect(keys.ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
             mbarrier.arrive(keys.ready.index(buffer), count=1, pred=n == 0)
             for half in gl.static_range(HALVES):
                 place = [start + first_column + half * KEYS, column]
-                load_tile(k_desc, place, keys.ready.index(buffer), keys.k.index(HALVES * buffer + half), pred=n > 0)
-                load_tile(v_desc, place, keys.ready.index(buffer), keys.v.index(HALVES * buffer + half), pred=n > 0)
+                load_tile_async(
+                    k_desc, place, keys.ready.index(buffer), keys.k.index(HALVES * buffer + half), pred=n > 0
+                )
+                load_tile_async(
+                    v_desc, place, keys.ready.index(buffer), keys.v.index(HALVES * buffer + half), pred=n > 0
+                )
             head_stats_ptr = stats_ptr + head.to(gl.int64) * total + start
             for t in range(n):
                 first_row = place_of(t, n, shift) * BLOCK_M
                 place = [start + first_row, column]
                 mbarrier.wait(queries.freed.index(slot), phase)
                 mbarrier.expect(queries.ready.index(slot), 2 * BLOCK_M * D * 2)
-                load_tile(q_desc, place, queries.ready.index(slot), queries.q.index(slot))
-                load_tile(do_desc, place, queries.ready.index(slot), queries.do.index(slot))
+                load_tile_async(q_desc, place, queries.ready.index(slot), queries.q.index(slot))
+                load_tile_async(do_desc, place, queries.ready.index(slot), queries.do.index(slot))
                 lse, delta = load_statistics(head_stats_ptr, sequences.heads, total, first_row + row, length)
                 queries.lse.index(slot).store(lse)
                 queries.delta.index(slot).store(delta)
                 if t == 0:  # the last tile of queries, which alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(queries.ready.index(slot), phase ^ 1)
-                        zero_past(queries.q.index(slot), length - first_row, GROUP)
-                        zero_past(queries.do.index(slot), length - first_row, GROUP)
+                        zero_tile_past(queries.q.index(slot), length - first_row, GROUP)
+                        zero_tile_past(queries.do.index(slot), length - first_row, GROUP)
                     if first_column + BLOCK_N > length:
                         mbarrier.wait(keys.ready.index(buffer), kv_phase ^ 1)
                         for half in gl.static_range(HALVES):
                             past = length - first_column - half * KEYS
-                            zero_past(keys.k.index(HALVES * buffer + half), past, GROUP)
+                            zero_tile_past(keys.k.index(HALVES * buffer + half), past, GROUP)
                 barrier()
                 mbarrier.arrive(queries.stats_ready.index(slot), count=1)
-                slot, phase = following(slot, phase, STAGES)
-            buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
+                slot, phase = advance_slot(slot, phase, STAGES)
+            buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
         else:
-            leave_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
-        tile = take_tile(taken_ptr)
+            skip_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
+        tile = claim_tile(taken_ptr)
     mbarrier.wait(keys.freed.index(buffer), kv_phase)
-    pass_on(-1, keys.number.index(buffer), GROUP)
+    publish_tile(-1, keys.number.index(buffer), GROUP)
     mbarrier.arrive(keys.ready.index(buffer), count=1)
 
 
@@ -168,7 +172,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     while tile >= 0:
         head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
         n, _shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
@@ -183,7 +187,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
         dv = gl.zeros([KEYS, D], gl.float32, sums)
         s = warpgroup_mma(k_a, queries.q.index(slot).permute((1, 0)), no_scores, use_acc=False)
         for t in range(n):
-            next_slot, next_phase = following(slot, phase, STAGES)
+            next_slot, next_phase = advance_slot(slot, phase, STAGES)
             q_tile = queries.q.index(slot)
             do_tile = queries.do.index(slot)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -197,7 +201,7 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             mbarrier.wait(gradients.freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
             if partial:
-                zero_past(ds_tile, scored - first_column, GROUP)
+                zero_tile_past(ds_tile, scored - first_column, GROUP)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gradients.ready.index(ds_buffer), count=1)
@@ -212,13 +216,13 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             mbarrier.arrive(queries.freed.index(slot), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             slot, phase = next_slot, next_phase
-            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+            ds_buffer, ds_phase = advance_slot(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
         store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP)
         store_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP)
-        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
 
 
 @gluon.jit
@@ -230,7 +234,7 @@ def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
     no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     while tile >= 0:
         head, _b, start, length, _owned, first_column = owned_tile(tile, sequences, BLOCK_N)
         n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
@@ -248,16 +252,16 @@ def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
             dq_tile = dq_smem.index(ds_buffer)
             first_row = place_of(t, n, shift) * BLOCK_M
             if first_row + BLOCK_M > length:
-                dq = without_others(dq, length - first_row)
+                dq = zero_rows_past(dq, length - first_row)
             store_accumulator(dq_tile, dq)
             fence_async_shared()
             barrier()
-            add_tile(dq_desc, [start + first_row, head * D], dq_tile)
-            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+            add_tile_async(dq_desc, [start + first_row, head * D], dq_tile)
+            ds_buffer, ds_phase = advance_slot(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
-        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
     tma.store_wait(0)
 
 
@@ -285,12 +289,14 @@ def hopper_specialized_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
-    keys = Keys(k_smem, v_smem, number_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, HALVES + 1))
+    keys = Keys(
+        k_smem, v_smem, number_smem, ready=allocate_barriers(BUFFERS), freed=allocate_barriers(BUFFERS, HALVES + 1)
+    )
     queries = Queries(
         q_smem, do_smem, lse_smem, delta_smem,
-        ready=new_barriers(STAGES), stats_ready=new_barriers(STAGES), freed=new_barriers(STAGES, HALVES),
+        ready=allocate_barriers(STAGES), stats_ready=allocate_barriers(STAGES), freed=allocate_barriers(STAGES, HALVES),
     )  # fmt: skip
-    gradients = ScoreGradients(ds_smem, ready=new_barriers(BUFFERS, HALVES), freed=new_barriers(BUFFERS))
+    gradients = ScoreGradients(ds_smem, ready=allocate_barriers(BUFFERS, HALVES), freed=allocate_barriers(BUFFERS))
     sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(

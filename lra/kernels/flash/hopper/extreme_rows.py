@@ -135,7 +135,7 @@ def finish(
     *visits, longest = problem.visits(SIDE, SIDE, q.device)
     *by_key, longest_by_key = problem.visits(SIDE, SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
-    overlap = device.overlap(q.device)
+    overlap = device.overlap_options(q.device)
     with torch.cuda.device_of(q):
         convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](
             dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED, **overlap

@@ -35,14 +35,14 @@ from lra.kernels.flash.hopper.tiles import (
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
 from lra.kernels.hopper import (
-    describe,
+    advance_slot,
+    allocate_barriers,
     drop_forward,
-    following,
-    keep_barriers,
-    load_tile,
-    new_barriers,
+    invalidate_barriers,
+    load_tile_async,
+    make_descriptor,
     product_layout,
-    zero_past,
+    zero_tile_past,
 )
 
 
@@ -51,7 +51,7 @@ def fetch(descriptor, row, column, ready, buffer, slot, wanted):
     """Start to copy the tile at (row, column) into `buffer[slot]`; `ready[slot]` completes when it is there."""
     BYTES: gl.constexpr = buffer.shape[1] * buffer.shape[2] * 2
     mbarrier.expect(ready.index(slot), BYTES, pred=wanted)
-    load_tile(descriptor, [row, column], ready.index(slot), buffer.index(slot), pred=wanted)
+    load_tile_async(descriptor, [row, column], ready.index(slot), buffer.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -136,11 +136,11 @@ def sweep(
     p = p32.to(dtype)
     mbarrier.wait(v_ready.index(0), 0)
     if partial:
-        zero_past(v_smem.index(0), length - last, num_warps)
+        zero_tile_past(v_smem.index(0), length - last, num_warps)
 
     slot, phase, first = 0, 0, last
     for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
-        next_slot, next_phase = following(slot, phase, STAGES)
+        next_slot, next_phase = advance_slot(slot, phase, STAGES)
         k_row = start + visited(visits_ptr, t - 1 + STAGES, n, BLOCK_N, LONGEST)
         mbarrier.wait(k_ready.index(next_slot), next_phase)
         next_s = warpgroup_mma(q_tile, k_smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -169,8 +169,8 @@ def sweep(
         p = dropped(p, key, first_row, first, threshold, num_warps)
     mbarrier.wait(v_ready.index(slot), phase)
     acc = warpgroup_mma(gl.convert_layout(p, weights), v_smem.index(slot), acc)
-    keep_barriers(k_ready)
-    keep_barriers(v_ready)
+    invalidate_barriers(k_ready)
+    invalidate_barriers(v_ready)
     return acc, gl.convert_layout(gl.sum(sums, 1), top.type.layout), top
 
 
@@ -241,7 +241,7 @@ def hopper_forward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_M, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    q_ready = new_barriers(1)
+    q_ready = allocate_barriers(1)
 
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     top = gl.full([BLOCK_M], float("-inf"), gl.float32, row_layout)
@@ -265,7 +265,7 @@ def hopper_forward_kernel(
         out_ptr, softmax_ptr, acc, sums, top, rows, first_row, start, length, owned, heads, head, total, threshold,
         dtype, DROPOUT, num_warps,
     )  # fmt: skip
-    keep_barriers(q_ready)
+    invalidate_barriers(q_ready)
 
 
 def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ def launch_hopper_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, cho
     rows, columns, warps, stages = choice.tile
     *visits, longest = problem.visits(rows, columns, q.device)
     hopper_forward_kernel[(triton.cdiv(problem.max_length, rows) * heads * problem.size,)](
-        describe(q, rows), describe(k, columns), describe(v, columns), out, softmax,
+        make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns), out, softmax,
         problem.start, problem.length, problem.seed, problem.index, *visits,
         heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold,
         D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=problem.threshold > 0,

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lra.kernels.device import multiprocessors
+from lra.kernels.device import count_multiprocessors
 from lra.kernels.flash.dispatch import Choice
 from lra.kernels.flash.hopper.forward import dropped, fetch, hide_past, store_result, thread_sums, unfit, weigh
 from lra.kernels.flash.hopper.forward import sweep as sweep_alone
@@ -26,18 +26,18 @@ from lra.kernels.flash.hopper.tiles import Sequences, dropout_key, owned_tile, s
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E
 from lra.kernels.hopper import (
+    advance_slot,
+    allocate_barriers,
+    await_tile,
     barrier,
-    describe,
-    following,
-    keep_barriers,
-    leave_head,
-    load_tile,
-    new_barriers,
-    next_tile,
-    pass_on,
+    claim_tile,
+    invalidate_barriers,
+    load_tile_async,
+    make_descriptor,
     product_layout,
-    take_tile,
-    zero_past,
+    publish_tile,
+    skip_head,
+    zero_tile_past,
 )
 
 GROUP = gl.constexpr(4)  # warps
@@ -92,12 +92,12 @@ def fetch_tiles(q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, shared):
             n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
             column = head * D
             mbarrier.wait(q.freed.index(buffer), q_phase)
-            pass_on(tile, shared.number.index(buffer), 1)
+            publish_tile(tile, shared.number.index(buffer), 1)
             mbarrier.expect(q.ready.index(buffer), ROWS * D * 2, pred=n > 0)
             mbarrier.arrive(q.ready.index(buffer), count=1, pred=n == 0)
             for group in gl.static_range(GROUPS):
                 place = [start + first_row + group * QUERIES, column]
-                load_tile(q_desc, place, q.ready.index(buffer), q.smem.index(GROUPS * buffer + group), pred=n > 0)
+                load_tile_async(q_desc, place, q.ready.index(buffer), q.smem.index(GROUPS * buffer + group), pred=n > 0)
             for t in range(n):
                 # The last tile, which alone may be partial, comes first: a group's loop masks nothing.
                 first = gl.where(t == 0, n - 1, t - 1) * BLOCK_N
@@ -108,16 +108,16 @@ def fetch_tiles(q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, shared):
                     mbarrier.wait(shared.last_freed.index(0), last_phase)
                     last_phase ^= 1
                     mbarrier.expect(shared.last_ready.index(0), BLOCK_N * D * 2)
-                    load_tile(v_desc, [start + first, column], shared.last_ready.index(0), v.smem.index(slot))
+                    load_tile_async(v_desc, [start + first, column], shared.last_ready.index(0), v.smem.index(slot))
                 else:
                     fetch(v_desc, start + first, column, v.ready, v.smem, slot, True)
-                slot, phase = following(slot, phase, STAGES)
-            buffer, q_phase = following(buffer, q_phase, BUFFERS)
+                slot, phase = advance_slot(slot, phase, STAGES)
+            buffer, q_phase = advance_slot(buffer, q_phase, BUFFERS)
         else:
-            leave_head(taken_ptr, tile, sequences.max_length, ROWS)
-        tile = take_tile(taken_ptr)
+            skip_head(taken_ptr, tile, sequences.max_length, ROWS)
+        tile = claim_tile(taken_ptr)
     mbarrier.wait(q.freed.index(buffer), q_phase)
-    pass_on(-1, shared.number.index(buffer), 1)
+    publish_tile(-1, shared.number.index(buffer), 1)
     mbarrier.arrive(q.ready.index(buffer), count=1)
 
 
@@ -148,7 +148,7 @@ def sweep(
         if INDEX == 0:
             mbarrier.wait(shared.last_ready.index(0), last_phase)
             last_phase ^= 1
-            zero_past(v.smem.index(slot), length - first, GROUP)
+            zero_tile_past(v.smem.index(slot), length - first, GROUP)
             barrier()
             mbarrier.arrive(shared.last_freed.index(0), count=1)
             mbarrier.arrive(v.ready.index(slot), count=1)
@@ -157,7 +157,7 @@ def sweep(
     sums = thread_sums(p32)
     p = p32.to(dtype)
     for t in range(1, n):  # the weights `p` are those of tile t - 1, whose V is in `slot`
-        next_slot, next_phase = following(slot, phase, STAGES)
+        next_slot, next_phase = advance_slot(slot, phase, STAGES)
         mbarrier.wait(k.ready.index(next_slot), next_phase)
         next_s = warpgroup_mma(q_tile, k.smem.index(next_slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if DROPOUT:
@@ -184,7 +184,7 @@ def sweep(
     acc = warpgroup_mma(gl.convert_layout(p, weights), v.smem.index(slot), acc)
     barrier()
     mbarrier.arrive(v.freed.index(slot), count=1)
-    slot, phase = following(slot, phase, STAGES)
+    slot, phase = advance_slot(slot, phase, STAGES)
     return acc, sums, top, slot, phase, last_phase
 
 
@@ -197,7 +197,7 @@ def pass_over(k, v, slot, phase, n):
         barrier()
         mbarrier.arrive(k.freed.index(slot), count=1)
         mbarrier.arrive(v.freed.index(slot), count=1)
-        slot, phase = following(slot, phase, k.smem.shape[0])
+        slot, phase = advance_slot(slot, phase, k.smem.shape[0])
     return slot, phase
 
 
@@ -218,7 +218,7 @@ def attend(
     slot, phase = 0, 0
     buffer, q_phase = 0, 0
     last_phase = 0
-    tile = next_tile(shared.number, q.ready, buffer, q_phase, GROUP)
+    tile = await_tile(shared.number, q.ready, buffer, q_phase, GROUP)
     while tile >= 0:
         head, b, start, length, owned, first_row = owned_tile(tile, sequences, GROUPS * QUERIES)
         n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
@@ -246,8 +246,8 @@ def attend(
         )  # fmt: skip
         place = gl.full([QUERIES], GROUPS * tile + INDEX, gl.int32, row_layout)
         gl.store(again_ptr + place, 1, mask=(unfit(row_sums, top, scale_log2, dtype) > 0) & (rows < length))
-        buffer, q_phase = following(buffer, q_phase, BUFFERS)
-        tile = next_tile(shared.number, q.ready, buffer, q_phase, GROUP)
+        buffer, q_phase = advance_slot(buffer, q_phase, BUFFERS)
+        tile = await_tile(shared.number, q.ready, buffer, q_phase, GROUP)
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -267,10 +267,10 @@ def hopper_shared_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
     number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q = Ring(q_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, GROUPS))
-    k = Ring(k_smem, ready=new_barriers(STAGES), freed=new_barriers(STAGES, GROUPS))
-    v = Ring(v_smem, ready=new_barriers(STAGES), freed=new_barriers(STAGES, GROUPS))
-    shared = Shared(q=q, number=number_smem, k=k, v=v, last_ready=new_barriers(1), last_freed=new_barriers(1))
+    q = Ring(q_smem, ready=allocate_barriers(BUFFERS), freed=allocate_barriers(BUFFERS, GROUPS))
+    k = Ring(k_smem, ready=allocate_barriers(STAGES), freed=allocate_barriers(STAGES, GROUPS))
+    v = Ring(v_smem, ready=allocate_barriers(STAGES), freed=allocate_barriers(STAGES, GROUPS))
+    shared = Shared(q=q, number=number_smem, k=k, v=v, last_ready=allocate_barriers(1), last_freed=allocate_barriers(1))
     sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     gl.warp_specialize(
         [  # no sum of two lists: Triton 3.6 forgets the names in the second one
@@ -301,7 +301,7 @@ def hopper_again_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [1, QUERIES, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    q_ready = new_barriers(1)
+    q_ready = allocate_barriers(1)
     phase = 0
     for place in range(begin, gl.minimum(begin + NOTED, count)):
         if gl.load(again_ptr + place) != 0:
@@ -324,7 +324,7 @@ def hopper_again_kernel(
                 out_ptr, softmax_ptr, acc, sums, top, rows, first_row, start, length, owned, heads, head, total,
                 threshold, dtype, DROPOUT, GROUP,
             )  # fmt: skip
-    keep_barriers(q_ready)
+    invalidate_barriers(q_ready)
 
 
 def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -336,11 +336,11 @@ def launch_hopper_shared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, choi
     tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // QUERIES.value
     state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
     taken, again = state[:1], state[4:]
-    descriptors = describe(q, QUERIES.value), describe(k, columns), describe(v, columns)
+    descriptors = make_descriptor(q, QUERIES.value), make_descriptor(k, columns), make_descriptor(v, columns)
     sequences = problem.start, problem.length, problem.seed, problem.index
     numbers = heads, total, problem.max_length, problem.padded_length, problem.scale * LOG2_E, problem.threshold
     constants = dict(D=head_dim, BLOCK_N=columns, GROUPS=groups, DROPOUT=problem.threshold > 0, num_warps=GROUP.value)
-    hopper_shared_kernel[(min(tiles, multiprocessors(q.device)),)](
+    hopper_shared_kernel[(min(tiles, count_multiprocessors(q.device)),)](
         *descriptors, out, softmax, again, *sequences, taken, tiles, *numbers, STAGES=stages, **constants
     )
     hopper_again_kernel[(triton.cdiv(len(again), NOTED.value),)](

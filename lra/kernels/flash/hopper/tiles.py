@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lra.kernels.flash import tiles
-from lra.kernels.hopper import row_layout
+from lra.kernels.hopper import coalesced_layout
 
 sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
 is_extreme = gluon.jit(tiles.is_extreme.fn)
@@ -93,7 +93,7 @@ def scored_keys(length):
 def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr):
     """Store the rows from `first` on that the sequence owns; those past its length become zeros."""
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(D, num_warps)
+    layout: gl.constexpr = coalesced_layout(D, num_warps)
     values = gl.convert_layout(tile.to(dtype), layout)
     rows = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
