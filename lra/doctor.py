@@ -131,7 +131,7 @@ def _tiles() -> Iterator[Row]:
 
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        tables = tuning.tables()
+        tables = tuning.load_tables()
     yield from (("tiles", str(note.message)) for note in notes)
     for table in tables:
         whose = "shipped" if table.path.is_relative_to(Path(__file__).parent) else "this machine's"

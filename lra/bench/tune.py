@@ -16,11 +16,11 @@ from lra.config.options import parse, refuse_repeats
 from lra.errors import UsageError, named
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
-from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
+from lra.kernels.flash.tuning import KERNELS, TABLE_DTYPES, Tile, TileKey, TileTable, block_dim
 from lra.kernels.kernel_choices import list_kernels
 from lra.kernels.testing import Case, check_case
 
-# Queries, keys, warps, stages. `tuning.default` is tried too, and first.
+# Queries, keys, warps, stages. `tuning.default_tile` is tried too, and first.
 NARROW_FORWARD = ((128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
 WIDE_FORWARD = ((128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
 NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 4, 2), (32, 64, 4, 3))
@@ -38,12 +38,12 @@ HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
 FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
 
 SPILLING = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
-    Key("dkdv", "bfloat16", 64, True): Tile(32, 128, 4, 2),
-    Key("dkdv", "float32", 32, True): Tile(64, 32, 4, 2),
-    Key("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
+    TileKey("dkdv", "bfloat16", 64, True): Tile(32, 128, 4, 2),
+    TileKey("dkdv", "float32", 32, True): Tile(64, 32, 4, 2),
+    TileKey("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
 }
 
-HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 64  # what is timed
+HEADS, LENGTHS, SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT_LENGTH,) * 64  # what is timed
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Options:
     """What `lra tune` measures: the fields of its command line."""
 
     kernels: tuple[str, ...] = ()  # none named: all that run on this GPU
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = TABLE_DTYPES
     head_dims: tuple[int, ...] = (32, 64, 128)
     dropout: tuple[bool, ...] = (False, True)
     out: str | None = None  # the user's table of this GPU
 
     def __post_init__(self) -> None:
-        for field, known in (("kernels", KERNELS), ("dtypes", DTYPES)):
+        for field, known in (("kernels", KERNELS), ("dtypes", TABLE_DTYPES)):
             if others := set(getattr(self, field)) - set(known):
                 raise UsageError(f"{field}={min(others)}: choose from {', '.join(known)}")
         for head_dim in self.head_dims:
@@ -75,7 +75,7 @@ class Options:
 class Trial:
     """One candidate: how long its pass took, or why it is out of the question."""
 
-    key: Key
+    key: TileKey
     tile: Tile
     microseconds: float | None = None
     fault: str = ""
@@ -98,13 +98,13 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
     gpu = device.describe_gpu(torch.device("cuda"))
     if gpu.refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {gpu.refusal}")
-    table, later = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
+    table, later = _begin(Path(options.out) if options.out else tuning.user_table_path(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
         options.dtypes, options.head_dims, options.kernels or KERNELS, options.dropout
     ):
         if kernel not in list_kernels(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
             continue
-        key = Key(kernel, dtype, block_dim(head_dim), dropout)
+        key = TileKey(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
         for candidate in candidates(key):
             trials.append(measure(key, head_dim, candidate))
@@ -112,32 +112,32 @@ def tune(args: Sequence[str], progress: Callable[[Trial], None] = lambda trial: 
         if best := _fastest(key, head_dim, trials, progress):
             table.tiles[key], table.microseconds[key] = best
             table.made[key] = later
-            tuning.write(table)
-    tuning.forget()
+            tuning.write_table(table)
+    tuning.forget_tables()
     if not table.tiles:
         raise UsageError("no tile was right, so no table is written: the reasons are listed above")
     return table.path
 
 
-def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
+def _begin(path: Path) -> tuple[TileTable, dict[str, Any]]:
     """The table in `path` with what it may keep, and what rows state that are added to it."""
     environment.warn_unclean()
     new = environment.describe() | {
         "ptxas": device.format_version(device.find_ptxas(device.compute_capability()).version)
     }
     try:
-        old = tuning.read(path)
+        old = tuning.read_table(path)
     except UsageError:  # there is none, or nothing worth keeping
-        if path.exists() and path != tuning.user_table(new["gpu"]):
+        if path.exists() and path != tuning.user_table_path(new["gpu"]):
             raise  # whatever it is, it is not lra's to replace
         old = None
-    if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
-        return Table(path, new, tuning.sources(), {}, {}, {}), {}
+    if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated_reason(old):
+        return TileTable(path, new, tuning.hash_kernels(), {}, {}, {}), {}
     return old, {"made": part(new)}
 
 
 def _fastest(
-    key: Key, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
+    key: TileKey, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
 ) -> tuple[Tile, float] | None:
     """The fastest that is right with the causal mask too."""
     timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
@@ -149,7 +149,7 @@ def _fastest(
     return None
 
 
-def candidates(key: Key) -> list[Tile]:
+def candidates(key: TileKey) -> list[Tile]:
     """A short list, without repetitions; the default comes first."""
     if key.dtype == "float32":
         tiles = FLOAT32
@@ -166,24 +166,24 @@ def candidates(key: Key) -> list[Tile]:
         tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
     else:
         tiles = NARROW_BACKWARD if key.block_d <= 64 else WIDE_BACKWARD
-    first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
+    first = tuning.default_tile(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
     return [tile for tile in dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]) if tile != SPILLING.get(key)]
 
 
-def measure(key: Key, head_dim: int, tile: Tile) -> Trial:
+def measure(key: TileKey, head_dim: int, tile: Tile) -> Trial:
     """Check one candidate, then time it."""
     fault = wrong(key, head_dim, tile, causal=False)
     return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time(key, head_dim, tile))
 
 
-def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
+def wrong(key: TileKey, head_dim: int, tile: Tile, causal: bool) -> str:
     """What is wrong with the results of this tile, or why there are none; empty if they are right."""
     case = Case(
         (300, 0, 1, 127), heads=2, head_dim=head_dim, dtype=getattr(torch, key.dtype), strides="fused", causal=causal,
         dropout=0.1 * key.dropout, deterministic=_deterministic(key),
     )  # fmt: skip
     try:
-        with tuning.forced(key.kernel, tile) as launched:
+        with tuning.force_tile(key.kernel, tile) as launched:
             errors = check_case(case, "cuda", "triton")
             if not launched and not causal:
                 return "another kernel takes this case"
@@ -193,7 +193,7 @@ def wrong(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
     return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
 
 
-def time(key: Key, head_dim: int, tile: Tile) -> float:
+def time(key: TileKey, head_dim: int, tile: Tile) -> float:
     """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
     from triton.testing import do_bench
 
@@ -210,7 +210,7 @@ def time(key: Key, head_dim: int, tile: Tile) -> float:
             deterministic=_deterministic(key),
         )  # fmt: skip
 
-    with tuning.forced(key.kernel, tile):
+    with tuning.force_tile(key.kernel, tile):
         if key.kernel.endswith("forward") or key.kernel.startswith("hopper_shared"):
             with torch.no_grad():
                 milliseconds: Any = do_bench(forward, warmup=10, rep=50, return_mode="median")
@@ -225,6 +225,6 @@ def _lengths(kernel: str) -> tuple[int, ...]:
     return SHORT_LENGTHS if kernel.endswith("short") else LENGTHS
 
 
-def _deterministic(key: Key) -> bool:
+def _deterministic(key: TileKey) -> bool:
     """Whether the kernel belongs to the backward without atomics."""
     return key.kernel in ("dkdv", "dq")

@@ -138,9 +138,10 @@ def await_tile(buffers, ready, buffer, phase, num_warps: gl.constexpr):
     return gl.max(buffers.index(buffer).load(gl.BlockedLayout([1], [32], [num_warps], [0])), 0)
 
 
-# A half of a word stands for a column of a draw, of the transposed tile likewise. As an fp16 magnitude it is at least
-# `limit(threshold)` where the row 8 below is kept, and with its bytes swapped where the row itself is. Two comparisons
-# are one instruction; NaN, which is above all thresholds up to MOST_DROPPED, is kept as unordered.
+# Half of a word decides on one column of a draw; so it does in the transposed tile. The half, read as the magnitude of
+# an fp16 number, is at least `threshold_words(threshold)` where the row 8 below is kept. With the bytes of the half
+# swapped, the same holds for the row itself. Two comparisons are one instruction. NaN lies above all thresholds up to
+# MAX_DROP_THRESHOLD; the unordered comparison keeps it.
 
 DROP_FORWARD = gl.constexpr("""{
 .reg .b32 x, kept;

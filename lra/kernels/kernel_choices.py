@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from lra.kernels.device import Gpu
-from lra.kernels.flash.dispatch import HOPPER_HEAD_DIMS, Choice, choose_backward, choose_forward
+from lra.kernels.flash.dispatch import HOPPER_HEAD_DIMS, KernelChoice, choose_backward, choose_forward
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tuning import SHORT
-from lra.kernels.layers.fused_layers import WIDTHS, layer_obstacle
+from lra.kernels.flash.tuning import SHORT_LENGTH
+from lra.kernels.layers.fused_layers import MODEL_WIDTHS, layer_obstacle
 
-LONG_LENGTH = 4 * SHORT
+LONG_LENGTH = 4 * SHORT_LENGTH
 HOPPER_GPU = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it
 
 
@@ -33,7 +33,7 @@ class CallKind(NamedTuple):
     layout: Layout | None = None
     apart: bool = False  # whether a row's heads do not lie side by side
 
-    def choices(self, gpu: Gpu) -> tuple[Choice, Choice]:
+    def choices(self, gpu: Gpu) -> tuple[KernelChoice, KernelChoice]:
         """The kernels of forward and backward."""
         rows = 2048 * gpu.multiprocessors if self.many else self.length
         q = torch.empty(rows, 1, self.head_dim, dtype=self.dtype, device="meta")
@@ -46,7 +46,7 @@ class CallKind(NamedTuple):
         return choose_forward(problem, q, q, q, gpu), choose_backward(problem, q, q, q, gpu)
 
 
-def attention_choices(gpu: Gpu) -> Iterator[tuple[str, Choice, Choice]]:
+def attention_choices(gpu: Gpu) -> Iterator[tuple[str, KernelChoice, KernelChoice]]:
     """(Calls, the kernel of the forward, that of the backward), for the current device or one like it."""
     for call in _call_kinds(gpu):
         yield (call.name, *call.choices(gpu))
@@ -57,17 +57,19 @@ def layer_choices(gpu: Gpu) -> Iterator[tuple[str, str]]:
     if gpu.refusal:
         yield "layers", f"PyTorch: {gpu.refusal}"
         return
-    for width in (*WIDTHS, 96):
-        name = f"layers, width {width}" if width in WIDTHS else "layers, another width"
+    for width in (*MODEL_WIDTHS, 96):
+        name = f"layers, width {width}" if width in MODEL_WIDTHS else "layers, another width"
         why = layer_obstacle(width, torch.float32, torch.bfloat16)
         yield name, f"PyTorch: {why}" if why else "embed, project, feed_forward, table_gradient: in 16 bits on Hopper"
-    yield "layers, float32", f"PyTorch: {layer_obstacle(WIDTHS[0], torch.float32, torch.float32)}"
+    yield "layers, float32", f"PyTorch: {layer_obstacle(MODEL_WIDTHS[0], torch.float32, torch.float32)}"
 
 
 def list_kernels(dtype: torch.dtype, head_dim: int, dropout: bool, gpu: Gpu) -> set[str]:
     """The kernels, of `tuning.KERNELS`, that some call of this kind runs on."""
     found = set()
-    for length, deterministic, layout in itertools.product((SHORT, LONG_LENGTH), (False, True), (None, _blocks(64))):
+    for length, deterministic, layout in itertools.product(
+        (SHORT_LENGTH, LONG_LENGTH), (False, True), (None, _blocks(64))
+    ):
         call = CallKind("", head_dim, dropout, length, dtype, deterministic=deterministic, layout=layout)
         for each in (call, call._replace(many=False), call._replace(causal=True, layout=None)):
             found |= {choice.kernel for choice in each.choices(gpu)}
@@ -78,7 +80,9 @@ def _call_kinds(gpu: Gpu) -> Iterator[CallKind]:
     if gpu.refusal:
         yield CallKind("16 bits")
     else:
-        for head_dim, dropout, length in itertools.product(HOPPER_HEAD_DIMS, (False, True), (SHORT, LONG_LENGTH)):
+        for head_dim, dropout, length in itertools.product(
+            HOPPER_HEAD_DIMS, (False, True), (SHORT_LENGTH, LONG_LENGTH)
+        ):
             said = f"d = {head_dim}, {'dropout' if dropout else 'no dropout'}, {length:,} tokens"
             yield CallKind(said, head_dim, dropout, length)
         yield CallKind("d = 32, few sequences", head_dim=32, many=False)

@@ -19,8 +19,8 @@ from lra.kernels.layers.fused_layers import (
     feed_forward,
     pooled_feed_forward,
     project,
-    takes_feed_forward,
-    takes_projection,
+    supports_feed_forward,
+    supports_projection,
 )
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
@@ -59,7 +59,7 @@ class Block(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """(What attention returns, x): both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # by the model, not by the attention
-        if self.fused and takes_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+        if self.fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
     def takes(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether what comes after attention is one kernel a pass."""
-        return self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
+        return self.fused and supports_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
 
 class Encoder(nn.Module):

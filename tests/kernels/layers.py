@@ -78,7 +78,7 @@ def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | Non
 def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
     o, x, *layers, rate, keys = arguments
     dropped = dropout_threshold(rate)
-    return (layer_ops.FeedForward.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
+    return (layer_ops.FeedForwardFunction.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
 
 
 def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tup
 
 
 def fused_project(dtype: torch.dtype) -> Any:
-    return lambda *given: layer_ops.Project.apply(*given, EPS, dtype)
+    return lambda *given: layer_ops.ProjectFunction.apply(*given, EPS, dtype)
 
 
 def results(function: Any, given: list[Tensor], dy: list[Tensor], *rest: Any, **more: Any) -> list[Tensor]:

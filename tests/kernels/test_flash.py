@@ -108,7 +108,7 @@ def test_any_tile_shape(tile, dtype, deterministic, causal, device):
     shapes = {"forward": given, "dkdv": flipped, "dkdv_dq": flipped, "dq": given}
     with ExitStack() as forced:
         for kernel, shape in shapes.items():
-            forced.enter_context(tuning.forced(kernel, shape))
+            forced.enter_context(tuning.force_tile(kernel, shape))
         case = Case((70, 20), dropout=0.5, causal=causal, dtype=dtype, deterministic=deterministic)
         assert_within_budget(case, device)
 

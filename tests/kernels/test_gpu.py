@@ -76,7 +76,7 @@ def test_groups_that_share_keys(head_dim, tile, dtype):
     """Few of the others are large enough for them. Programs take many tiles, and with the spread sweep many again."""
     lengths = tuple(random.Random(head_dim).randint(1, 2048) for _ in range(40))
     batches = ((1024,) * 24, "packed", 0), (lengths, "packed", 0), ((500, 0, 70), "padded", 300)
-    with tuning.forced("hopper_shared", tuning.Tile(*tile)) as launched:
+    with tuning.force_tile("hopper_shared", tuning.Tile(*tile)) as launched:
         check_all(
             Case(
                 rows, heads=4, head_dim=head_dim, dtype=dtype, strides="fused", dropout=dropout, spread=spread,

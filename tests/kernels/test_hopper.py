@@ -36,7 +36,7 @@ def hopper(monkeypatch):
     for module, name in (
         (forward, "hopper_forward_kernel"),
         (forward_shared, "hopper_shared_kernel"),
-        (forward_shared, "hopper_again_kernel"),
+        (forward_shared, "hopper_rescan_kernel"),
         (backward, "hopper_backward_kernel"),
         (backward, "hopper_specialized_kernel"),
     ):
@@ -73,7 +73,7 @@ def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
     monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))
     lengths = (20, 33, 150, 9, 1)
     case = with_inputs(Case(lengths, heads=1, head_dim=head_dim, dtype=HALF, dropout=dropout, seed=1), inputs)
-    forced = tuning.forced("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
+    forced = tuning.force_tile("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
     with forced:
         for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
@@ -100,7 +100,7 @@ def test_the_score_of_a_key_alone_has_no_gradient(head_dim, dropout, layout, hop
 @pytest.mark.parametrize("stages", [2, 3])
 def test_specialized_warps_with_every_number_of_stages(stages, hopper):
     case = Case((200, 130, 1), dtype=HALF, head_dim=64)
-    with tuning.forced("hopper_specialized", tuning.Tile(64, 128, 4, stages)):
+    with tuning.force_tile("hopper_specialized", tuning.Tile(64, 128, 4, stages)):
         for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
     assert hopper[-1] == "hopper_specialized_kernel"
@@ -112,7 +112,7 @@ def test_every_shape_of_tiles(columns, stages, hopper):
     """Dropout is the same whatever they are."""
     case = Case((200, 130), dtype=HALF, head_dim=32, dropout=0.3, strides="fused")
     for kernel in ("hopper_forward", "hopper_backward"):
-        with tuning.forced(kernel, tuning.Tile(64, columns, 4, stages)):
+        with tuning.force_tile(kernel, tuning.Tile(64, columns, 4, stages)):
             for name, error in check_case(case, torch.device("cpu"), "triton").items():
                 assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
 
@@ -122,10 +122,10 @@ def test_every_shape_of_tiles(columns, stages, hopper):
 def test_every_number_of_groups_that_share_keys(rows, layout, hopper):
     """With tiles in which groups have no queries, whole and partial tiles of keys, and rows that are swept again."""
     case = Case((500, 0, 130, 1), dtype=HALF, dropout=0.3, layout=layout, slack=200, spread=20.0)
-    with tuning.forced("hopper_shared", tuning.Tile(rows, 64, rows // 16, 2)):
+    with tuning.force_tile("hopper_shared", tuning.Tile(rows, 64, rows // 16, 2)):
         for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
-    assert hopper[:2] == ["hopper_shared_kernel", "hopper_again_kernel"]
+    assert hopper[:2] == ["hopper_shared_kernel", "hopper_rescan_kernel"]
 
 
 @pytest.mark.parametrize(("threshold", "taken"), [(248, True), (249, False)])

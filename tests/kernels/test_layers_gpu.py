@@ -13,7 +13,13 @@ from torch.nn import functional as F
 
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers import layer_ops, reference
-from lra.kernels.layers.fused_layers import WIDTHS, feed_forward, project, takes_feed_forward, takes_projection
+from lra.kernels.layers.fused_layers import (
+    MODEL_WIDTHS,
+    feed_forward,
+    project,
+    supports_feed_forward,
+    supports_projection,
+)
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import drop, keep_scale
 from lra.models.positions import rotate
@@ -52,7 +58,7 @@ def test_feed_forward_of_many_rows(d, f, rate, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("pairs", [0, 16, 32])
-@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("d", MODEL_WIDTHS)
 def test_projection_of_many_rows(d, pairs, dtype):
     case = project_case(50_001, d, dtype, "cuda")
     assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
@@ -107,7 +113,7 @@ def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("d", MODEL_WIDTHS)
 @pytest.mark.parametrize("lengths", [(1,), (60, 3), (100, 0, 29), (20_000, 7, 64)])
 def test_pooled_kernels_compute_the_definition_of_any_number_of_rows(lengths, d):
     """Likewise."""
@@ -141,7 +147,7 @@ def test_modules_are_taken_under_autocast(rate):
     keys, rotary = feed_forward_case(999, d, f, BF16, "cuda").keys, angles(999, 16, "cuda")
     o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
     with torch.autocast("cuda", BF16):
-        assert takes_feed_forward(o, x, up) and takes_projection(x, qkv, 32, rotary)
+        assert supports_feed_forward(o, x, up) and supports_projection(x, qkv, 32, rotary)
         dropped, scale = dropout_threshold(rate), keep_scale(dropout_threshold(rate))
         actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
         z = x + drop(out(o), rate, keys, SITE)

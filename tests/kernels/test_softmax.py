@@ -280,17 +280,17 @@ def test_kernels_compile_without_spills():
 
 
 def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.softmax.softmax_kernels import launch_backward, launch_forward
-    from lra.kernels.softmax.softmax_ops import side
+    from lra.kernels.softmax.softmax_kernels import launch_softmax_backward, launch_softmax_forward
+    from lra.kernels.softmax.softmax_ops import padded_side
     from tests.kernels.aot import choose
 
     choose(case["arch"], hopper=False)
-    scores = torch.zeros(2, 1, side(case["n"]), side(case["n"]), dtype=getattr(torch, case["dtype"]))
+    scores = torch.zeros(2, 1, padded_side(case["n"]), padded_side(case["n"]), dtype=getattr(torch, case["dtype"]))
     sequences = torch.zeros(2, dtype=torch.int32)
     problem = (sequences, 0.125, round(256 * case["dropout"]))
     random = (torch.tensor(0), sequences) if case["dropout"] else (None, None)
-    launch_forward(scores, *problem, *random)
-    launch_backward(scores, scores, *problem, *random)
+    launch_softmax_forward(scores, *problem, *random)
+    launch_softmax_backward(scores, scores, *problem, *random)
 
 
 @pytest.mark.gpu

@@ -69,7 +69,7 @@ def draw(number: int, kind: str) -> Case:
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
     kernel = shared_kernel(case.max_length)
-    with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
+    with tuning.force_tile(kernel, tuning.find_tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:
         raise RuntimeError(f"{kernel} did not run")

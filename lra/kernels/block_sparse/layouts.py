@@ -122,7 +122,7 @@ def bigbird(
 PATTERNS: dict[str, Callable[..., Layout]] = {
     f.__name__: f for f in (butterfly, local, window, fixed, strided, bigbird)
 }
-RULES = ("band", "globals", "causal")
+RULE_NAMES = ("band", "globals", "causal")
 
 
 def _sides(block: Block) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _check_range(name: str, value: int, least: int, most: int | None = None) -> 
         raise ValueError(f"{name} must be {f'at least {least}' if most is None else f'{least} to {most}'}, got {value}")
 
 
-def draw(layout: Layout, path: str, pixels: int = 512) -> None:
+def save_picture(layout: Layout, path: str, pixels: int = 512) -> None:
     """A PNG file of the blocks of each head: dark where a block is seen whole, lighter where a part of it is.
 
     Queries go down and keys to the right; the longer side has about so many pixels.
@@ -180,7 +180,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Layout, int, str]:
     for name in names:
         if name not in PATTERNS:
             raise UsageError(f"unknown pattern '{name}': choose from {', '.join(PATTERNS)}, or several joined by +")
-    takes = {name: {*inspect.signature(PATTERNS[name]).parameters, *RULES} - {"rules"} for name in names}
+    takes = {name: {*inspect.signature(PATTERNS[name]).parameters, *RULE_NAMES} - {"rules"} for name in names}
     known = sorted({"out"}.union(*takes.values()))
     for argument in arguments[1:]:
         option, equals, value = argument.partition("=")
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         layout, n, out = _parse(arguments)
         try:
-            draw(layout, out)
+            save_picture(layout, out)
         except OSError as error:
             raise UsageError(f"cannot write {out} ({error.strerror}): name a .png in a folder of yours") from None
     except UsageError as error:

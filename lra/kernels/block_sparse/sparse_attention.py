@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lra.kernels.block_sparse.gather import gather_attention
-from lra.kernels.flash.dense_attention import attention
+from lra.kernels.flash.dense_attention import attend_sequences
 from lra.kernels.flash.layout import Layout
 
 
@@ -44,7 +44,7 @@ def block_sparse_attention(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: without one it is flash_attention")
-    return attention(
+    return attend_sequences(
         q, k, v, layout, gather_attention, start=start, length=length, max_length=max_length, causal=False, scale=scale,
-        dropout=dropout, seed=seed, index=index, impl=impl, other="gather", deterministic=deterministic,
+        dropout=dropout, seed=seed, index=index, impl=impl, fallback_name="gather", deterministic=deterministic,
     )  # fmt: skip

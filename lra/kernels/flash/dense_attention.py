@@ -71,18 +71,18 @@ def flash_attention(
     Returns:
         A tensor of the shape and dtype of q.
     """
-    return attention(
+    return attend_sequences(
         q, k, v, None, sdpa_attention, start=start, length=length, max_length=max_length, causal=causal, scale=scale,
-        dropout=dropout, seed=seed, index=index, impl=impl, other="sdpa", deterministic=deterministic,
+        dropout=dropout, seed=seed, index=index, impl=impl, fallback_name="sdpa", deterministic=deterministic,
     )  # fmt: skip
 
 
-def attention(
+def attend_sequences(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layout: Layout | None,
-    elsewhere: Callable[[Tensor, Tensor, Tensor, Problem], Tensor],
+    fallback: Callable[[Tensor, Tensor, Tensor, Problem], Tensor],
     *,
     start: Tensor | None,
     length: Tensor | None,
@@ -93,12 +93,12 @@ def attention(
     seed: Tensor | None,
     index: Tensor | None,
     impl: str,
-    other: str,
+    fallback_name: str,
     deterministic: bool,
 ) -> Tensor:
-    """Dense attention or, with a layout, block-sparse; `elsewhere` is the path that is called `other`."""
+    """Dense attention or, with a layout, block-sparse; `fallback` is the path that is called `fallback_name`."""
     check_inputs(q, k, v)
-    impl = resolve_impl(impl, q.device, deterministic, other)
+    impl = resolve_impl(impl, q.device, deterministic, fallback_name)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
     start, length, max_length = check_sequences(q, start, length, max_length)
     if layout is not None and max_length > min(layout.size):
@@ -115,21 +115,23 @@ def attention(
     key = None if layout is None else layout.key
     problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic, key)
 
-    if impl == other:
+    if impl == fallback_name:
         with torch.autocast(q.device.type, enabled=False):  # as in the kernels: the result has the dtype of q
-            return elsewhere(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
-    _check_triton(q, layout, other)
+            return fallback(q_rows, k_rows, v_rows, Problem(*problem)).view(q.shape)
+    _check_triton(q, layout, fallback_name)
     out, _ = flash_forward(q_rows, k_rows, v_rows, *problem)
     return out.view(q.shape)
 
 
-def _check_triton(q: Tensor, layout: Layout | None, other: str) -> None:
+def _check_triton(q: Tensor, layout: Layout | None, fallback_name: str) -> None:
     if q.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(
-            f"impl='triton' takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='{other}'"
+            f"impl='triton' takes head dimensions up to {MAX_HEAD_DIM}, got {q.shape[-1]}: use impl='{fallback_name}'"
         )
     if q.dtype == torch.bfloat16 and q.device.type != "cuda":
-        raise TypeError(f"Triton's interpreter multiplies bfloat16 wrongly: use float16, float32 or impl='{other}'")
+        raise TypeError(
+            f"Triton's interpreter multiplies bfloat16 wrongly: use float16, float32 or impl='{fallback_name}'"
+        )
     if layout is not None and any(side % 16 for side in layout.block):
         rows, columns = layout.block
         raise ValueError(f"impl='triton' takes blocks with sides that are multiples of 16, not {rows}x{columns}")

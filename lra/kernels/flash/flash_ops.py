@@ -13,13 +13,13 @@ from torch import Tensor
 from lra.kernels.flash.problem import Problem
 from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative
 
-PROBLEM = (  # the fields of `Problem`, in their order
+PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
     "Tensor start, Tensor length, SymInt max_length, bool padded, bool causal, float scale, int threshold, "
     "Tensor? seed, Tensor? index, bool deterministic, int? layout"
 )
 
 
-class Attention(torch.autograd.Function):
+class FlashFunction(torch.autograd.Function):
     """The derivative with respect to q, k and v of the result alone, not of the statistics, and only the first."""
 
     @staticmethod
@@ -46,40 +46,40 @@ class Attention(torch.autograd.Function):
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.
-def run_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    from lra.kernels.flash.launch_attention import launch_forward
+def run_flash_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
+    from lra.kernels.flash.launch_attention import launch_flash_forward
 
-    return launch_forward(q, k, v, Problem(*problem))
+    return launch_flash_forward(q, k, v, Problem(*problem))
 
 
-def run_backward(
+def run_flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, *problem: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from lra.kernels.flash.launch_attention import launch_backward
+    from lra.kernels.flash.launch_attention import launch_flash_backward
 
-    return launch_backward(q, k, v, out, softmax, do, Problem(*problem))
+    return launch_flash_backward(q, k, v, out, softmax, do, Problem(*problem))
 
 
 # Shapes and dtypes of what the two return, all contiguous.
-def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_flash_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(2, q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def fake_flash_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
 flash_forward = define_operator(
     "flash_forward",
-    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor softmax)",
-    run_forward,
-    fake_forward,
+    f"(Tensor q, Tensor k, Tensor v, {PROBLEM_SCHEMA}) -> (Tensor out, Tensor softmax)",
+    run_flash_forward,
+    fake_flash_forward,
 )
 flash_backward = define_operator(
     "flash_backward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax, Tensor do, {PROBLEM})"
+    f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax, Tensor do, {PROBLEM_SCHEMA})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
-    run_backward,
-    fake_backward,
+    run_flash_backward,
+    fake_flash_backward,
 )
-LIBRARY.impl("flash_forward", Attention.apply, "Autograd")
+LIBRARY.impl("flash_forward", FlashFunction.apply, "Autograd")

@@ -11,7 +11,7 @@ from torch import Tensor
 from lra.kernels import device
 from lra.kernels.device import Gpu
 from lra.kernels.flash.backward import launch_plain_backward
-from lra.kernels.flash.dispatch import Choice, choose_backward, choose_forward
+from lra.kernels.flash.dispatch import KernelChoice, choose_backward, choose_forward
 from lra.kernels.flash.forward import launch_plain_forward
 from lra.kernels.flash.hopper.backward import launch_hopper_backward
 from lra.kernels.flash.hopper.forward import launch_hopper_forward
@@ -19,13 +19,13 @@ from lra.kernels.flash.hopper.forward_shared import launch_hopper_shared
 from lra.kernels.flash.problem import Problem
 from lra.kernels.library import record_kernel
 
-FORWARD = {
+FORWARD_LAUNCHERS = {
     "forward": launch_plain_forward,
     "hopper_forward": launch_hopper_forward,
     "hopper_shared": launch_hopper_shared,
     "hopper_shared_short": launch_hopper_shared,
 }
-BACKWARD = {
+BACKWARD_LAUNCHERS = {
     "dkdv": launch_plain_backward,
     "dkdv_dq": launch_plain_backward,
     "hopper_backward": launch_hopper_backward,
@@ -33,7 +33,7 @@ BACKWARD = {
 }
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def launch_flash_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """The result, contiguous `[T, H, D]`, and two statistics of the softmax of each score row, fp32 `[2, H, T]`.
 
     The latter are those of `tiles.store_softmax`: the maximum of the raw scores, and what normalises the weights
@@ -43,10 +43,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
         gpu = device.describe_gpu(q.device)
         choice = choose_forward(problem, q, k, v, gpu)
         _note("forward", choice, gpu)
-        return FORWARD[choice.kernel](q, k, v, problem, choice)
+        return FORWARD_LAUNCHERS[choice.kernel](q, k, v, problem, choice)
 
 
-def launch_backward(
+def launch_flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
@@ -54,10 +54,10 @@ def launch_backward(
         gpu = device.describe_gpu(q.device)
         choice = choose_backward(problem, q, k, v, gpu)
         _note("backward", choice, gpu)
-        return BACKWARD[choice.kernel](q, k, v, out, softmax, do, problem, choice)
+        return BACKWARD_LAUNCHERS[choice.kernel](q, k, v, out, softmax, do, problem, choice)
 
 
-def _note(part: str, choice: Choice, gpu: Gpu) -> None:
+def _note(part: str, choice: KernelChoice, gpu: Gpu) -> None:
     """For the run's result; and warn once on a Hopper GPU where nothing but its refusal keeps its kernels away."""
     record_kernel(part, choice.kernel)
     if choice.reason == gpu.refusal and gpu.capability[0] == 9:

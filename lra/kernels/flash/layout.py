@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NONE, PARTIAL, FULL = 0, 1, 2
-END = 2**30  # fills the lists of visits: past every tile
+LIST_END = 2**30  # fills the lists of visits: past every tile
 
 
 class Visits(NamedTuple):
     """The tiles to visit, for each head and each tile of the other side."""
 
-    entries: Tensor | None  # int32 [H or 1, tiles, longest]: 2 * tile + (is its block set), ascending, then END
+    entries: Tensor | None  # int32 [H or 1, tiles, max_visits]: 2 * tile + (is its block set), ascending, then END
     layouts: int  # H or 1
     tiles: int
-    longest: int  # a power of two; 0: there is no layout, and every tile is visited
+    max_visits: int  # a power of two; 0: there is no layout, and every tile is visited
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,17 +158,19 @@ class Layout:
         if self.block[0] % rows or self.block[1] % columns:
             raise ValueError(f"tiles of {rows} by {columns} do not divide blocks of {self.block[0]} by {self.block[1]}")
         seen = self.kinds(rows, columns) != NONE
-        whole = self.blocks.repeat_interleave(self.block[0] // rows, 1).repeat_interleave(self.block[1] // columns, 2)
+        is_set = self.blocks.repeat_interleave(self.block[0] // rows, 1).repeat_interleave(self.block[1] // columns, 2)
         if by_key:
-            seen, whole = seen.transpose(1, 2), whole.transpose(1, 2)
-        entries = torch.where(seen, 2 * torch.arange(seen.shape[2]) + whole, END)
+            seen, is_set = seen.transpose(1, 2), is_set.transpose(1, 2)
+        entries = torch.where(seen, 2 * torch.arange(seen.shape[2]) + is_set, LIST_END)
         count = max(1, int(seen.sum(2).max()))
-        longest = 1 << (count - 1).bit_length()
-        entries = pad(entries.sort(2).values[:, :, :longest], (0, max(0, longest - entries.shape[2])), value=END)
+        max_visits = 1 << (count - 1).bit_length()
+        entries = pad(
+            entries.sort(2).values[:, :, :max_visits], (0, max(0, max_visits - entries.shape[2])), value=LIST_END
+        )
         return Visits(entries.to(device, torch.int32).contiguous(), *entries.shape)
 
 
-EVERY = Visits(None, 0, 0, 0)
+ALL_TILES = Visits(None, 0, 0, 0)
 
 # By content: layers with equal layouts share the lists. All stay for as long as the process runs, as a graph or a
 # backward that comes later knows a layout by its key alone.
@@ -176,7 +178,7 @@ _known: dict[int, Layout] = {}
 _visits: dict[tuple[int, int, int, torch.device, bool], Visits] = {}
 
 
-def find(key: int) -> Layout:
+def find_layout(key: int) -> Layout:
     """The layout with this `key`."""
     return _known[key]
 

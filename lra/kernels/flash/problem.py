@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lra.kernels.flash.layout import EVERY, Layout, Visits, find
+from lra.kernels.flash.layout import ALL_TILES, Layout, Visits, find_layout
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Problem:
 
     @property
     def pattern(self) -> Layout | None:
-        return None if self.layout is None else find(self.layout)
+        return None if self.layout is None else find_layout(self.layout)
 
     def visits(self, rows: int, columns: int, device: torch.device, by_key: bool = False) -> Visits:
         """The tiles that each tile of queries visits, or each tile of keys."""
-        return EVERY if self.pattern is None else self.pattern.visits(rows, columns, device, by_key)
+        return ALL_TILES if self.pattern is None else self.pattern.visits(rows, columns, device, by_key)
 
     @property
     def rules(self) -> dict[str, Any]:

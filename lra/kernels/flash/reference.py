@@ -63,23 +63,23 @@ def reference_attention(
 def keep_mask(seed: Tensor, index: int, head: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
     """Whether dropout keeps the weight at (head, row, column) of sequence `index`; bool, the arguments broadcast.
 
-    Each head of a sequence has a key, four words by Philox-4x32-7 of the counter (index, head, 0, 0) with the halves
-    of `seed`, the low one first. One `draw` serves 16 weights: two rows, 8 apart, by eight columns, two neighbours in
-    each of four groups of 8, as one thread has them in the accumulator of a tensor-core product. That of (row, column)
-    is at (row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2); its word column % 32 // 8 has a half for
-    each of the two columns, the lower one first, and that, rotated by one bit, a byte for each of the two rows. A
-    weight is dropped when its byte is below `threshold`. Rotated, because the other 15 bits of a half, and of the half
-    with its bytes swapped, are then compared as they are by instructions for two fp16 magnitudes.
+    Each head of a sequence has a key, four words by Philox-4x32-7 of the counter (index, head, 0, 0) with the halves of
+    `seed`, the low one first. One `draw_words` serves 16 weights: two rows, 8 apart, by eight columns, two neighbours
+    in each of four groups of 8, as one thread has them in the accumulator of a tensor-core product. That of (row,
+    column) is at (row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2); its word column % 32 // 8 has a
+    half for each of the two columns, the lower one first, and that, rotated by one bit, a byte for each of the two
+    rows. A weight is dropped when its byte is below `threshold`. Rotated, because the other 15 bits of a half, and of
+    the half with its bytes swapped, are then compared as they are by instructions for two fp16 magnitudes.
     """
     zero = torch.zeros_like(head)
     key = philox((zero + index, head, zero, zero), (seed & LOW_32_BITS, (seed >> 32) & LOW_32_BITS))
-    words = torch.stack(draw(key, row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2))
+    words = torch.stack(draw_words(key, row // 16 * 8 + row % 8, column // 32 * 8 + column % 8 // 2 * 2))
     word = words.gather(0, torch.broadcast_to(column % 32 // 8, words.shape[1:])[None])[0]
     half = word >> 16 * (column % 2) & 0xFFFF
     return ((half << 1 | half >> 15) >> 8 * (row % 16 // 8)) & 0xFF >= threshold
 
 
-def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
+def draw_words(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, ...]:
     """Four random words of 32 bits for each (row, column), all in int64 tensors that broadcast; columns are even.
 
     A hash of the place in the manner of pcg4d (Jarzynski and Olano, JCGT 9(3), 2020): sums with products carry bits
@@ -90,13 +90,13 @@ def draw(key: tuple[Tensor, ...], row: Tensor, column: Tensor) -> tuple[Tensor, 
     """
     words = [(k + row * r) & LOW_32_BITS for k, r in zip(key, ROW_FACTORS, strict=True)]
     words = [(words[i] + column * words[(i + 2) % 4]) & LOW_32_BITS for i in range(4)]
-    _stir(words)
+    _mix_round(words)
     words = [word >> 16 | (word << 16) & LOW_32_BITS for word in words]
-    _stir(words)
+    _mix_round(words)
     return tuple(words)
 
 
-def _stir(words: list[Tensor]) -> None:
+def _mix_round(words: list[Tensor]) -> None:
     """Adds to each word, in turn, the product of two others."""
     for i, j, k in ((0, 1, 3), (1, 2, 0), (2, 0, 1), (3, 1, 2)):
         words[i] = (words[i] + words[j] * words[k]) & LOW_32_BITS

@@ -39,22 +39,22 @@ def sequence_tile(program, start_ptr, length_ptr, max_length, padded_length, hea
 
 
 @triton.jit
-def visit_list(visits_ptr, layouts, tiles, head, tile, end, SIZE: tl.constexpr, LONGEST: tl.constexpr):
+def visit_list(visits_ptr, layouts, tiles, head, tile, end, SIZE: tl.constexpr, MAX_VISITS: tl.constexpr):
     """(a tile's list of `layout.Visits`, where a loop in steps of SIZE ends that visits its tiles before `end`)."""
-    visits_ptr += (head % layouts * tiles + tile) * LONGEST
-    before = tl.load(visits_ptr + tl.arange(0, LONGEST)) < 2 * tl.cdiv(end, SIZE)
+    visits_ptr += (head % layouts * tiles + tile) * MAX_VISITS
+    before = tl.load(visits_ptr + tl.arange(0, MAX_VISITS)) < 2 * tl.cdiv(end, SIZE)
     return visits_ptr, tl.sum(before.to(tl.int32)) * SIZE
 
 
 @triton.jit
-def visited(list_ptr, place, SIZE: tl.constexpr, LONGEST: tl.constexpr):
+def visited_tile(list_ptr, place, SIZE: tl.constexpr, MAX_VISITS: tl.constexpr):
     """(where the tile begins that is visited at this place of the loop, whether it lies in a block of the layout)."""
-    whole = True
-    if LONGEST:
+    is_full_tile = True
+    if MAX_VISITS:
         entry = tl.load(list_ptr + place // SIZE)
         place = entry // 2 * SIZE
-        whole = entry % 2 == 1
-    return place, whole
+        is_full_tile = entry % 2 == 1
+    return place, is_full_tile
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def add_rows(pointer, tile, rows, length, stride_row, D: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit
-def visible(row, column, length, whole, CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr):
+def visible_mask(row, column, length, is_full_tile, CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr):
     """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose.
 
-    The rules BAND and GLOBALS of `layout.Layout` count in tiles that are not `whole`.
+    The rules BAND and GLOBALS of `layout.Layout` count in tiles that are not `is_full_tile`.
     """
     seen = column < length
     if BAND is not None or GLOBALS > 0:
-        rule = whole
+        rule = is_full_tile
         if BAND is not None:
             rule = rule | (tl.abs(row - column) <= BAND)
         if GLOBALS > 0:
@@ -108,7 +108,7 @@ def visible(row, column, length, whole, CAUSAL: tl.constexpr, BAND: tl.constexpr
 
 
 @triton.jit
-def alone(row, length, CAUSAL: tl.constexpr):
+def sees_single_key(row, length, CAUSAL: tl.constexpr):
     """Whether a query sees one column only. Its weight is 1 whatever the score, so the score has no gradient."""
     single = (row * 0 + length) == 1
     if CAUSAL:
@@ -123,8 +123,8 @@ def dropout_key(seed, index, head):
 
 
 @triton.jit
-def stir(x, y, z, w):
-    """As `reference._stir`."""
+def mix_round(x, y, z, w):
+    """As `reference._mix_round`."""
     x += y * w
     y += z * x
     z += x * y
@@ -133,33 +133,33 @@ def stir(x, y, z, w):
 
 
 @triton.jit
-def swap(word):
+def swap_halves(word):
     """Its halves."""
     return (word >> 16) | (word << 16)
 
 
 @triton.jit
-def stirred(x, y, z, w):
+def mix_words(x, y, z, w):
     """Twice, the halves of words being swapped in between."""
-    x, y, z, w = stir(x, y, z, w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    return stir(swap(x), swap(y), swap(z), swap(w))
+    x, y, z, w = mix_round(x, y, z, w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    return mix_round(swap_halves(x), swap_halves(y), swap_halves(z), swap_halves(w))
 
 
 @triton.jit
-def draw(key, rows, columns):
-    """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
+def draw_words(key, rows, columns):
+    """Four words at each (row, column), as `reference.draw_words`; the arguments broadcast."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
     x, y, z, w = rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3
-    return stirred(columns * z + x, columns * w + y, columns * x + z, columns * y + w)
+    return mix_words(columns * z + x, columns * w + y, columns * x + z, columns * y + w)
 
 
 @triton.jit
-def draw_down(key, rows, columns):
+def draw_words_by_row(key, rows, columns):
     """The same words, by products with the row: a loop over rows keeps what depends on columns alone."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
-    return stirred(
+    return mix_words(
         rows * (columns * R2 + R0) + (columns * k2 + k0),
         rows * (columns * R3 + R1) + (columns * k3 + k1),
         rows * (columns * R0 + R2) + (columns * k0 + k2),
@@ -180,7 +180,7 @@ def keep_tile(
     WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a draw: two if the tile is 16 columns wide
     rows = first_row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
     columns = first_column // 32 * 8 + 2 * tl.arange(0, BLOCKS * 4)
-    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    w0, w1, w2, w3 = draw_words(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if WORDS == 4:
         # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
@@ -235,44 +235,44 @@ def is_extreme(top, scale_log2):
 
 
 @triton.jit
-def halves(x):
+def split_columns(x):
     """The even and the odd columns."""
     return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
 
 
 @triton.jit
-def dot_halves(a_MD, b_ND):
+def dot_split_columns(a_MD, b_ND):
     """a b^T, summed over the even and the odd d apart. fma: as a sum they would become one chain again."""
-    even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    even_a, odd_a = split_columns(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    even_b, odd_b = split_columns(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     s = tl.dot(even_a, tl.trans(even_b), input_precision="ieee")
     return tl.fma(tl.dot(odd_a, tl.trans(odd_b), input_precision="ieee"), 1.0, s)
 
 
 @triton.jit
-def products(a_MD, b_ND):
+def score_products(a_MD, b_ND):
     """a b^T, one product of two rows for each score. In fp32 as up to four sums, which round less than one of all d."""
     D: tl.constexpr = a_MD.shape[1]
     if a_MD.dtype == tl.float32 and D >= 64:  # tl.dot needs 16 of each
-        even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        s = dot_halves(even_a, even_b) + dot_halves(odd_a, odd_b)
+        even_a, odd_a = split_columns(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        even_b, odd_b = split_columns(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        s = dot_split_columns(even_a, even_b) + dot_split_columns(odd_a, odd_b)
     elif a_MD.dtype == tl.float32 and D == 32:
-        s = dot_halves(a_MD, b_ND)
+        s = dot_split_columns(a_MD, b_ND)
     else:
         s = tl.dot(a_MD, tl.trans(b_ND), input_precision="ieee")
     return s
 
 
 @triton.constexpr_function
-def sum_type(dtype):
+def accumulator_type(dtype):
     """What sums over tiles are kept in: in fp32 thousands of tiles would round more than plain PyTorch does."""
     return tl.float64 if dtype == tl.float32 else tl.float32
 
 
 @triton.jit
 def add_dot(acc, a, b):
-    """acc + a b, where acc has the `sum_type` of the inputs."""
+    """acc + a b, where acc has the `accumulator_type` of the inputs."""
     if acc.dtype == tl.float64:
         acc += tl.dot(a, b, input_precision="ieee")
     else:
@@ -281,22 +281,23 @@ def add_dot(acc, a, b):
 
 
 @triton.jit
-def attend(
+def update_softmax(
     q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2,
-    DROPOUT: tl.constexpr, SPARSE: tl.constexpr, ANY: tl.constexpr,
+    DROPOUT: tl.constexpr, SPARSE: tl.constexpr, ANY_SCORES: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax (Algorithm 1, lines 9 to 12, normalised only at the end).
 
     `top` is the maximum raw score so far, `total` the sum of the weights relative to it and `acc` the same sum weighted
-    by v. Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far. ANY
-    scores are right, -inf and huge ones, for one operation more on each of them; else `unfit` tells where not.
+    by v. Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far.
+    ANY_SCORES: the result is right for -inf and huge scores too, at one more operation on each. Without it
+    `is_softmax_wrong` tells which rows are wrong.
     """
-    raw_MN = tl.where(seen_MN, products(q_MD, k_ND), float("-inf"))
+    raw_MN = tl.where(seen_MN, score_products(q_MD, k_ND), float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1))
     base_M = new_top_M
-    if SPARSE or ANY:
+    if SPARSE or ANY_SCORES:
         base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-    if ANY:
+    if ANY_SCORES:
         p_MN = tl.exp2((raw_MN - base_M[:, None]) * scale_log2)
     else:
         p_MN = tl.exp2(raw_MN * scale_log2 - (base_M * scale_log2)[:, None])  # one fused operation, so one rounding
@@ -309,7 +310,7 @@ def attend(
 
 
 @triton.jit
-def unfit(top, total, scale_log2):
-    """Whether `attend` without ANY got the softmax of rows wrong. NaN is wrong, too; a row may see nothing."""
+def is_softmax_wrong(top, total, scale_log2):
+    """Whether `update_softmax` without ANY_SCORES got a row wrong. NaN is wrong; a row that sees nothing is right."""
     fit = (total >= 0.5) & (total < float("inf")) & (is_extreme(top, scale_log2) == 0)
     return (fit | ((top == float("-inf")) & (total == 0.0))) == 0

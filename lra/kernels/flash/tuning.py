@@ -1,7 +1,7 @@
 """Which tile of scores a kernel works on. Which kernel runs is decided in dispatch.py.
 
 A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
-`default`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
+`default_tile`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ KERNELS = (
     "forward", "dkdv", "dq", "dkdv_dq",
     "hopper_forward", "hopper_shared", "hopper_shared_short", "hopper_backward", "hopper_specialized",
 )  # fmt: skip
-SHORT = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
-DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
-HERE = Path(__file__).parent
+SHORT_LENGTH = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
+TABLE_DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
+FLASH_FOLDER = Path(__file__).parent
 
 
 class Tile(NamedTuple):
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         )
 
 
-class Key(NamedTuple):
+class TileKey(NamedTuple):
     """What a tile is measured for."""
 
     kernel: str  # one of KERNELS
@@ -62,18 +62,18 @@ class Key(NamedTuple):
     dropout: bool
 
 
-class Table(NamedTuple):
+class TileTable(NamedTuple):
     """Measured tiles, as a file has them."""
 
     path: Path
     measured: dict[str, Any]  # environment.describe() of the measurement, and its ptxas
     sources: str  # `sources()` of the kernels that were measured
-    tiles: dict[Key, Tile]
-    microseconds: dict[Key, float]  # of the pass with that tile
-    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
+    tiles: dict[TileKey, Tile]
+    microseconds: dict[TileKey, float]  # of the pass with that tile
+    made: dict[TileKey, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
 
 
-def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
+def find_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
     """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
 
     With a layout it is cut so that it lies within a block, and so that its rules find registers.
@@ -94,7 +94,7 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
 
 
 @contextmanager
-def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
+def force_tile(kernel: str, tile: Tile) -> Iterator[set[str]]:
     """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
 
     The set has the kernel once it has been launched.
@@ -116,7 +116,7 @@ def block_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
+def default_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
     narrow, generation = block_d <= 64, device.compute_capability()[0]
     if dtype == torch.float32:  # exact products run on the ordinary units, from registers
@@ -141,54 +141,60 @@ def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Til
     }[kernel]
 
 
-def tables() -> list[Table]:
+def load_tables() -> list[TileTable]:
     """The tables for the current device, the one to look into first in front."""
     found = []
     if torch.cuda.is_initialized():
-        path = user_table(torch.cuda.get_device_name())
+        path = user_table_path(torch.cuda.get_device_name())
         if path.exists():
-            table = read(path)
-            if reason := outdated(table):
+            table = read_table(path)
+            if reason := outdated_reason(table):
                 warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
             else:
                 found.append(table)
     major, minor = device.compute_capability()
-    path = HERE / "tuned" / f"sm_{major}{minor}.json"
-    return [*found, read(path)] if path.exists() else found
+    path = FLASH_FOLDER / "tuned" / f"sm_{major}{minor}.json"
+    return [*found, read_table(path)] if path.exists() else found
 
 
-def user_table(gpu: str) -> Path:
+def user_table_path(gpu: str) -> Path:
     """Where `lra tune` keeps what it measured: in the user's cache folder, for each model of GPU."""
     return environment.cache_root() / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
 
 
-def outdated(table: Table) -> str | None:
+def outdated_reason(table: TileTable) -> str | None:
     """Why a user's table says nothing about the kernels of today; None where it does."""
     import triton
 
     before = table.measured["versions"]["triton"]
     if before != triton.__version__:
         return f"it was measured with Triton {before}, and this is {triton.__version__}"
-    return None if table.sources == sources() else "the kernels have changed since it was measured"
+    return None if table.sources == hash_kernels() else "the kernels have changed since it was measured"
 
 
-def sources() -> str:
+def hash_kernels() -> str:
     """Identity of the kernels: a hash of the files that hold any."""
-    files = [file.read_bytes() for file in sorted([*HERE.rglob("*.py"), *HERE.parent.glob("hopper.py")])]
+    files = [
+        file.read_bytes() for file in sorted([*FLASH_FOLDER.rglob("*.py"), *FLASH_FOLDER.parent.glob("hopper.py")])
+    ]
     kernels = [text for text in files if re.search(rb"^@(triton|gluon)\.jit", text, re.MULTILINE)]
     return hashlib.sha256(b"".join(kernels)).hexdigest()[:16]
 
 
-def read(path: Path) -> Table:
-    """UsageError if the file is not what `write` wrote."""
+def read_table(path: Path) -> TileTable:
+    """UsageError if the file is not what `write_table` wrote."""
     try:
         content = read_json(path)
-        table = Table(path, content["measured"], content["sources"], {}, {}, {})
+        table = TileTable(path, content["measured"], content["sources"], {}, {}, {})
         for row in content["tiles"]:
-            key = Key(*(row[name] for name in Key._fields))
+            key = TileKey(*(row[name] for name in TileKey._fields))
             chosen = Tile(*(row[name] for name in Tile._fields))
             sizes = (key.block_d, *chosen, row["microseconds"])
-            if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 and is_number(n) for n in sizes):
+            if (
+                key.kernel not in KERNELS
+                or key.dtype not in TABLE_DTYPES
+                or not all(n > 0 and is_number(n) for n in sizes)
+            ):
                 raise ValueError(f"no kernel has the row {row}")
             table.tiles[key], table.microseconds[key] = chosen, row["microseconds"]
             table.made[key] = {"made": row["made"]} if "made" in row else {}
@@ -199,7 +205,7 @@ def read(path: Path) -> Table:
         raise UsageError(f"{path} is broken ({error}): delete it, or measure anew with lra tune") from error
 
 
-def write(table: Table) -> None:
+def write_table(table: TileTable) -> None:
     """Replaces the file in one step, a line for each row."""
     head = json.dumps({"measured": table.measured, "sources": table.sources}, indent=2).removesuffix("\n}")
     rows = (
@@ -216,7 +222,7 @@ def write(table: Table) -> None:
         raise UsageError(f"cannot write {table.path} ({error.strerror}): name another file with out=") from error
 
 
-def forget() -> None:
+def forget_tables() -> None:
     """Read the tables, and ask for the GPU, anew: after a table was written."""
     for cached in (_tile, _tables, device.describe_gpu):
         cached.cache_clear()
@@ -229,11 +235,11 @@ def _current_device() -> int | None:
 @functools.cache
 def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
     """`device` is the current one, here so that each has its own."""
-    key = Key(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
+    key = TileKey(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
     known = (table.tiles[key] for table in _tables(device) if key in table.tiles)
-    return next(known, default(kernel, dtype, block_d, dropout))
+    return next(known, default_tile(kernel, dtype, block_d, dropout))
 
 
 @functools.cache
-def _tables(device: int | None) -> list[Table]:
-    return tables()
+def _tables(device: int | None) -> list[TileTable]:
+    return load_tables()

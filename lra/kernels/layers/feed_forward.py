@@ -30,35 +30,35 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lra.kernels.hopper import allocate_barriers, barrier, invalidate_barriers, product_layout
 from lra.kernels.layers.rows import (
-    first_row,
-    from_product,
-    kept,
+    as_operand,
+    broadcast_bias,
+    drop_features,
+    group_tiles,
     load_bias,
     load_keys,
     load_rows,
     load_weight,
-    multiply,
+    multiply_weight,
     normalise,
     normalise_backward,
-    of_features,
-    operand,
-    own_tiles,
     prefetch_rows,
+    receive_rows,
     request_rows,
     row_layout,
+    rows_from_product,
     store_rows,
-    take_rows,
+    tile_first_row,
 )
 
 # What a group of warps is given: arguments of the kernel, and what is in shared memory.
-Weights = namedtuple("Weights", "out up down")  # as `load_weights` describes them
-Forward = namedtuple(
+FeedForwardWeights = namedtuple("Weights", "out up down")  # as `load_feed_forward_weights` describes them
+FeedForwardArguments = namedtuple(
     "Forward",
     "o_ptr x_desc y_ptr unit_ptr rstd_ptr keys_ptr final_rstd_ptr weights out_bias up_bias down_bias x_tiles ready "
     "rows eps final_eps site threshold",
 )
-Pooled = namedtuple("Pooled", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
-Backward = namedtuple(
+PooledArguments = namedtuple("Pooled", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
+FeedForwardBackwardArguments = namedtuple(
     "Backward",
     "dy_desc pooled unit_ptr rstd_ptr keys_ptr weights up_bias dx_ptr do_ptr dout_ptr du_ptr h_ptr ddown_ptr "
     "dy_tiles ready rows site threshold",
@@ -66,13 +66,13 @@ Backward = namedtuple(
 
 
 @gluon.jit
-def density(u):
+def normal_pdf(u):
     """Of the standard normal distribution."""
     return gl.exp2(u * u * -0.7213475204444817 - 1.3257480647361593)
 
 
 @gluon.jit
-def below(u):
+def normal_cdf(u):
     """The standard normal distribution function, by which u is multiplied in GELU; within 3.2e-5, times u, too.
 
     As a logistic function of an odd polynomial, fitted here: 16 bits hold no more.
@@ -84,7 +84,9 @@ def below(u):
 
 
 @gluon.jit
-def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
+def load_feed_forward_weights(
+    out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr
+):
     """`out` [D, D], and of each chunk of hidden features `up` [C, D] and `down` [D, C], in shared memory."""
     half: gl.constexpr = out_ptr.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], half)
@@ -99,60 +101,60 @@ def load_weights(out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C:
         load_weight(down.index(i), down_ptr + i * C, F, num_warps)
     fence_async_shared()
     barrier()
-    return Weights(out, up, down)
+    return FeedForwardWeights(out, up, down)
 
 
 @gluon.jit
-def forward_rows(
-    given, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+def feed_forward_tiles(
+    args, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    weights, rows = given.weights, given.rows
-    M: gl.constexpr = given.x_tiles.shape[1]
-    D: gl.constexpr = given.x_tiles.shape[2]
+    weights, rows = args.weights, args.rows
+    M: gl.constexpr = args.x_tiles.shape[1]
+    D: gl.constexpr = args.x_tiles.shape[2]
     CHUNKS: gl.constexpr = weights.up.shape[0]
     C: gl.constexpr = weights.up.shape[1]
-    half: gl.constexpr = given.o_ptr.dtype.element_ty
+    half: gl.constexpr = args.o_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    x_tile, x_ready = given.x_tiles.index(INDEX), given.ready.index(INDEX)
-    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    first = first_row(begin, tiles, rows, M)
+    x_tile, x_ready = args.x_tiles.index(INDEX), args.ready.index(INDEX)
+    begin, tiles, step = group_tiles(rows, M, INDEX, GROUPS)
+    first = tile_first_row(begin, tiles, rows, M)
     phase = 0
-    request_rows(given.x_desc, first, x_tile, x_ready, first < rows)
-    o_MD = load_rows(given.o_ptr, first, m < rows - first, D, D, num_warps)
+    request_rows(args.x_desc, first, x_tile, x_ready, first < rows)
+    o_MD = load_rows(args.o_ptr, first, m < rows - first, D, D, num_warps)
     for tile in range(begin, tiles, step):
-        first, following = first_row(tile, tiles, rows, M), first_row(tile + step, tiles, rows, M)
+        first, following = tile_first_row(tile, tiles, rows, M), tile_first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
-        keys_M = load_keys(given.keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        prefetch_rows(given.o_ptr, following, rows, D, num_warps)
-        bias_D = of_features(given.out_bias.index(0), num_warps)
-        z_MD = multiply(o_MD, weights.out.permute((1, 0)), num_warps) + bias_D
-        x_MD = take_rows(given.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
+        keys_M = load_keys(args.keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        prefetch_rows(args.o_ptr, following, rows, D, num_warps)
+        bias_D = broadcast_bias(args.out_bias.index(0), num_warps)
+        z_MD = multiply_weight(o_MD, weights.out.permute((1, 0)), num_warps) + bias_D
+        x_MD = receive_rows(args.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
-        z_MD = x_MD + kept(z_MD, keys_M, given.site, 0, given.threshold, DROPOUT, num_warps)
-        unit_MD, rstd_M = normalise(z_MD, given.eps, D)
+        z_MD = x_MD + drop_features(z_MD, keys_M, args.site, 0, args.threshold, DROPOUT, num_warps)
+        unit_MD, rstd_M = normalise(z_MD, args.eps, D)
         unit_MD = unit_MD.to(half)
-        gl.store(given.rstd_ptr + first + m, rstd_M, mask=real_M)
-        store_rows(given.unit_ptr, unit_MD, first, real_M, D, num_warps)
+        gl.store(args.rstd_ptr + first + m, rstd_M, mask=real_M)
+        store_rows(args.unit_ptr, unit_MD, first, real_M, D, num_warps)
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            bias_C = of_features(given.up_bias.index(i), num_warps)
-            u_MC = multiply(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
-            h_MC = (u_MC * below(u_MC)).to(half)
-            h_MC = kept(h_MC, keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
-            y_MD = warpgroup_mma(operand(h_MC, sums), weights.down.index(i).permute((1, 0)), y_MD)
-        o_MD = load_rows(given.o_ptr, following, m < rows - following, D, D, num_warps)
-        dy_MD = from_product(y_MD, num_warps) + of_features(given.down_bias.index(0), num_warps)
-        z_MD += kept(dy_MD, keys_M, given.site + 2, 0, given.threshold, DROPOUT, num_warps)
+            bias_C = broadcast_bias(args.up_bias.index(i), num_warps)
+            u_MC = multiply_weight(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
+            h_MC = (u_MC * normal_cdf(u_MC)).to(half)
+            h_MC = drop_features(h_MC, keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
+            y_MD = warpgroup_mma(as_operand(h_MC, sums), weights.down.index(i).permute((1, 0)), y_MD)
+        o_MD = load_rows(args.o_ptr, following, m < rows - following, D, D, num_warps)
+        dy_MD = rows_from_product(y_MD, num_warps) + broadcast_bias(args.down_bias.index(0), num_warps)
+        z_MD += drop_features(dy_MD, keys_M, args.site + 2, 0, args.threshold, DROPOUT, num_warps)
         if POOLED:
-            z_MD, final_rstd_M = normalise(z_MD, given.final_eps, D)
+            z_MD, final_rstd_M = normalise(z_MD, args.final_eps, D)
             z_MD = z_MD.to(half)
-            gl.store(given.final_rstd_ptr + first + m, final_rstd_M, mask=real_M)
-        store_rows(given.y_ptr, z_MD, first, real_M, D, num_warps)
+            gl.store(args.final_rstd_ptr + first + m, final_rstd_M, mask=real_M)
+        store_rows(args.y_ptr, z_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
@@ -168,24 +170,24 @@ def feed_forward_kernel(
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
-    weights = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    given = Forward(
+    weights = load_feed_forward_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    args = FeedForwardArguments(
         o_ptr=o_ptr, x_desc=x_desc, y_ptr=y_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr, keys_ptr=keys_ptr,
         final_rstd_ptr=final_rstd_ptr, weights=weights, out_bias=out_bias, up_bias=up_bias, down_bias=down_bias,
         x_tiles=x_tiles, ready=ready, rows=rows, eps=eps, final_eps=final_eps, site=site, threshold=threshold,
     )  # fmt: skip
     if GROUPS == 1:
-        forward_rows(given, DROPOUT, POOLED, 0, GROUPS, num_warps)
+        feed_forward_tiles(args, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [(forward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
+            [(feed_forward_tiles, (args, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
             [num_warps], [256],  # registers of a thread in the second group; the first has what is left of 512
         )  # fmt: skip
     invalidate_barriers(ready)
 
 
 @gluon.jit
-def gradient_of_pooled(pooled, first, real_M, D: gl.constexpr, num_warps: gl.constexpr):
+def pooled_gradient(pooled, first, real_M, D: gl.constexpr, num_warps: gl.constexpr):
     """Of a tile of rows, whose sum over a sequence has a gradient after they are normalised."""
     layout: gl.constexpr = row_layout(D, num_warps)
     m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -198,53 +200,55 @@ def gradient_of_pooled(pooled, first, real_M, D: gl.constexpr, num_warps: gl.con
 
 
 @gluon.jit
-def backward_rows(
-    given, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
+def feed_forward_backward_tiles(
+    args, DROPOUT: gl.constexpr, POOLED: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """The tiles of group INDEX of a program's GROUPS."""
-    weights, rows = given.weights, given.rows
-    M: gl.constexpr = given.dy_tiles.shape[1]
-    D: gl.constexpr = given.dy_tiles.shape[2]
+    weights, rows = args.weights, args.rows
+    M: gl.constexpr = args.dy_tiles.shape[1]
+    D: gl.constexpr = args.dy_tiles.shape[2]
     CHUNKS: gl.constexpr = weights.up.shape[0]
     C: gl.constexpr = weights.up.shape[1]
-    half: gl.constexpr = given.unit_ptr.dtype.element_ty
+    half: gl.constexpr = args.unit_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
-    dy_tile, dy_ready = given.dy_tiles.index(INDEX), given.ready.index(INDEX)
-    begin, tiles, step = own_tiles(rows, M, INDEX, GROUPS)
-    first = first_row(begin, tiles, rows, M)
+    dy_tile, dy_ready = args.dy_tiles.index(INDEX), args.ready.index(INDEX)
+    begin, tiles, step = group_tiles(rows, M, INDEX, GROUPS)
+    first = tile_first_row(begin, tiles, rows, M)
     phase = 0
     if not POOLED:
-        request_rows(given.dy_desc, first, dy_tile, dy_ready, first < rows)
+        request_rows(args.dy_desc, first, dy_tile, dy_ready, first < rows)
     for tile in range(begin, tiles, step):
-        first = first_row(tile, tiles, rows, M)
+        first = tile_first_row(tile, tiles, rows, M)
         real_M = m < rows - first
-        keys_M = load_keys(given.keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        unit_MD = load_rows(given.unit_ptr, first, real_M, D, D, num_warps)
-        rstd_M = gl.load(given.rstd_ptr + first + m, mask=real_M, other=0.0)
+        keys_M = load_keys(args.keys_ptr, first, real_M, D, DROPOUT, num_warps)
+        unit_MD = load_rows(args.unit_ptr, first, real_M, D, D, num_warps)
+        rstd_M = gl.load(args.rstd_ptr + first + m, mask=real_M, other=0.0)
         if POOLED:
-            dy_tile.store(gradient_of_pooled(given.pooled, first, real_M, D, num_warps))
+            dy_tile.store(pooled_gradient(args.pooled, first, real_M, D, num_warps))
         else:
             mbarrier.wait(dy_ready, phase)
-        ddown_MD = kept(dy_tile.load(layout).to(half), keys_M, given.site + 2, 0, given.threshold, DROPOUT, num_warps)
-        store_rows(given.ddown_ptr, ddown_MD, first, real_M, D, num_warps)
+        ddown_MD = drop_features(
+            dy_tile.load(layout).to(half), keys_M, args.site + 2, 0, args.threshold, DROPOUT, num_warps
+        )
+        store_rows(args.ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
         dunit_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
-            bias_C = of_features(given.up_bias.index(i), num_warps)
-            u_MC = multiply(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
-            below_MC = below(u_MC)
-            h_MC = (u_MC * below_MC).to(half)
-            h_MC = kept(h_MC, keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
-            du_MC = multiply(ddown_MD, weights.down.index(i), num_warps) * (below_MC + u_MC * density(u_MC))
-            du_MC = kept(du_MC.to(half), keys_M, given.site + 1, i * C, given.threshold, DROPOUT, num_warps)
-            store_rows(given.h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
-            store_rows(given.du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
-            dunit_MD = warpgroup_mma(operand(du_MC, sums), weights.up.index(i), dunit_MD)
+            bias_C = broadcast_bias(args.up_bias.index(i), num_warps)
+            u_MC = multiply_weight(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
+            cdf_MC = normal_cdf(u_MC)
+            h_MC = (u_MC * cdf_MC).to(half)
+            h_MC = drop_features(h_MC, keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
+            du_MC = multiply_weight(ddown_MD, weights.down.index(i), num_warps) * (cdf_MC + u_MC * normal_pdf(u_MC))
+            du_MC = drop_features(du_MC.to(half), keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
+            store_rows(args.h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
+            store_rows(args.du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
+            dunit_MD = warpgroup_mma(as_operand(du_MC, sums), weights.up.index(i), dunit_MD)
 
-        dz_MD = normalise_backward(from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
+        dz_MD = normalise_backward(rows_from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
         # or a compiler would keep what is read first: registers are for others
         if POOLED:
             barrier()
@@ -254,12 +258,12 @@ def backward_rows(
         dz_MD += dy_tile.load(layout)
         if not POOLED:
             barrier()
-            following = first_row(tile + step, tiles, rows, M)
-            request_rows(given.dy_desc, following, dy_tile, dy_ready, following < rows)
-        store_rows(given.dx_ptr, dz_MD, first, real_M, D, num_warps)
-        dout_MD = kept(dz_MD.to(half), keys_M, given.site, 0, given.threshold, DROPOUT, num_warps)
-        store_rows(given.dout_ptr, dout_MD, first, real_M, D, num_warps)
-        store_rows(given.do_ptr, multiply(dout_MD, weights.out, num_warps).to(half), first, real_M, D, num_warps)
+            following = tile_first_row(tile + step, tiles, rows, M)
+            request_rows(args.dy_desc, following, dy_tile, dy_ready, following < rows)
+        store_rows(args.dx_ptr, dz_MD, first, real_M, D, num_warps)
+        dout_MD = drop_features(dz_MD.to(half), keys_M, args.site, 0, args.threshold, DROPOUT, num_warps)
+        store_rows(args.dout_ptr, dout_MD, first, real_M, D, num_warps)
+        store_rows(args.do_ptr, multiply_weight(dout_MD, weights.out, num_warps).to(half), first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
@@ -278,18 +282,21 @@ def feed_forward_backward_kernel(
     dy_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, M, D], tile_layout)
     ready = allocate_barriers(GROUPS)
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
-    weights = load_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
-    given = Backward(
-        dy_desc=dy_desc, pooled=Pooled(dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr), unit_ptr=unit_ptr,
+    weights = load_feed_forward_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
+    args = FeedForwardBackwardArguments(
+        dy_desc=dy_desc, pooled=PooledArguments(dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr), unit_ptr=unit_ptr,
         rstd_ptr=rstd_ptr, keys_ptr=keys_ptr, weights=weights, up_bias=up_bias, dx_ptr=dx_ptr, do_ptr=do_ptr,
         dout_ptr=dout_ptr, du_ptr=du_ptr, h_ptr=h_ptr, ddown_ptr=ddown_ptr, dy_tiles=dy_tiles, ready=ready,
         rows=rows, site=site, threshold=threshold,
     )  # fmt: skip
     if GROUPS == 1:
-        backward_rows(given, DROPOUT, POOLED, 0, GROUPS, num_warps)
+        feed_forward_backward_tiles(args, DROPOUT, POOLED, 0, GROUPS, num_warps)
     else:
         gl.warp_specialize(
-            [(backward_rows, (given, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps)) for i in (0, 1)],
+            [
+                (feed_forward_backward_tiles, (args, DROPOUT, POOLED, gl.constexpr(i), GROUPS, num_warps))
+                for i in (0, 1)
+            ],
             [num_warps], [256],
         )  # fmt: skip
     invalidate_barriers(ready)

@@ -8,33 +8,38 @@ from torch import Tensor, nn
 from lra.kernels import device
 from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.layers import layer_ops
-from lra.kernels.layers.layer_ops import FeedForward, PooledFeedForward, Project
+from lra.kernels.layers.layer_ops import FeedForwardFunction, PooledFeedForwardFunction, ProjectFunction
 
-WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
-ROTATED = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
-WEIGHTS = 96 * 1024  # elements of the weights around a feed-forward that shared memory holds
+MODEL_WIDTHS = (64, 128)  # of the model: a row of it is in registers whole
+ROTARY_HEAD_DIMS = (32, 64)  # dimensions of heads that rotary positions turn: both halves of a pair are in one thread
+MAX_WEIGHT_ELEMENTS = 96 * 1024  # elements of the weights around a feed-forward that shared memory holds
 
 
-def takes_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -> bool:
+def supports_projection(x: Tensor, qkv: nn.Linear, head_dim: int, rotary: object) -> bool:
     """Whether `project` computes this."""
-    rotates = rotary is None or head_dim in ROTATED
-    return qkv.out_features == 3 * qkv.in_features and rotates and _takes(x, product_dtype(x), qkv.in_features)
+    rotates = rotary is None or head_dim in ROTARY_HEAD_DIMS
+    return qkv.out_features == 3 * qkv.in_features and rotates and _supports(x, product_dtype(x), qkv.in_features)
 
 
-def takes_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) -> bool:
+def supports_feed_forward(o: Tensor, x: Tensor, up: nn.Linear, threshold: int = 0) -> bool:
     """Whether `feed_forward` and `pooled_feed_forward` compute this."""
     d, f = up.in_features, up.out_features
-    return f % d == 0 and d * (d + 2 * f) <= WEIGHTS and threshold <= MAX_DROP_THRESHOLD and _takes(x, o.dtype, d)
+    return (
+        f % d == 0
+        and d * (d + 2 * f) <= MAX_WEIGHT_ELEMENTS
+        and threshold <= MAX_DROP_THRESHOLD
+        and _supports(x, o.dtype, d)
+    )
 
 
-def takes_table(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
+def supports_table_gradient(dy: Tensor, half: torch.dtype, threshold: int = 0) -> bool:
     """Whether `table_gradient` computes this."""
-    return threshold <= MAX_DROP_THRESHOLD and _takes(dy, half, dy.shape[1])
+    return threshold <= MAX_DROP_THRESHOLD and _supports(dy, half, dy.shape[1])
 
 
-def takes_embedding(table: Tensor, threshold: int = 0) -> bool:
+def supports_embedding(table: Tensor, threshold: int = 0) -> bool:
     """Whether `embed` computes this."""
-    return threshold <= MAX_DROP_THRESHOLD and _takes(table, None, table.shape[1])
+    return threshold <= MAX_DROP_THRESHOLD and _supports(table, None, table.shape[1])
 
 
 def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) -> str | None:
@@ -42,14 +47,14 @@ def layer_obstacle(width: int, rows: torch.dtype, products: torch.dtype | None) 
 
     Without products there is only a look-up.
     """
-    if width not in WIDTHS:
-        return f"the kernels have rows of {' or '.join(map(str, WIDTHS))} features"
+    if width not in MODEL_WIDTHS:
+        return f"the kernels have rows of {' or '.join(map(str, MODEL_WIDTHS))} features"
     if rows != torch.float32:
         return "the kernels take a residual in float32"
     return None if products in (torch.float16, torch.bfloat16, None) else "the kernels multiply in 16 bits"
 
 
-def _takes(x: Tensor, products: torch.dtype | None, width: int) -> bool:
+def _supports(x: Tensor, products: torch.dtype | None, width: int) -> bool:
     return x.is_cuda and layer_obstacle(width, x.dtype, products) is None and on_hopper()
 
 
@@ -65,7 +70,7 @@ def on_hopper() -> bool:
     return device.hopper_refusal(device.compute_capability()) is None
 
 
-def _parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
+def _list_parameters(*modules: nn.Linear | nn.LayerNorm) -> list[Tensor]:
     return [each for module in modules for each in (module.weight, module.bias)]
 
 
@@ -80,8 +85,8 @@ def project(
         rotary: cosines and sines, `[T, D // 2]`, by which q and k are turned.
     """
     cos, sin = rotary or (None, None)
-    layers = _parameters(norm, qkv)
-    x, *parts = Project.apply(x.contiguous(), *layers, cos, sin, norm.eps, product_dtype(x))  # type: ignore[misc]
+    layers = _list_parameters(norm, qkv)
+    x, *parts = ProjectFunction.apply(x.contiguous(), *layers, cos, sin, norm.eps, product_dtype(x))  # type: ignore[misc]
     q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     return x, q, k, v
 
@@ -109,8 +114,8 @@ def feed_forward(
             to `site` + 2 here.
     """
     dropout = (1.0 if keys is None else scale), threshold, keys, site
-    layers = _parameters(out, norm, up, down)
-    return FeedForward.apply(o.contiguous(), x.contiguous(), norm.eps, *dropout, *layers)  # type: ignore[no-any-return]
+    layers = _list_parameters(out, norm, up, down)
+    return FeedForwardFunction.apply(o.contiguous(), x.contiguous(), norm.eps, *dropout, *layers)  # type: ignore[no-any-return]
 
 
 def pooled_feed_forward(
@@ -140,8 +145,10 @@ def pooled_feed_forward(
         padded_length: rows that each owns at least; 0 where sequences lie end to end.
     """
     dropout = (1.0 if keys is None else scale), threshold, keys, site
-    sequences, layers = (start, length, padded_length), _parameters(out, norm, up, down)
-    total = PooledFeedForward.apply(o.contiguous(), x.contiguous(), *sequences, norm.eps, final.eps, *dropout, *layers)
+    sequences, layers = (start, length, padded_length), _list_parameters(out, norm, up, down)
+    total = PooledFeedForwardFunction.apply(
+        o.contiguous(), x.contiguous(), *sequences, norm.eps, final.eps, *dropout, *layers
+    )
     mean = total / length.clamp(min=1)[:, None] * final.weight + final.bias  # type: ignore[operator]
     return mean.where(length[:, None] > 0, 0)
 

@@ -14,27 +14,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lra.kernels.device import count_multiprocessors
 from lra.kernels.hopper import GLUON_DTYPES, make_descriptor
 from lra.kernels.layers import embedding, feed_forward, pooling, projection, weights
-from lra.kernels.layers.reference import Kept
+from lra.kernels.layers.reference import SavedForBackward
 
-SUMMING = {64: (132, 128, 4), 128: (132, 128, 3)}  # by the model's width: programs that sum, rows at a time, stages
-ONES = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
-FOLDED, UNFOLDED = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
-SHARES, SUMMED = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
+SUM_SETTINGS = {
+    64: (132, 128, 4),
+    128: (132, 128, 3),
+}  # by the model's width: programs that sum, rows at a time, stages
+ONES_COLUMNS = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
+FOLD_ROWS, UNFOLD_ROWS = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
+POOL_SHARES, POOL_ELEMENTS = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
 # by the model's width: groups, residents, and registers of a thread, which several groups share as the kernel says
-FEED_FORWARD = {64: (1, 3, 168), 128: (2, 1, None)}
-GROUP = 4  # warps that take a tile of rows together
-SECOND, ALL = 0b010, 0b111  # which of three layers follow the norm
+FEED_FORWARD_SETTINGS = {64: (1, 3, 168), 128: (2, 1, None)}
+GROUP_WARPS = 4  # warps that take a tile of rows together
+NORM_BEFORE_SECOND, NORM_BEFORE_ALL = 0b010, 0b111  # which of three layers follow the norm
 
 
 def launch_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     y = torch.empty_like(x)
-    return y, *feed_forward_rows(o, x, *rest, y=y)
+    return y, *launch_feed_forward_rows(o, x, *rest, y=y)
 
 
 def launch_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *layers, start, length, padded_length, eps, final_eps, scale, threshold, keys, site = rest
     final, final_rstd = torch.empty_like(o), x.new_empty(len(x))
-    kept = feed_forward_rows(
+    kept = launch_feed_forward_rows(
         o, x, *layers, eps, scale, threshold, keys, site, y=final, final_rstd=final_rstd, final_eps=final_eps
     )
     return *launch_pool(final, start, length, padded_length), final, final_rstd, *kept
@@ -42,19 +45,19 @@ def launch_pooled_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor
 
 def launch_pool(x: Tensor, start: Tensor, length: Tensor, padded_length: int) -> tuple[Tensor, Tensor]:
     d, of_row = x.shape[1], start.new_empty(len(x))
-    sums = x.new_empty(SHARES, len(start), d, dtype=torch.float32)
+    sums = x.new_empty(POOL_SHARES, len(start), d, dtype=torch.float32)
     with torch.cuda.device_of(x):
         pooling.pool_kernel[sums.shape[:2]](
-            x, start, length, sums, of_row, padded_length, D=d, M=SUMMED // d, num_warps=4
+            x, start, length, sums, of_row, padded_length, D=d, M=POOL_ELEMENTS // d, num_warps=4
         )
     return sums.sum(0), of_row
 
 
-def feed_forward_rows(
+def launch_feed_forward_rows(
     o: Tensor, x: Tensor, out: Tensor, out_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor, up_bias: Tensor,
     down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
     *, y: Tensor, final_rstd: Tensor | None = None, final_eps: float = 0.0,
-) -> Kept:  # fmt: skip
+) -> SavedForBackward:  # fmt: skip
     """Fills in `y`. Where `final_rstd` is given, `y` is normalised, and `final_rstd` is filled in as well."""
     (rows, d), f = x.shape, len(up)
     unit, rstd = torch.empty_like(o), x.new_empty(rows)
@@ -62,30 +65,30 @@ def feed_forward_rows(
     scaled_out_bias, folded_bias, scaled_down_bias = (torch.empty_like(bias) for bias in (out_bias, up_bias, down_bias))
     fold_layers(
         (out, up, down), (out_bias, up_bias, down_bias), gain, shift, (half_out, half_up, half_down),
-        (scaled_out_bias, folded_bias, scaled_down_bias), scale=scale, normed=SECOND,
+        (scaled_out_bias, folded_bias, scaled_down_bias), scale=scale, normed=NORM_BEFORE_SECOND,
     )  # fmt: skip
-    groups, residents, registers = FEED_FORWARD[d]
+    groups, residents, registers = FEED_FORWARD_SETTINGS[d]
     with torch.cuda.device_of(x):
-        feed_forward.feed_forward_kernel[programs(x, residents)](
-            o, row_tiles(x), y, unit, rstd, keys, final_rstd, half_out, scaled_out_bias, half_up, folded_bias,
+        feed_forward.feed_forward_kernel[persistent_grid(x, residents)](
+            o, row_descriptor(x), y, unit, rstd, keys, final_rstd, half_out, scaled_out_bias, half_up, folded_bias,
             half_down, scaled_down_bias, rows, eps, final_eps, site, threshold,
             D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, POOLED=final_rstd is not None,
-            GROUPS=groups, num_warps=GROUP, maxnreg=registers,
+            GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
-    return Kept(unit, rstd, half_out, half_up, half_down, folded_bias)
+    return SavedForBackward(unit, rstd, half_out, half_up, half_down, folded_bias)
 
 
 def launch_feed_forward_backward(dy: Tensor, o: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return feed_forward_rows_backward(o, *rest, dy=row_tiles(dy))
+    return launch_feed_forward_rows_backward(o, *rest, dy=row_descriptor(dy))
 
 
 def launch_pooled_feed_forward_backward(
     dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    return feed_forward_rows_backward(o, *rest, dsums=dsums, of_row=of_row, final=final, final_rstd=final_rstd)
+    return launch_feed_forward_rows_backward(o, *rest, dsums=dsums, of_row=of_row, final=final, final_rstd=final_rstd)
 
 
-def feed_forward_rows_backward(
+def launch_feed_forward_rows_backward(
     o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor, folded_bias: Tensor,
     gain: Tensor, shift: Tensor, up: Tensor, scale: float, threshold: int, keys: Tensor | None, site: int,
     *, dy: TensorDescriptor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
@@ -95,19 +98,19 @@ def feed_forward_rows_backward(
     (rows, d), f = o.shape, len(up)
     dx, (do, dout, ddown) = rstd.new_empty(rows, d), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
-    groups, residents, registers = FEED_FORWARD[d]
+    groups, residents, registers = FEED_FORWARD_SETTINGS[d]
     with torch.cuda.device_of(o):
-        feed_forward.feed_forward_backward_kernel[programs(o, residents)](
+        feed_forward.feed_forward_backward_kernel[persistent_grid(o, residents)](
             dy, dsums, of_row, final, final_rstd, unit, rstd, keys, half_out, half_up, folded_bias, half_down,
             dx, do, dout, du, h, ddown, rows, site, threshold,
             D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
-            GROUPS=groups, num_warps=GROUP, maxnreg=registers,
+            GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
     shapes = (half_out, half_up, half_down)
     gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
     biases = [rstd.new_empty(len(half)) for half in shapes]
     pairs = (dout, o), (du, unit), (ddown, h)
-    dnorm = sum_gradients(pairs, (up, up, up), gain, shift, gradients, biases, scale=scale, normed=SECOND)
+    dnorm = sum_gradients(pairs, (up, up, up), gain, shift, gradients, biases, scale=scale, normed=NORM_BEFORE_SECOND)
     return do, dx, *gradients, *biases, dnorm
 
 
@@ -120,13 +123,20 @@ def launch_project(
     rstd = x.new_empty(rows)
     half_weight, folded_bias = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
     fold_layers(
-        weight.chunk(3), bias.chunk(3), gain, shift, half_weight.chunk(3), folded_bias.chunk(3), scale=1.0, normed=ALL
+        weight.chunk(3),
+        bias.chunk(3),
+        gain,
+        shift,
+        half_weight.chunk(3),
+        folded_bias.chunk(3),
+        scale=1.0,
+        normed=NORM_BEFORE_ALL,
     )
     groups, residents, registers = (1, 4, 128) if d == 64 else (4, 1, None)
     with torch.cuda.device_of(x):
-        projection.project_kernel[programs(x, residents)](
-            row_tiles(x), q, k, v, unit, rstd, half_weight, folded_bias, cos, sin, rows, eps,
-            D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
+        projection.project_kernel[persistent_grid(x, residents)](
+            row_descriptor(x), q, k, v, unit, rstd, half_weight, folded_bias, cos, sin, rows, eps,
+            D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
     return q, k, v, unit, rstd, half_weight
 
@@ -140,13 +150,16 @@ def launch_project_backward(
     back_q, back_k = (dq, dk) if cos is None else (torch.empty_like(dq), torch.empty_like(dk))
     groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
     with torch.cuda.device_of(dy):
-        projection.project_backward_kernel[programs(dy, residents)](
-            row_tiles(dq), row_tiles(dk), row_tiles(dv), dy, unit, rstd, half_weight, cos, sin, dx, back_q, back_k,
-            rows, D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP, maxnreg=registers,
+        projection.project_backward_kernel[persistent_grid(dy, residents)](
+            row_descriptor(dq), row_descriptor(dk), row_descriptor(dv), dy, unit, rstd, half_weight, cos, sin,
+            dx, back_q, back_k, rows,
+            D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
     pairs = (back_q, unit), (back_k, unit), (dv, unit)
-    dnorm = sum_gradients(pairs, weight.chunk(3), gain, shift, dweight.chunk(3), dbias.chunk(3), scale=1.0, normed=ALL)
+    dnorm = sum_gradients(
+        pairs, weight.chunk(3), gain, shift, dweight.chunk(3), dbias.chunk(3), scale=1.0, normed=NORM_BEFORE_ALL
+    )
     return dx, dweight, dbias, dnorm
 
 
@@ -162,8 +175,18 @@ def fold_layers(
     """
     d = len(gain)
     with torch.cuda.device_of(gain):
-        weights.fold_kernel[(d // FOLDED, square_tiles(layers, d))](
-            *layers, *biases, gain, shift, *halves, *folded, scale, *sides(layers), SIDE=d, R=FOLDED, NORMED=normed
+        weights.fold_kernel[(d // FOLD_ROWS, count_square_tiles(layers, d))](
+            *layers,
+            *biases,
+            gain,
+            shift,
+            *halves,
+            *folded,
+            scale,
+            *flatten_shapes(layers),
+            SIDE=d,
+            R=FOLD_ROWS,
+            NORMED=normed,
         )
 
 
@@ -178,29 +201,29 @@ def sum_gradients(
         layers: the weights in fp32; only those of layers in `normed` are read.
         scale, normed: as in `fold_layers`.
     """
-    (rows, _), d, count = pairs[0][0].shape, len(gain), square_tiles(gradients, len(gain))
-    programs, together, stages = SUMMING[d]
-    shape, parts = sides(gradients), max(1, programs // count)
-    sums = gain.new_empty(parts, count, d, d + ONES)
-    norms = gain.new_empty(2, d, count * d // UNFOLDED)
+    (rows, _), d, count = pairs[0][0].shape, len(gain), count_square_tiles(gradients, len(gain))
+    programs, together, stages = SUM_SETTINGS[d]
+    shape, parts = flatten_shapes(gradients), max(1, programs // count)
+    sums = gain.new_empty(parts, count, d, d + ONES_COLUMNS)
+    norms = gain.new_empty(2, d, count * d // UNFOLD_ROWS)
     with torch.cuda.device_of(gain):
         weights.sum_kernel[(parts, count)](
-            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=together, ONES=ONES,
+            *(tensor for pair in pairs for tensor in pair), sums, rows, *shape, SIDE=d, M=together, ONES=ONES_COLUMNS,
             num_warps=d // 16, num_stages=stages,
         )  # fmt: skip
-        weights.unfold_kernel[(d // UNFOLDED, count)](
+        weights.unfold_kernel[(d // UNFOLD_ROWS, count)](
             sums, *layers, gain, shift, *gradients, *biases, norms, parts, scale, *shape,
-            SIDE=d, ONES=ONES, R=UNFOLDED, P=2048 // d, NORMED=normed,
+            SIDE=d, ONES=ONES_COLUMNS, R=UNFOLD_ROWS, P=2048 // d, NORMED=normed,
         )  # fmt: skip
     return norms.sum(2)
 
 
-def sides(layers: Sequence[Tensor]) -> list[int]:
+def flatten_shapes(layers: Sequence[Tensor]) -> list[int]:
     """N and K of each."""
     return [side for weight in layers for side in weight.shape]
 
 
-def square_tiles(layers: Sequence[Tensor], d: int) -> int:
+def count_square_tiles(layers: Sequence[Tensor], d: int) -> int:
     """How many tiles `[d, d]` their weights have together."""
     return sum(weight.numel() for weight in layers) // d**2
 
@@ -213,9 +236,9 @@ def launch_embed(
     x, places = vectors.new_empty(rows, d), 0 if of_places is None else len(of_places)
     if rows:
         with torch.cuda.device_of(x):
-            embedding.embed_kernel[(-(-rows // (16 * GROUP)),)](
+            embedding.embed_kernel[(-(-rows // (16 * GROUP_WARPS)),)](
                 vectors, ids, of_places, place, keys, x, rows, vocabulary, places, scale, site, threshold,
-                D=d, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP,
+                D=d, PLACES=places > 0, DROPOUT=keys is not None, num_warps=GROUP_WARPS,
             )  # fmt: skip
     return x
 
@@ -226,7 +249,7 @@ def launch_table_gradient(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (rows, d), sequences = dy.shape, 0 if start is None else len(start)
     v, warps, registers, residents = (64, 4, 168, 3) if vocabulary <= 64 else (256, 8, 255, 1)  # v: rows of a table
-    m, slices = 16 * warps, d // embedding.SIDE.value
+    m, slices = 16 * warps, d // embedding.FEATURE_SLICE.value
     tables, tiles_of_places = -(-vocabulary // v), -(-places // m)
     parts = max(1, count_multiprocessors(dy.device) * residents // (tables * slices))
     if tiles_of_places:
@@ -242,11 +265,11 @@ def launch_table_gradient(
     return sums.sum(0).flatten(0, 1)[:vocabulary], place_sums.sum(0)[:places]
 
 
-def row_tiles(x: Tensor) -> TensorDescriptor:
+def row_descriptor(x: Tensor) -> TensorDescriptor:
     """What TMA needs to know of x to copy tiles of a group's rows. It wants a row even where there is none to copy."""
-    return make_descriptor((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP)
+    return make_descriptor((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP_WARPS)
 
 
-def programs(x: Tensor, residents: int) -> tuple[int]:
+def persistent_grid(x: Tensor, residents: int) -> tuple[int]:
     """As many as run at once, `residents` on each multiprocessor: each takes one tile of rows after another."""
     return (count_multiprocessors(x.device) * residents,)

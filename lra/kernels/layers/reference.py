@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SITES = 0x3C6EF372  # how far apart the sites in the model are for `draw`: even, and otherwise arbitrary
+SITE_STRIDE = (
+    0x3C6EF372  # how far apart the sites in the model are for `draw_feature_words`: even, and otherwise arbitrary
+)
 
 
-class Layers(NamedTuple):
+class LayerParameters(NamedTuple):
     """Parameters of the layers after attention, in fp32: `out`, the norm, `up` and `down` with F hidden features."""
 
     out: Tensor  # [D, D]
@@ -29,7 +31,7 @@ class Layers(NamedTuple):
     down_bias: Tensor
 
 
-class Kept(NamedTuple):
+class SavedForBackward(NamedTuple):
     """What the forward of these layers keeps for the backward. Weights have 16 bits and dropout's scale in them."""
 
     unit: Tensor  # [T, D]: the normalised rows
@@ -41,7 +43,7 @@ class Kept(NamedTuple):
 
 
 # What the backward of these layers returns; dnorm, `[2, D]`, is of gain and shift.
-Gradients = namedtuple("Gradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
+LayerGradients = namedtuple("Gradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
 
 
 def feed_forward(
@@ -53,10 +55,10 @@ def feed_forward(
         (w * by).to(half) for w, by in ((out, scale), (up, gain), (down, scale**2))
     ]
     folded = up_bias + (up * shift).sum(1)
-    z = x + kept(F.linear(o.to(wide), half_out.to(wide), out_bias * scale), keys, site, threshold)
+    z = x + drop_features(F.linear(o.to(wide), half_out.to(wide), out_bias * scale), keys, site, threshold)
     unit, rstd = normalise(z, eps, half)
-    h = kept(F.gelu(F.linear(unit.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
-    down_h = kept(F.linear(h.to(wide), half_down.to(wide), down_bias * scale), keys, site + 2, threshold)
+    h = drop_features(F.gelu(F.linear(unit.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
+    down_h = drop_features(F.linear(h.to(wide), half_down.to(wide), down_bias * scale), keys, site + 2, threshold)
     return z + down_h, unit, rstd, *halves, folded
 
 
@@ -66,18 +68,18 @@ def feed_forward_backward(
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, dy.dtype
-    ddown = kept(dy, keys, site + 2, threshold).to(half)
+    ddown = drop_features(dy, keys, site + 2, threshold).to(half)
     u = F.linear(unit.to(wide), half_up.to(wide), folded_bias)
-    below, density = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
-    h = kept(u * below, keys, site + 1, threshold).to(half)
-    dh = kept(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)
-    du = (dh * (below + u * density)).to(half)
+    cdf, pdf = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
+    h = drop_features(u * cdf, keys, site + 1, threshold).to(half)
+    dh = drop_features(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)
+    du = (dh * (cdf + u * pdf)).to(half)
     dx = dy + normalise_backward(du.to(wide) @ half_up.to(wide), unit, rstd)
-    dout = kept(dx, keys, site, threshold).to(half)
+    dout = drop_features(dx, keys, site, threshold).to(half)
     do = (dout.to(wide) @ half_out.to(wide)).to(half)
     by_out, by_unit, by_h = (a.to(wide).T @ b.to(wide) for a, b in ((dout, o), (du, unit), (ddown, h)))
     dout_bias, dup_bias, ddown_bias = (each.to(wide).sum(0) for each in (dout, du, ddown))
-    dup, dnorm = through_norm(by_unit, dup_bias, up, gain, shift)
+    dup, dnorm = norm_gradients(by_unit, dup_bias, up, gain, shift)
     weights = scale * by_out, dup, scale**2 * by_h
     return do, dx, *weights, scale * dout_bias, dup_bias, scale * ddown_bias, dnorm
 
@@ -91,10 +93,10 @@ def pooled_feed_forward(
     layers = (out, out_bias, gain, shift, up, up_bias, down, down_bias)
     y, *kept = feed_forward(o, x, *layers, eps, scale, threshold, keys, site)
     final, final_rstd = normalise(y, final_eps, o.dtype)
-    return *pool(final, start, length, x.dtype), final, final_rstd, *kept
+    return *pool_rows(final, start, length, x.dtype), final, final_rstd, *kept
 
 
-def pool(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def pool_rows(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """(For each sequence the sum of its rows, each row's sequence, -1 past its length)."""
     of_row, sums = start.new_full((len(x),), -1), x.new_zeros(len(start), x.shape[1], dtype=wide)
     for b, rows in enumerate(_rows(start, length)):
@@ -116,7 +118,7 @@ def project(
     half_weight = (weight * gain).to(half)
     unit, rstd = normalise(x, eps, half)
     parts = F.linear(unit.to(x.dtype), half_weight.to(x.dtype), bias + (weight * shift).sum(1)).chunk(3, 1)
-    q, k, v = (turn(part, cos, sin) if i < 2 else part for i, part in enumerate(parts))
+    q, k, v = (apply_rotary(part, cos, sin) if i < 2 else part for i, part in enumerate(parts))
     q, k, v = (part.to(half).clone(memory_format=torch.contiguous_format) for part in (q, k, v))
     return q, k, v, unit, rstd, half_weight
 
@@ -127,15 +129,17 @@ def project_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = dy.dtype
     if cos is not None and sin is not None:
-        dq, dk = (turn(part.to(wide), cos, -sin).to(part.dtype) for part in (dq, dk))
+        dq, dk = (apply_rotary(part.to(wide), cos, -sin).to(part.dtype) for part in (dq, dk))
     dqkv = torch.cat((dq, dk, dv), 1).to(wide)
     dx = dy + normalise_backward(dqkv @ half_weight.to(wide), unit, rstd)
     dbias = dqkv.sum(0)
-    dweight, dnorm = through_norm(dqkv.T @ unit.to(wide), dbias, weight, gain, shift)
+    dweight, dnorm = norm_gradients(dqkv.T @ unit.to(wide), dbias, weight, gain, shift)
     return dx, dweight, dbias, dnorm
 
 
-def through_norm(by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def norm_gradients(
+    by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of a layer's weight and of the norm before it, gain and shift, from that of unit for its input."""
     dnorm = torch.stack(((weight * by_unit).sum(0), (weight * dbias[:, None]).sum(0)))
     return by_unit * gain + dbias[:, None] * shift, dnorm
@@ -148,7 +152,7 @@ def embed(
     x = F.embedding(ids, table)
     if of_places is not None and place is not None:
         x = x + F.embedding(place, of_places)
-    return kept(x * scale, keys, site, threshold)
+    return drop_features(x * scale, keys, site, threshold)
 
 
 def table_gradient(
@@ -156,7 +160,7 @@ def table_gradient(
     places: int, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(Of each id the sum of the rows of dy that dropout keeps, rounded; of each place of a sequence, not rounded)."""
-    dy = kept(dy, keys, site, threshold)
+    dy = drop_features(dy, keys, site, threshold)
     one_hot = (ids[:, None] == torch.arange(vocabulary, device=ids.device)).to(dy.dtype)
     of_places = dy.new_zeros(places, dy.shape[1])
     for rows in () if start is None or length is None else _rows(start, length):
@@ -181,7 +185,7 @@ def normalise_backward(dunit: Tensor, unit: Tensor, rstd: Tensor) -> Tensor:
     return (dunit - dunit.mean(1, keepdim=True) - unit * along) * rstd[:, None]
 
 
-def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """Each pair `(x[p], x[p + P])` of each head by its angle, `[T, P]`, as `lra.models.positions.rotate`."""
     if cos is None or sin is None:
         return x
@@ -190,7 +194,7 @@ def turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), 2).flatten(1)
 
 
-def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
+def drop_features(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
     """`x`, `[T, D]`, with zeros where dropout drops: a function of the row's key, the site in the model and feature.
 
     Four neighbouring features share a word. Of each pair the first has the lower half, and that, rotated by one bit,
@@ -200,23 +204,23 @@ def kept(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
     if keys is None or not threshold:
         return x
     feature = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    half = draw(keys, site, feature >> 2) >> 16 * (feature & 1) & 0xFFFF
+    half = draw_feature_words(keys, site, feature >> 2) >> 16 * (feature & 1) & 0xFFFF
     byte = (half << 1 | half >> 15) >> 8 * (feature >> 1 & 1) & 0xFF
     return torch.where(byte >= threshold, x, 0.0)
 
 
-def draw(keys: Tensor, site: int, column: Tensor) -> Tensor:
+def draw_feature_words(keys: Tensor, site: int, column: Tensor) -> Tensor:
     """Random words, int32 `[T, columns]`: a hash of the row's key plus a multiple of that key with its halves swapped.
 
     How many times, the place says: site and column. Were places the same distance apart in all rows, a row would have
     words of another some columns on. An even multiple loses nothing of what it is added to.
     `benchmarks/studies/randomness` puts the words to the tests of TestU01.
     """
-    place = (site * SITES + (1 << 31)) % (1 << 32) - (1 << 31) + 2 * column  # as int32 wraps
-    return mix(keys[:, None] + (keys << 16 | _shift(keys, 16))[:, None] * place)
+    place = (site * SITE_STRIDE + (1 << 31)) % (1 << 32) - (1 << 31) + 2 * column  # as int32 wraps
+    return mix_bits(keys[:, None] + (keys << 16 | _shift(keys, 16))[:, None] * place)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A bijection of int32 whose every output bit depends on every input bit: xor-shifts and odd factors that wrap."""
     x = (x ^ _shift(x, 16)) * 0x7FEB352D
     x = (x ^ _shift(x, 15)) * -0x7B935975  # 0x846CA68B

@@ -21,12 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from lra.kernels.hopper import barrier, drop_forward, load_tile_async, product_layout, threshold_words
 from lra.kernels.layers import reference
 
-SITES = gl.constexpr(reference.SITES)
+SITE_STRIDE = gl.constexpr(reference.SITE_STRIDE)
 
 
 @gluon.jit
-def mix(x):
-    """`reference.mix` of uint32."""
+def mix_bits(x):
+    """`reference.mix_bits` of uint32."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -56,7 +56,7 @@ def memory_layout(n, num_warps, dtype):
 
 
 @gluon.jit
-def renamed(i):
+def product_feature(i):
     """The feature that products know as number `i`."""
     return i // 32 * 32 + i % 8 // 2 * 8 + i // 8 % 4 * 2 + i % 2
 
@@ -67,22 +67,22 @@ def load_weight(buffer, pointer, row_stride, num_warps: gl.constexpr):
     R: gl.constexpr = buffer.shape[0]
     C: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [num_warps, 1], [1, 0])
-    r, c = renamed(gl.arange(0, R, gl.SliceLayout(1, layout))), gl.arange(0, C, gl.SliceLayout(0, layout))
+    r, c = product_feature(gl.arange(0, R, gl.SliceLayout(1, layout))), gl.arange(0, C, gl.SliceLayout(0, layout))
     values = gl.load(pointer + r[:, None] * row_stride + c[None, :])
     buffer.store(values.reshape(R, C // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(R, C))  # 16 bytes are loaded whole
 
 
 @gluon.jit
-def multiply(x_MK, weight_KN, num_warps: gl.constexpr):
+def multiply_weight(x_MK, weight_KN, num_warps: gl.constexpr):
     """Rows of 16 bits times a weight in shared memory, fp32 `[M, N]`."""
     N: gl.constexpr = weight_KN.shape[1]
     layout: gl.constexpr = product_layout(N, num_warps)
     nothing = gl.zeros([16 * num_warps, N], gl.float32, layout)
-    return from_product(warpgroup_mma(operand(x_MK, layout), weight_KN, nothing, use_acc=False), num_warps)
+    return rows_from_product(warpgroup_mma(as_operand(x_MK, layout), weight_KN, nothing, use_acc=False), num_warps)
 
 
 @gluon.jit
-def operand(x_MK, product: gl.constexpr):
+def as_operand(x_MK, product: gl.constexpr):
     """Rows of 16 bits as the left operand of a product with this layout."""
     M: gl.constexpr = x_MK.shape[0]
     K: gl.constexpr = x_MK.shape[1]
@@ -91,7 +91,7 @@ def operand(x_MK, product: gl.constexpr):
 
 
 @gluon.jit
-def from_product(x_MN, num_warps: gl.constexpr):
+def rows_from_product(x_MN, num_warps: gl.constexpr):
     """An accumulator as rows."""
     M: gl.constexpr = x_MN.shape[0]
     N: gl.constexpr = x_MN.shape[1]
@@ -110,26 +110,28 @@ def load_bias(pointer, CHUNKS: gl.constexpr, C: gl.constexpr, num_warps: gl.cons
 
 
 @gluon.jit
-def of_features(bias, num_warps: gl.constexpr):
+def broadcast_bias(bias, num_warps: gl.constexpr):
     """A bias in shared memory, to be added to rows."""
     return bias.load(gl.SliceLayout(0, row_layout(bias.shape[0], num_warps)))[None, :]
 
 
 @gluon.jit
-def kept(
+def drop_features(
     x_MN, keys_M, site, first, threshold, DROPOUT: gl.constexpr, num_warps: gl.constexpr, TOGETHER: gl.constexpr = 8
 ):
-    """`reference.kept` of a tile of the features from `first` on, a multiple of 4: with the words of its `draw`."""
+    """`reference.drop_features` of a tile whose features begin at `first`, a multiple of 4."""
     if DROPOUT:
         N: gl.constexpr = x_MN.shape[1]
         layout: gl.constexpr = word_layout(N, num_warps, TOGETHER)
         keys_M = gl.convert_layout(keys_M, gl.SliceLayout(1, layout), assert_trivial=True)
-        place = (site * SITES + first // 2 + 2 * gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
+        place = (site * SITE_STRIDE + first // 2 + 2 * gl.arange(0, N // 4, gl.SliceLayout(0, layout))).to(gl.uint32)
         swapped_M = keys_M << 16 | keys_M >> 16
-        words = mix(keys_M[:, None] + swapped_M[:, None] * place[None, :]).to(gl.int32, bitcast=True)
+        words = mix_bits(keys_M[:, None] + swapped_M[:, None] * place[None, :]).to(gl.int32, bitcast=True)
         words = gl.join(words, words)
         words = gl.join(words, words).reshape(x_MN.shape[0], N)
-        x_MN = keep(x_MN, gl.convert_layout(words, row_layout(N, num_warps, TOGETHER), assert_trivial=True), threshold)
+        x_MN = zero_dropped(
+            x_MN, gl.convert_layout(words, row_layout(N, num_warps, TOGETHER), assert_trivial=True), threshold
+        )
     return x_MN
 
 
@@ -144,8 +146,8 @@ abs.f16x2 x, $8;  setp.geu.f16x2 p|q, x, $12;  selp.f32 $2, $6, 0f00000000, p;  
 
 
 @gluon.jit
-def keep(x, words, threshold):
-    """Zeros where an element's byte of its word is below the threshold, which is at most `problem.MOST_DROPPED`."""
+def zero_dropped(x, words, threshold):
+    """Zeros where an element's byte of its word is below the threshold, at most `dropout.MAX_DROP_THRESHOLD`."""
     if x.dtype == gl.float32:
         x = gl.inline_asm_elementwise(
             DROP_WIDE, "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r,r,r", [x, words, threshold_words(threshold)],
@@ -191,7 +193,7 @@ def tile_offset(N: gl.constexpr, stride: gl.constexpr, layout: gl.constexpr, num
 
 
 @gluon.jit
-def load_from(
+def load_in_layout(
     pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr
 ):
     """As `load_rows`, in this layout."""
@@ -203,7 +205,9 @@ def load_from(
 def load_rows(pointer, first, real_M, N: gl.constexpr, stride: gl.constexpr, num_warps: gl.constexpr):
     """N features of the rows from `first` on, `stride` elements apart; zeros where they are not real."""
     layout: gl.constexpr = memory_layout(N, num_warps, pointer.dtype.element_ty)
-    return gl.convert_layout(load_from(pointer, first, real_M, N, stride, layout, num_warps), row_layout(N, num_warps))
+    return gl.convert_layout(
+        load_in_layout(pointer, first, real_M, N, stride, layout, num_warps), row_layout(N, num_warps)
+    )
 
 
 @gluon.jit
@@ -216,13 +220,13 @@ def store_rows(pointer, x_MN, first, real_M, stride: gl.constexpr, num_warps: gl
 
 
 @gluon.jit
-def own_tiles(rows, M: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr):
+def group_tiles(rows, M: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constexpr):
     """Which tiles of M rows a group has: (first, number of all, one in how many)."""
     return gl.program_id(0) * GROUPS + INDEX, gl.cdiv(rows, M), gl.num_programs(0) * GROUPS
 
 
 @gluon.jit
-def first_row(tile, tiles, rows, M: gl.constexpr):
+def tile_first_row(tile, tiles, rows, M: gl.constexpr):
     """Where a tile begins; at `rows` if there is none of this number. The last one is number 0.
 
     Where the pass before went up, as attention does, its last rows are in the L2 cache, and are read from there.
@@ -239,7 +243,7 @@ def request_rows(desc, first, buffer, ready, wanted):
 
 
 @gluon.jit
-def take_rows(desc, following, rows, buffer, ready, phase, num_warps: gl.constexpr):
+def receive_rows(desc, following, rows, buffer, ready, phase, num_warps: gl.constexpr):
     """The rows that were requested; those from `following` on are, if there are any."""
     mbarrier.wait(ready, phase)
     x_MN = buffer.load(row_layout(buffer.shape[1], num_warps))

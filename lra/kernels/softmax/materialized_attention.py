@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
-from lra.kernels.softmax.softmax_ops import heads_first, real_rows, rows_first, softmax_forward
+from lra.kernels.softmax.softmax_ops import real_row_mask, softmax_forward, to_heads_first, to_rows_first
 
 
 def softmax_attention(
@@ -44,7 +44,7 @@ def softmax_attention(
     Returns:
         A contiguous tensor of the shape and dtype of q.
     """
-    impl = resolve_impl(impl, q.device, other="torch")
+    impl = resolve_impl(impl, q.device, fallback="torch")
     check_inputs(q, k, v)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be [B, N, H, D], got {list(q.shape)}")
@@ -63,9 +63,9 @@ def softmax_attention(
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, dropout: float) -> Tensor:
     """The path for any device, `[B, N, H, D]`; the softmax is in fp32."""
     n = q.shape[1]
-    q_BHND, k_BHND, v_BHND = (heads_first(x, length, n) for x in (q, k, v))
+    q_BHND, k_BHND, v_BHND = (to_heads_first(x, length, n) for x in (q, k, v))
     s_BHNN = (q_BHND @ k_BHND.transpose(2, 3)).float() * scale
     # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
-    s_BHNN = s_BHNN.masked_fill(~real_rows(length, n)[:, None, None, :], torch.finfo(torch.float32).min)
+    s_BHNN = s_BHNN.masked_fill(~real_row_mask(length, n)[:, None, None, :], torch.finfo(torch.float32).min)
     p_BHNN = F.dropout(s_BHNN.softmax(-1), dropout)
-    return rows_first(p_BHNN.to(v.dtype) @ v_BHND, length, n)
+    return to_rows_first(p_BHNN.to(v.dtype) @ v_BHND, length, n)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lra.kernels.library import LIBRARY, define_operator, forbid_second_derivative, record_kernel
 
-PROBLEM = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
+SOFTMAX_SCHEMA = "Tensor length, float scale, int threshold, Tensor? seed, Tensor? index"
 
 
-class Attention(torch.autograd.Function):
+class SoftmaxFunction(torch.autograd.Function):
     """The derivative with respect to q, k and v of the result alone, not of P, and only the first."""
 
     @staticmethod
@@ -41,81 +41,81 @@ class Attention(torch.autograd.Function):
 
 
 # Triton is imported by the first call, so that a machine without it has the other path.
-def run_forward(
+def run_softmax_forward(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None,
     index: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from lra.kernels.softmax.softmax_kernels import launch_forward
+    from lra.kernels.softmax.softmax_kernels import launch_softmax_forward
 
     n = q.shape[1]
     record_kernel("forward", "softmax_forward")
     with torch.autocast(q.device.type, enabled=False):  # the result has the dtype of q
-        q, k, v = (heads_first(x, length, side(n)) for x in (q, k, v))
+        q, k, v = (to_heads_first(x, length, padded_side(n)) for x in (q, k, v))
         p = q @ k.transpose(2, 3)
-        dropped = launch_forward(p, length, scale, threshold, seed, index)
-        return rows_first(dropped @ v, length, n), p
+        dropped = launch_softmax_forward(p, length, scale, threshold, seed, index)
+        return to_rows_first(dropped @ v, length, n), p
 
 
-def run_backward(
+def run_softmax_backward(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, do: Tensor, length: Tensor, scale: float, threshold: int,
     seed: Tensor | None, index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from lra.kernels.softmax.softmax_kernels import launch_backward
+    from lra.kernels.softmax.softmax_kernels import launch_softmax_backward
 
     n = q.shape[1]
     record_kernel("backward", "softmax_backward")
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v, do = (heads_first(x, length, side(n)) for x in (q, k, v, do))
+        q, k, v, do = (to_heads_first(x, length, padded_side(n)) for x in (q, k, v, do))
         ds = do @ v.transpose(2, 3)
-        dropped = launch_backward(p, ds, length, scale, threshold, seed, index)
-        dv = rows_first(dropped.transpose(2, 3) @ do, length, n)
+        dropped = launch_softmax_backward(p, ds, length, scale, threshold, seed, index)
+        dv = to_rows_first(dropped.transpose(2, 3) @ do, length, n)
         del dropped
-        return rows_first(ds @ k, length, n), rows_first(ds.transpose(2, 3) @ q, length, n), dv
+        return to_rows_first(ds @ k, length, n), to_rows_first(ds.transpose(2, 3) @ q, length, n), dv
 
 
 # Shapes and dtypes of what the two return, all contiguous.
-def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    n = side(q.shape[1])
+def fake_softmax_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    n = padded_side(q.shape[1])
     return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], n, n)
 
 
-def fake_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def fake_softmax_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
-def side(n: int) -> int:
+def padded_side(n: int) -> int:
     """Rows and columns of the scores in memory: multiples of 16, so that any N has aligned rows and whole tiles."""
     return (n + 15) // 16 * 16
 
 
-def real_rows(length: Tensor, n: int) -> Tensor:
+def real_row_mask(length: Tensor, n: int) -> Tensor:
     """bool `[B, n]`."""
     return torch.arange(n, device=length.device) < length[:, None]
 
 
-def heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
+def to_heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
     """`[B, N, H, D]` to contiguous `[B, H, rows, D]`, zeros past each length whatever is there."""
     size, n, heads, d = x.shape
     padded = x.new_zeros(size, heads, rows, d)
-    padded[:, :, :n] = x.transpose(1, 2).where(real_rows(length, n)[:, None, :, None], 0)
+    padded[:, :, :n] = x.transpose(1, 2).where(real_row_mask(length, n)[:, None, :, None], 0)
     return padded
 
 
-def rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
+def to_rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
     """`[B, H, N or more, D]` to contiguous `[B, n, H, D]`, zeros past each length."""
-    return x[:, :, :n].transpose(1, 2).where(real_rows(length, n)[:, :, None, None], 0).contiguous()
+    return x[:, :, :n].transpose(1, 2).where(real_row_mask(length, n)[:, :, None, None], 0).contiguous()
 
 
 softmax_forward = define_operator(
     "softmax_forward",
-    f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor out, Tensor p)",
-    run_forward,
-    fake_forward,
+    f"(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}) -> (Tensor out, Tensor p)",
+    run_softmax_forward,
+    fake_softmax_forward,
 )
 softmax_backward = define_operator(
     "softmax_backward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor p, Tensor do, {PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    run_backward,
-    fake_backward,
+    f"(Tensor q, Tensor k, Tensor v, Tensor p, Tensor do, {SOFTMAX_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    run_softmax_backward,
+    fake_softmax_backward,
 )
-LIBRARY.impl("softmax_forward", Attention.apply, "Autograd")
+LIBRARY.impl("softmax_forward", SoftmaxFunction.apply, "Autograd")

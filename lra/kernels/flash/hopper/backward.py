@@ -28,23 +28,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
 from lra.kernels.device import count_multiprocessors
-from lra.kernels.flash.dispatch import Choice, contiguous_heads
+from lra.kernels.flash.dispatch import KernelChoice, has_contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
-from lra.kernels.flash.hopper.extreme_rows import finish
+from lra.kernels.flash.hopper.extreme_rows import finish_dq
 from lra.kernels.flash.hopper.tiles import (
     draw_backward,
     dropout_key,
-    dropped_score_gradient,
     load_statistics,
-    place_of,
-    score_gradient,
+    packed_dropped_score_gradient,
+    packed_score_gradient,
+    query_place,
+    query_shift,
     scored_keys,
     sequence_tile,
-    shift_of,
     spread_backward,
-    store_tile,
+    store_owned_tile,
     visit_list,
-    visited,
+    visited_tile,
 )
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E, is_extreme
@@ -63,11 +63,11 @@ from lra.kernels.hopper import (
     zero_tile_past,
 )
 
-FLAT_ROWS = 64
+PREPARED_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "total", "threshold"])
-def prepare_kernel(
+def prepare_backward_kernel(
     out_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, scale_log2, threshold,
     D: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def prepare_kernel(
 
     With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
     needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
-    weights come out as 0: `finish` adds what they contribute.
+    weights come out as 0: `finish_dq` adds what they contribute.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -98,9 +98,9 @@ def prepare_kernel(
 
 
 @gluon.jit
-def row_of(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, LONGEST: gl.constexpr):
+def visited_row(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, MAX_VISITS: gl.constexpr):
     """Where the tile begins that is visited as number `t`."""
-    return gl.where(t == 0, last, visited(list_ptr, place_of(t, n, shift), n, BLOCK_M, LONGEST))
+    return gl.where(t == 0, last, visited_tile(list_ptr, query_place(t, n, shift), n, BLOCK_M, MAX_VISITS))
 
 
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -108,7 +108,7 @@ def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_VISITS: gl.constexpr,
     DROPOUT: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(
@@ -116,8 +116,8 @@ def hopper_backward_kernel(
     )
     # loads that wait for one another no more than they must: before the return, which waits for the length
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
-    if LONGEST:
-        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, LONGEST, num_warps)
+    if MAX_VISITS:
+        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, MAX_VISITS, num_warps)
     if DROPOUT:
         seed = gl.load(seed_ptr)
         index = gl.load(index_ptr + b)
@@ -168,10 +168,10 @@ def hopper_backward_kernel(
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
         load_tile_async(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
         load_tile_async(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
-        last = visited(visits_ptr, n - 1, n, BLOCK_M, LONGEST)
-        shift = shift_of(first_column, n, max_length, BLOCK_N)
+        last = visited_tile(visits_ptr, n - 1, n, BLOCK_M, MAX_VISITS)
+        shift = query_shift(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
-            from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
+            from_row = start + visited_row(visits_ptr, i, n, last, shift, BLOCK_M, MAX_VISITS)
             mbarrier.expect(ready.index(i), BYTES, pred=i < n)
             load_tile_async(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
             load_tile_async(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
@@ -205,7 +205,7 @@ def hopper_backward_kernel(
         barrier()  # or one would be in the loop
         if LSE_AHEAD:
             lse_M = lse_smem.load(column_layout)[None, :]
-        first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
+        first_row, next_row = last, visited_row(visits_ptr, 1, n, last, shift, BLOCK_M, MAX_VISITS)
         for t in range(n):
             next_slot, next_phase = advance_slot(slot, phase, STAGES)
             if AHEAD:
@@ -226,7 +226,7 @@ def hopper_backward_kernel(
                 kept = drop_backward(p, spread_backward(drawn, scores), threshold)
             minus_delta_M = delta_smem.load(column_layout)[None, :] if DROPOUT else lse_M
             dp = warpgroup_mma_wait(0, deps=[dp])
-            ds = dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else score_gradient(p, dp)
+            ds = packed_dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else packed_score_gradient(p, dp)
             ds_smem.store(ds)  # before dV's product begins: the fence waits for it
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
@@ -241,7 +241,7 @@ def hopper_backward_kernel(
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
             refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
-            after_row = row_of(visits_ptr, t + 2, n, last, shift, BLOCK_M, LONGEST)
+            after_row = visited_row(visits_ptr, t + 2, n, last, shift, BLOCK_M, MAX_VISITS)
             refill_row = start + (next_row if STAGES == 2 else after_row)
             load_tile_async(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
             load_tile_async(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
@@ -271,27 +271,27 @@ def hopper_backward_kernel(
             first_row, next_row = next_row, after_row
         tma.store_wait(0)
 
-    store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
-    store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
+    store_owned_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
+    store_owned_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
     invalidate_barriers(k_ready)
     invalidate_barriers(ready)
 
 
 def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch_attention.launch_backward`. dQ is summed in fp32, in any order."""
+    """As `launch_attention.launch_flash_backward`. dQ is summed in fp32, in any order."""
     total, heads, head_dim = q.shape
-    if not contiguous_heads(do):  # such as the expanded gradient of a sum
+    if not has_contiguous_heads(do):  # such as the expanded gradient of a sum
         do = do.contiguous()
     dropout, overlap = problem.threshold > 0, device.overlap_options(q.device)
     stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
+    prepare_backward_kernel[(triton.cdiv(total * heads, PREPARED_ROWS),)](
         out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-        problem.threshold, D=head_dim, ROWS=FLAT_ROWS, OVERLAP=overlap["OVERLAP"],
+        problem.threshold, D=head_dim, ROWS=PREPARED_ROWS, OVERLAP=overlap["OVERLAP"],
     )  # fmt: skip
     rows, columns, warps, stages = choice.tile
     tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
@@ -305,14 +305,14 @@ def launch_hopper_backward(
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
         )  # fmt: skip
     else:
-        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
+        *visits, max_visits = problem.visits(rows, columns, q.device, by_key=True)
         hopper_backward_kernel[(tiles,)](
             make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns),
             make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
             problem.start, problem.length, problem.seed, problem.index, *visits,
             heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=dropout,
             num_warps=min(warps, columns // 16), **overlap,
             maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
         )  # fmt: skip
-    return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv
+    return finish_dq(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

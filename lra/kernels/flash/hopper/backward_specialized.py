@@ -28,11 +28,11 @@ from lra.kernels.flash.hopper.tiles import (
     Sequences,
     load_statistics,
     owned_tile,
-    place_of,
-    score_gradient,
+    packed_score_gradient,
+    query_place,
+    query_shift,
     scored_keys,
-    shift_of,
-    store_tile,
+    store_owned_tile,
 )
 from lra.kernels.hopper import (
     add_tile_async,
@@ -50,12 +50,12 @@ from lra.kernels.hopper import (
     zero_tile_past,
 )
 
-GROUP = gl.constexpr(4)  # warps
+GROUP_WARPS = gl.constexpr(4)  # warps
 HALVES = gl.constexpr(2)
 BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
 
 
-class Keys(NamedTuple):
+class KeyBuffers(NamedTuple):
     """Shared memory for tiles of K and V, and the barriers of each buffer."""
 
     k: Any  # [BUFFERS * HALVES, KEYS, D]
@@ -65,7 +65,7 @@ class Keys(NamedTuple):
     freed: Any  # completes when both halves, and the warps that add to dQ, have read it
 
 
-class Queries(NamedTuple):
+class QueryBuffers(NamedTuple):
     """Shared memory for tiles of Q and dO with two statistics of each row, and the barriers of each slot."""
 
     q: Any  # [STAGES, BLOCK_M, D]
@@ -77,7 +77,7 @@ class Queries(NamedTuple):
     freed: Any  # completes when both halves of the keys have read the slot
 
 
-class ScoreGradients(NamedTuple):
+class GradientBuffers(NamedTuple):
     """Shared memory for the gradients of scores, and the barriers of each buffer."""
 
     ds: Any  # [BUFFERS * HALVES, KEYS, BLOCK_M]
@@ -86,21 +86,21 @@ class ScoreGradients(NamedTuple):
 
 
 @gluon.jit
-def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
+def query_visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(how many tiles of queries a tile of keys visits, from which on): for `query_place`."""
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
-    return n, shift_of(first_column, n, max_length, BLOCK_N)
+    return n, query_shift(first_column, n, max_length, BLOCK_N)
 
 
 @gluon.jit
-def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
+def fetch_backward_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
     """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
     KEYS: gl.constexpr = keys.k.shape[1]
     BLOCK_N: gl.constexpr = HALVES * KEYS
     D: gl.constexpr = queries.q.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP_WARPS], [0])
     row = gl.arange(0, BLOCK_M, layout)
     slot, phase = 0, 1
     buffer, kv_phase = 0, 1
@@ -108,10 +108,10 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
     while tile < tiles:
         head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
         if first_column < owned:  # else it is empty
-            n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+            n, shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(keys.freed.index(buffer), kv_phase)
-            publish_tile(tile, keys.number.index(buffer), GROUP)
+            publish_tile(tile, keys.number.index(buffer), GROUP_WARPS)
             mbarrier.expect(keys.ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
             mbarrier.arrive(keys.ready.index(buffer), count=1, pred=n == 0)
             for half in gl.static_range(HALVES):
@@ -124,7 +124,7 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
                 )
             head_stats_ptr = stats_ptr + head.to(gl.int64) * total + start
             for t in range(n):
-                first_row = place_of(t, n, shift) * BLOCK_M
+                first_row = query_place(t, n, shift) * BLOCK_M
                 place = [start + first_row, column]
                 mbarrier.wait(queries.freed.index(slot), phase)
                 mbarrier.expect(queries.ready.index(slot), 2 * BLOCK_M * D * 2)
@@ -136,13 +136,13 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
                 if t == 0:  # the last tile of queries, which alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(queries.ready.index(slot), phase ^ 1)
-                        zero_tile_past(queries.q.index(slot), length - first_row, GROUP)
-                        zero_tile_past(queries.do.index(slot), length - first_row, GROUP)
+                        zero_tile_past(queries.q.index(slot), length - first_row, GROUP_WARPS)
+                        zero_tile_past(queries.do.index(slot), length - first_row, GROUP_WARPS)
                     if first_column + BLOCK_N > length:
                         mbarrier.wait(keys.ready.index(buffer), kv_phase ^ 1)
                         for half in gl.static_range(HALVES):
                             past = length - first_column - half * KEYS
-                            zero_tile_past(keys.k.index(HALVES * buffer + half), past, GROUP)
+                            zero_tile_past(keys.k.index(HALVES * buffer + half), past, GROUP_WARPS)
                 barrier()
                 mbarrier.arrive(queries.stats_ready.index(slot), count=1)
                 slot, phase = advance_slot(slot, phase, STAGES)
@@ -151,12 +151,12 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
             skip_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
         tile = claim_tile(taken_ptr)
     mbarrier.wait(keys.freed.index(buffer), kv_phase)
-    publish_tile(-1, keys.number.index(buffer), GROUP)
+    publish_tile(-1, keys.number.index(buffer), GROUP_WARPS)
     mbarrier.arrive(keys.ready.index(buffer), count=1)
 
 
 @gluon.jit
-def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
+def sum_key_gradients(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
     """dK and dV of one half of the keys, and the gradients of their scores."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
@@ -164,18 +164,18 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
     BLOCK_N: gl.constexpr = HALVES * KEYS
     D: gl.constexpr = queries.q.shape[2]
     dtype: gl.constexpr = keys.k.dtype
-    scores: gl.constexpr = product_layout(BLOCK_M, GROUP)  # [N, M]
-    sums: gl.constexpr = product_layout(D, GROUP)  # [N, D]
+    scores: gl.constexpr = product_layout(BLOCK_M, GROUP_WARPS)  # [N, M]
+    sums: gl.constexpr = product_layout(D, GROUP_WARPS)  # [N, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     while tile >= 0:
         head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
-        n, _shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+        n, _shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         first_column += HALF * KEYS
         partial, scored = first_column + KEYS > length, scored_keys(length)
         mbarrier.wait(queries.ready.index(slot), phase, pred=n > 0)
@@ -196,12 +196,12 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             minus_delta_M = queries.delta.index(slot).load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = score_gradient(p, dp + minus_delta_M)
+            ds = packed_score_gradient(p, dp + minus_delta_M)
             ds_tile = gradients.ds.index(HALVES * ds_buffer + HALF)
             mbarrier.wait(gradients.freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
             if partial:
-                zero_tile_past(ds_tile, scored - first_column, GROUP)
+                zero_tile_past(ds_tile, scored - first_column, GROUP_WARPS)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gradients.ready.index(ds_buffer), count=1)
@@ -219,25 +219,27 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             ds_buffer, ds_phase = advance_slot(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
-        store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP)
-        store_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP)
+        store_owned_tile(
+            dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP_WARPS
+        )
+        store_owned_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP_WARPS)
         buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
-        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
 
 
 @gluon.jit
-def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
+def sum_query_gradients(dq_desc, dq_smem, sequences, keys, gradients):
     """What the keys add to dQ."""
     BLOCK_M: gl.constexpr = dq_smem.shape[1]
     BLOCK_N: gl.constexpr = HALVES * keys.k.shape[1]
     D: gl.constexpr = dq_smem.shape[2]
-    no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
+    no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP_WARPS))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     while tile >= 0:
         head, _b, start, length, _owned, first_column = owned_tile(tile, sequences, BLOCK_N)
-        n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+        n, shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         for t in range(n):
             mbarrier.wait(gradients.ready.index(ds_buffer), ds_phase)
             dq = no_dq
@@ -250,7 +252,7 @@ def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
             barrier()
             mbarrier.arrive(gradients.freed.index(ds_buffer), count=1)
             dq_tile = dq_smem.index(ds_buffer)
-            first_row = place_of(t, n, shift) * BLOCK_M
+            first_row = query_place(t, n, shift) * BLOCK_M
             if first_row + BLOCK_M > length:
                 dq = zero_rows_past(dq, length - first_row)
             store_accumulator(dq_tile, dq)
@@ -261,7 +263,7 @@ def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
         buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
-        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     tma.store_wait(0)
 
 
@@ -276,7 +278,7 @@ def hopper_specialized_kernel(
     if OVERLAP:
         gdc_wait()
     KEYS: gl.constexpr = BLOCK_N // HALVES
-    gl.static_assert(num_warps == GROUP and KEYS == 64)
+    gl.static_assert(num_warps == GROUP_WARPS and KEYS == 64)
     dtype: gl.constexpr = q_desc.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
@@ -289,24 +291,28 @@ def hopper_specialized_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
-    keys = Keys(
+    keys = KeyBuffers(
         k_smem, v_smem, number_smem, ready=allocate_barriers(BUFFERS), freed=allocate_barriers(BUFFERS, HALVES + 1)
     )
-    queries = Queries(
+    queries = QueryBuffers(
         q_smem, do_smem, lse_smem, delta_smem,
         ready=allocate_barriers(STAGES), stats_ready=allocate_barriers(STAGES), freed=allocate_barriers(STAGES, HALVES),
     )  # fmt: skip
-    gradients = ScoreGradients(ds_smem, ready=allocate_barriers(BUFFERS, HALVES), freed=allocate_barriers(BUFFERS))
+    gradients = GradientBuffers(ds_smem, ready=allocate_barriers(BUFFERS, HALVES), freed=allocate_barriers(BUFFERS))
     sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(
         [
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(0))),
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(1))),
-            (share_queries, (dq_desc, dq_smem, sequences, keys, gradients)),
-            (fetch_tiles, (
+            (sum_key_gradients, (
+                dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(0),
+            )),
+            (sum_key_gradients, (
+                dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(1),
+            )),
+            (sum_query_gradients, (dq_desc, dq_smem, sequences, keys, gradients)),
+            (fetch_backward_tiles, (
                 q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries,
             )),
         ],
-        [GROUP, GROUP, GROUP], [208, 72, 24],
+        [GROUP_WARPS, GROUP_WARPS, GROUP_WARPS], [208, 72, 24],
     )  # fmt: skip

@@ -18,7 +18,7 @@ from lra.kernels.hopper import coalesced_layout
 
 sequence_tile, dropout_key = gluon.jit(tiles.sequence_tile.fn), gluon.jit(tiles.dropout_key.fn)
 is_extreme = gluon.jit(tiles.is_extreme.fn)
-draw, draw_down = gluon.jit(tiles.draw.fn), gluon.jit(tiles.draw_down.fn)
+draw_words, draw_words_by_row = gluon.jit(tiles.draw_words.fn), gluon.jit(tiles.draw_words_by_row.fn)
 Sequences = namedtuple("Sequences", "start_ptr length_ptr heads max_length padded_length")  # of a batch, in a kernel
 
 
@@ -32,40 +32,40 @@ def owned_tile(tile, sequences, ROWS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def list_layout(longest, num_warps):
+def visit_list_layout(max_visits, num_warps):
     """Every warp has all of a list: then its sum needs no shared memory."""
-    lanes = min(longest, 32)
+    lanes = min(max_visits, 32)
     return gl.DistributedLinearLayout(
-        [[lanes * 2**i] for i in range((longest // lanes).bit_length() - 1)],
-        [[2**i if 2**i < longest else 0] for i in range(5)],
-        [[0]] * (num_warps.bit_length() - 1), [], [longest],
+        [[lanes * 2**i] for i in range((max_visits // lanes).bit_length() - 1)],
+        [[2**i if 2**i < max_visits else 0] for i in range(5)],
+        [[0]] * (num_warps.bit_length() - 1), [], [max_visits],
     )  # fmt: skip
 
 
 @gluon.jit
-def visit_list(visits_ptr, layouts, tiles, head, tile, limit, LONGEST: gl.constexpr, num_warps: gl.constexpr):
+def visit_list(visits_ptr, layouts, tiles, head, tile, limit, MAX_VISITS: gl.constexpr, num_warps: gl.constexpr):
     """(a tile's list of `layout.Visits`, how many of the first `limit` tiles are in it)."""
-    visits_ptr += (head % layouts * tiles + tile) * LONGEST
-    entries = gl.load(visits_ptr + gl.arange(0, LONGEST, list_layout(LONGEST, num_warps)))
+    visits_ptr += (head % layouts * tiles + tile) * MAX_VISITS
+    entries = gl.load(visits_ptr + gl.arange(0, MAX_VISITS, visit_list_layout(MAX_VISITS, num_warps)))
     return visits_ptr, gl.sum((entries < 2 * limit).to(gl.int32), 0)
 
 
 @gluon.jit
-def visited(list_ptr, i, n, SIZE: gl.constexpr, LONGEST: gl.constexpr):
+def visited_tile(list_ptr, i, n, SIZE: gl.constexpr, MAX_VISITS: gl.constexpr):
     """Where the tile of SIZE begins that is number `i` of the n in the list; anywhere for an `i` that is not in it."""
-    if LONGEST:
+    if MAX_VISITS:
         i = gl.load(list_ptr + gl.maximum(gl.minimum(i, n - 1), 0)) // 2
     return i * SIZE
 
 
 @gluon.jit
-def shift_of(first_column, n, max_length, BLOCK_N: gl.constexpr):
-    """The `shift` of `place_of`. All tiles of keys of a head add to the same dQ: so each begins elsewhere."""
+def query_shift(first_column, n, max_length, BLOCK_N: gl.constexpr):
+    """The `shift` of `query_place`. All tiles of keys of a head add to the same dQ: so each begins elsewhere."""
     return first_column // BLOCK_N * (n - 1) // gl.cdiv(max_length, BLOCK_N)
 
 
 @gluon.jit
-def place_of(t, n, shift):
+def query_place(t, n, shift):
     """Which of its n tiles of queries a tile of keys visits as number `t`: the last one, then from `shift` on.
 
     Only the last may be partial.
@@ -77,7 +77,7 @@ def place_of(t, n, shift):
 
 @gluon.jit
 def load_statistics(stats_ptr, heads, total, rows, length):
-    """Of a tile's rows the two of `prepare_kernel`; past the length they make every weight 0."""
+    """Of a tile's rows the two of `prepare_backward_kernel`; past the length they make every weight 0."""
     real = rows < length
     lse = gl.load(stats_ptr + rows, mask=real, other=float("inf"))
     return lse, gl.load(stats_ptr + heads.to(gl.int64) * total + rows, mask=real, other=0.0)
@@ -90,7 +90,9 @@ def scored_keys(length):
 
 
 @gluon.jit
-def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr):
+def store_owned_tile(
+    pointer, tile, first, start, length, owned, heads, head, dtype: gl.constexpr, num_warps: gl.constexpr
+):
     """Store the rows from `first` on that the sequence owns; those past its length become zeros."""
     D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = coalesced_layout(D, num_warps)
@@ -103,7 +105,7 @@ def store_tile(pointer, tile, first, start, length, owned, heads, head, dtype: g
 
 
 @gluon.constexpr_function
-def draw_layout(rows, columns, row_warps, column_warps):
+def dropout_layout(rows, columns, row_warps, column_warps):
     """Layout of the draws `[rows, columns]` of a tile of scores: lane % 4 is the column, lane / 4 the row."""
     registers = [[8 * row_warps * 2**i, 0] for i in range((rows // (8 * row_warps)).bit_length() - 1)]
     registers += [[0, 4 * column_warps * 2**i] for i in range((columns // (4 * column_warps)).bit_length() - 1)]
@@ -118,10 +120,10 @@ def draw_forward(
     key, first_row, first_column, scores: gl.constexpr, M: gl.constexpr, N: gl.constexpr, num_warps: gl.constexpr
 ):
     """int32 `[M, N]` in the layout `scores`: the word of a draw that decides on a weight and three others."""
-    layout: gl.constexpr = draw_layout(M // 2, N // 8, num_warps, 1)
+    layout: gl.constexpr = dropout_layout(M // 2, N // 8, num_warps, 1)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     columns = first_column // 4 + 2 * gl.arange(0, N // 8, gl.SliceLayout(0, layout))
-    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])
+    w0, w1, w2, w3 = draw_words(key, rows[:, None], columns[None, :])
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3)).to(gl.int32, bitcast=True)  # for the four columns 8 j
     words = gl.join(gl.join(words, words), gl.join(words, words))  # for two neighbouring columns and the row 8 below
     words = words.reshape(M // 16, 8, N // 32, 4, 4, 2, 2).permute(0, 5, 1, 2, 4, 3, 6).reshape(M, N)
@@ -136,15 +138,15 @@ def draw_backward(key, first_row, first_column, M: gl.constexpr, N: gl.constexpr
     make one half each and exchange them through shared memory takes longer. Then a warp transposes its 8 x 8 blocks, of
     which a thread has two weights, and those of the rows 8 below, in a word.
     """
-    layout: gl.constexpr = draw_layout(M // 2, N // 4, 1, num_warps)
+    layout: gl.constexpr = dropout_layout(M // 2, N // 4, 1, num_warps)
     rows = first_row // 2 + gl.arange(0, M // 2, gl.SliceLayout(1, layout))
     i = gl.arange(0, N // 4, gl.SliceLayout(0, layout))
     columns = first_column // 4 + 2 * (i // 8 * 4 + i % 4)
-    w0, w1, w2, w3 = draw_down(key, rows[:, None], columns[None, :])
+    w0, w1, w2, w3 = draw_words_by_row(key, rows[:, None], columns[None, :])
     second = (i // 4 % 2 == 1)[None, :]  # of the two warps
     words = gl.join(gl.where(second, w2, w0), gl.where(second, w3, w1)).to(gl.int32, bitcast=True)
     words = words.permute(2, 0, 1).reshape(M, N // 4)
-    return transpose_blocks(gl.convert_layout(words, draw_layout(M, N // 4, 1, num_warps), assert_trivial=True))
+    return transpose_blocks(gl.convert_layout(words, dropout_layout(M, N // 4, 1, num_warps), assert_trivial=True))
 
 
 @gluon.jit
@@ -166,7 +168,7 @@ def transpose_blocks(words):
 
 
 @gluon.constexpr_function
-def packed(dtype, assembly):
+def packed_assembly(dtype, assembly):
     """Assembly for two 16-bit elements in an instruction; `KIND` in it stands for their type."""
     return assembly.replace("KIND", "bf16x2" if dtype == gl.bfloat16 else "f16x2")
 
@@ -178,18 +180,18 @@ def packed(dtype, assembly):
 
 
 @gluon.jit
-def score_gradient(p, difference):
+def packed_score_gradient(p, difference):
     """dS of P and dP - delta in fp32."""
     return gl.inline_asm_elementwise(
-        packed(p.dtype, "mul.rn.KIND $0, $1, $2;"), "=r,r,r", [p, difference.to(p.dtype)],
+        packed_assembly(p.dtype, "mul.rn.KIND $0, $1, $2;"), "=r,r,r", [p, difference.to(p.dtype)],
         dtype=p.dtype, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @gluon.jit
-def dropped_score_gradient(kept, p, dp, minus_delta):
+def packed_dropped_score_gradient(kept, p, dp, minus_delta):
     """dS = kept * dP - p * delta, where `kept` is p with zeros where dropout drops it; -delta has 16 bits."""
     return gl.inline_asm_elementwise(
-        packed(p.dtype, "{ .reg .b32 x;  mul.rn.KIND x, $2, $4;  fma.rn.KIND $0, $1, $3, x; }"), "=r,r,r,r,r",
+        packed_assembly(p.dtype, "{ .reg .b32 x;  mul.rn.KIND x, $2, $4;  fma.rn.KIND $0, $1, $3, x; }"), "=r,r,r,r,r",
         [kept, p, dp.to(p.dtype), minus_delta], dtype=p.dtype, is_pure=True, pack=2,
     )  # fmt: skip
