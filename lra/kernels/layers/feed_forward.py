@@ -54,13 +54,13 @@ from lra.kernels.layers.rows import (
 FeedForwardWeights = namedtuple("Weights", "out up down")  # as `load_feed_forward_weights` describes them
 FeedForwardArguments = namedtuple(
     "Forward",
-    "o_ptr x_desc y_ptr unit_ptr rstd_ptr keys_ptr final_rstd_ptr weights out_bias up_bias down_bias x_tiles ready "
+    "o_ptr x_desc y_ptr xhat_ptr rstd_ptr keys_ptr final_rstd_ptr weights out_bias up_bias down_bias x_tiles ready "
     "rows eps final_eps site threshold",
 )
 PooledArguments = namedtuple("Pooled", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
 FeedForwardBackwardArguments = namedtuple(
     "Backward",
-    "dy_desc pooled unit_ptr rstd_ptr keys_ptr weights up_bias dx_ptr do_ptr dout_ptr du_ptr h_ptr ddown_ptr "
+    "dy_desc pooled xhat_ptr rstd_ptr keys_ptr weights up_bias dx_ptr do_ptr dout_ptr du_ptr h_ptr ddown_ptr "
     "dy_tiles ready rows site threshold",
 )
 
@@ -135,15 +135,15 @@ def feed_forward_tiles(
         x_MD = receive_rows(args.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
         z_MD = x_MD + drop_features(z_MD, keys_M, args.site, 0, args.threshold, DROPOUT, num_warps)
-        unit_MD, rstd_M = normalise(z_MD, args.eps, D)
-        unit_MD = unit_MD.to(half)
+        xhat_MD, rstd_M = normalise(z_MD, args.eps, D)
+        xhat_MD = xhat_MD.to(half)
         gl.store(args.rstd_ptr + first + m, rstd_M, mask=real_M)
-        store_rows(args.unit_ptr, unit_MD, first, real_M, D, num_warps)
+        store_rows(args.xhat_ptr, xhat_MD, first, real_M, D, num_warps)
 
         y_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
             bias_C = broadcast_bias(args.up_bias.index(i), num_warps)
-            u_MC = multiply_weight(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
+            u_MC = multiply_weight(xhat_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
             h_MC = (u_MC * normal_cdf(u_MC)).to(half)
             h_MC = drop_features(h_MC, keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
             y_MD = warpgroup_mma(as_operand(h_MC, sums), weights.down.index(i).permute((1, 0)), y_MD)
@@ -159,12 +159,12 @@ def feed_forward_tiles(
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
 def feed_forward_kernel(
-    o_ptr, x_desc, y_ptr, unit_ptr, rstd_ptr, keys_ptr, final_rstd_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr,
+    o_ptr, x_desc, y_ptr, xhat_ptr, rstd_ptr, keys_ptr, final_rstd_ptr, out_ptr, out_bias_ptr, up_ptr, up_bias_ptr,
     down_ptr, down_bias_ptr, rows, eps, final_eps, site, threshold,
     D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
     GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`unit_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted; `final_rstd_ptr`: likewise of y."""
+    """`xhat_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted; `final_rstd_ptr`: likewise of y."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
     ready = allocate_barriers(GROUPS)
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
@@ -172,7 +172,7 @@ def feed_forward_kernel(
     down_bias = load_bias(down_bias_ptr, 1, D, num_warps)
     weights = load_feed_forward_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
     args = FeedForwardArguments(
-        o_ptr=o_ptr, x_desc=x_desc, y_ptr=y_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr, keys_ptr=keys_ptr,
+        o_ptr=o_ptr, x_desc=x_desc, y_ptr=y_ptr, xhat_ptr=xhat_ptr, rstd_ptr=rstd_ptr, keys_ptr=keys_ptr,
         final_rstd_ptr=final_rstd_ptr, weights=weights, out_bias=out_bias, up_bias=up_bias, down_bias=down_bias,
         x_tiles=x_tiles, ready=ready, rows=rows, eps=eps, final_eps=final_eps, site=site, threshold=threshold,
     )  # fmt: skip
@@ -191,12 +191,12 @@ def pooled_gradient(pooled, first, real_M, D: gl.constexpr, num_warps: gl.conste
     """Of a tile of rows, whose sum over a sequence has a gradient after they are normalised."""
     layout: gl.constexpr = row_layout(D, num_warps)
     m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
-    unit_MD = load_rows(pooled.final_ptr, first, real_M, D, D, num_warps)
+    xhat_MD = load_rows(pooled.final_ptr, first, real_M, D, D, num_warps)
     sequence_M = gl.load(pooled.of_row_ptr + first + m, mask=real_M, other=-1)
     rstd_M = gl.load(pooled.final_rstd_ptr + first + m, mask=real_M, other=0.0)
     at = sequence_M[:, None] * D + d[None, :]
-    dunit_MD = gl.load(pooled.dsums_ptr + at, mask=(sequence_M >= 0)[:, None], other=0.0)
-    return normalise_backward(dunit_MD, unit_MD.to(gl.float32), rstd_M, D)
+    dxhat_MD = gl.load(pooled.dsums_ptr + at, mask=(sequence_M >= 0)[:, None], other=0.0)
+    return normalise_backward(dxhat_MD, xhat_MD.to(gl.float32), rstd_M, D)
 
 
 @gluon.jit
@@ -210,7 +210,7 @@ def feed_forward_backward_tiles(
     D: gl.constexpr = args.dy_tiles.shape[2]
     CHUNKS: gl.constexpr = weights.up.shape[0]
     C: gl.constexpr = weights.up.shape[1]
-    half: gl.constexpr = args.unit_ptr.dtype.element_ty
+    half: gl.constexpr = args.xhat_ptr.dtype.element_ty
     layout: gl.constexpr = row_layout(D, num_warps)
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, layout))
@@ -224,7 +224,7 @@ def feed_forward_backward_tiles(
         first = tile_first_row(tile, tiles, rows, M)
         real_M = m < rows - first
         keys_M = load_keys(args.keys_ptr, first, real_M, D, DROPOUT, num_warps)
-        unit_MD = load_rows(args.unit_ptr, first, real_M, D, D, num_warps)
+        xhat_MD = load_rows(args.xhat_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(args.rstd_ptr + first + m, mask=real_M, other=0.0)
         if POOLED:
             dy_tile.store(pooled_gradient(args.pooled, first, real_M, D, num_warps))
@@ -235,10 +235,10 @@ def feed_forward_backward_tiles(
         )
         store_rows(args.ddown_ptr, ddown_MD, first, real_M, D, num_warps)
 
-        dunit_MD = gl.zeros([M, D], gl.float32, sums)
+        dxhat_MD = gl.zeros([M, D], gl.float32, sums)
         for i in range(CHUNKS):
             bias_C = broadcast_bias(args.up_bias.index(i), num_warps)
-            u_MC = multiply_weight(unit_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
+            u_MC = multiply_weight(xhat_MD, weights.up.index(i).permute((1, 0)), num_warps) + bias_C
             cdf_MC = normal_cdf(u_MC)
             h_MC = (u_MC * cdf_MC).to(half)
             h_MC = drop_features(h_MC, keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
@@ -246,9 +246,9 @@ def feed_forward_backward_tiles(
             du_MC = drop_features(du_MC.to(half), keys_M, args.site + 1, i * C, args.threshold, DROPOUT, num_warps)
             store_rows(args.h_ptr + i * C, h_MC, first, real_M, CHUNKS * C, num_warps)
             store_rows(args.du_ptr + i * C, du_MC, first, real_M, CHUNKS * C, num_warps)
-            dunit_MD = warpgroup_mma(as_operand(du_MC, sums), weights.up.index(i), dunit_MD)
+            dxhat_MD = warpgroup_mma(as_operand(du_MC, sums), weights.up.index(i), dxhat_MD)
 
-        dz_MD = normalise_backward(rows_from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D)
+        dz_MD = normalise_backward(rows_from_product(dxhat_MD, num_warps), xhat_MD.to(gl.float32), rstd_M, D)
         # or a compiler would keep what is read first: registers are for others
         if POOLED:
             barrier()
@@ -268,7 +268,7 @@ def feed_forward_backward_tiles(
 
 @gluon.jit(do_not_specialize=["rows", "site", "threshold"])
 def feed_forward_backward_kernel(
-    dy_desc, dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr, unit_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr,
+    dy_desc, dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr, xhat_ptr, rstd_ptr, keys_ptr, out_ptr, up_ptr,
     up_bias_ptr, down_ptr, dx_ptr, do_ptr, dout_ptr, du_ptr, h_ptr, ddown_ptr, rows, site, threshold,
     D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
     GROUPS: gl.constexpr, num_warps: gl.constexpr,
@@ -284,7 +284,7 @@ def feed_forward_backward_kernel(
     up_bias = load_bias(up_bias_ptr, F // C, C, num_warps)
     weights = load_feed_forward_weights(out_ptr, up_ptr, down_ptr, D, F, C, num_warps)
     args = FeedForwardBackwardArguments(
-        dy_desc=dy_desc, pooled=PooledArguments(dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr), unit_ptr=unit_ptr,
+        dy_desc=dy_desc, pooled=PooledArguments(dsums_ptr, of_row_ptr, final_ptr, final_rstd_ptr), xhat_ptr=xhat_ptr,
         rstd_ptr=rstd_ptr, keys_ptr=keys_ptr, weights=weights, up_bias=up_bias, dx_ptr=dx_ptr, do_ptr=do_ptr,
         dout_ptr=dout_ptr, du_ptr=du_ptr, h_ptr=h_ptr, ddown_ptr=ddown_ptr, dy_tiles=dy_tiles, ready=ready,
         rows=rows, site=site, threshold=threshold,

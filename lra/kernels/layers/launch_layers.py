@@ -60,7 +60,7 @@ def launch_feed_forward_rows(
 ) -> SavedForBackward:  # fmt: skip
     """Fills in `y`. Where `final_rstd` is given, `y` is normalised, and `final_rstd` is filled in as well."""
     (rows, d), f = x.shape, len(up)
-    unit, rstd = torch.empty_like(o), x.new_empty(rows)
+    xhat, rstd = torch.empty_like(o), x.new_empty(rows)
     half_out, half_up, half_down = (torch.empty_like(weight, dtype=o.dtype) for weight in (out, up, down))
     scaled_out_bias, folded_bias, scaled_down_bias = (torch.empty_like(bias) for bias in (out_bias, up_bias, down_bias))
     fold_layers(
@@ -70,12 +70,12 @@ def launch_feed_forward_rows(
     groups, residents, registers = FEED_FORWARD_SETTINGS[d]
     with torch.cuda.device_of(x):
         feed_forward.feed_forward_kernel[persistent_grid(x, residents)](
-            o, row_descriptor(x), y, unit, rstd, keys, final_rstd, half_out, scaled_out_bias, half_up, folded_bias,
+            o, row_descriptor(x), y, xhat, rstd, keys, final_rstd, half_out, scaled_out_bias, half_up, folded_bias,
             half_down, scaled_down_bias, rows, eps, final_eps, site, threshold,
             D=d, F=f, C=64 if d == 64 else 32, DROPOUT=keys is not None, POOLED=final_rstd is not None,
             GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
-    return SavedForBackward(unit, rstd, half_out, half_up, half_down, folded_bias)
+    return SavedForBackward(xhat, rstd, half_out, half_up, half_down, folded_bias)
 
 
 def launch_feed_forward_backward(dy: Tensor, o: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ def launch_pooled_feed_forward_backward(
 
 
 def launch_feed_forward_rows_backward(
-    o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor, folded_bias: Tensor,
+    o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor, folded_bias: Tensor,
     gain: Tensor, shift: Tensor, up: Tensor, scale: float, threshold: int, keys: Tensor | None, site: int,
     *, dy: TensorDescriptor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
     final: Tensor | None = None, final_rstd: Tensor | None = None,
@@ -101,7 +101,7 @@ def launch_feed_forward_rows_backward(
     groups, residents, registers = FEED_FORWARD_SETTINGS[d]
     with torch.cuda.device_of(o):
         feed_forward.feed_forward_backward_kernel[persistent_grid(o, residents)](
-            dy, dsums, of_row, final, final_rstd, unit, rstd, keys, half_out, half_up, folded_bias, half_down,
+            dy, dsums, of_row, final, final_rstd, xhat, rstd, keys, half_out, half_up, folded_bias, half_down,
             dx, do, dout, du, h, ddown, rows, site, threshold,
             D=d, F=f, C=32, DROPOUT=keys is not None, POOLED=dy is None,
             GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
@@ -109,7 +109,7 @@ def launch_feed_forward_rows_backward(
     shapes = (half_out, half_up, half_down)
     gradients = [torch.empty_like(half, dtype=torch.float32) for half in shapes]
     biases = [rstd.new_empty(len(half)) for half in shapes]
-    pairs = (dout, o), (du, unit), (ddown, h)
+    pairs = (dout, o), (du, xhat), (ddown, h)
     dnorm = sum_gradients(pairs, (up, up, up), gain, shift, gradients, biases, scale=scale, normed=NORM_BEFORE_SECOND)
     return do, dx, *gradients, *biases, dnorm
 
@@ -119,7 +119,7 @@ def launch_project(
     eps: float, half: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, d = x.shape
-    q, k, v, unit = (torch.empty_like(x, dtype=half) for _ in range(4))
+    q, k, v, xhat = (torch.empty_like(x, dtype=half) for _ in range(4))
     rstd = x.new_empty(rows)
     half_weight, folded_bias = torch.empty_like(weight, dtype=half), torch.empty_like(bias)
     fold_layers(
@@ -135,14 +135,14 @@ def launch_project(
     groups, residents, registers = (1, 4, 128) if d == 64 else (4, 1, None)
     with torch.cuda.device_of(x):
         projection.project_kernel[persistent_grid(x, residents)](
-            row_descriptor(x), q, k, v, unit, rstd, half_weight, folded_bias, cos, sin, rows, eps,
+            row_descriptor(x), q, k, v, xhat, rstd, half_weight, folded_bias, cos, sin, rows, eps,
             D=d, C=64, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
-    return q, k, v, unit, rstd, half_weight
+    return q, k, v, xhat, rstd, half_weight
 
 
 def launch_project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, half_weight: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, xhat: Tensor, rstd: Tensor, half_weight: Tensor,
     gain: Tensor, shift: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, d = dy.shape
@@ -151,12 +151,12 @@ def launch_project_backward(
     groups, residents, registers = (1, 4, 128) if d == 64 else (2, 1, None)
     with torch.cuda.device_of(dy):
         projection.project_backward_kernel[persistent_grid(dy, residents)](
-            row_descriptor(dq), row_descriptor(dk), row_descriptor(dv), dy, unit, rstd, half_weight, cos, sin,
+            row_descriptor(dq), row_descriptor(dk), row_descriptor(dv), dy, xhat, rstd, half_weight, cos, sin,
             dx, back_q, back_k, rows,
             D=d, P=0 if cos is None else cos.shape[1], GROUPS=groups, num_warps=GROUP_WARPS, maxnreg=registers,
         )  # fmt: skip
     dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight))
-    pairs = (back_q, unit), (back_k, unit), (dv, unit)
+    pairs = (back_q, xhat), (back_k, xhat), (dv, xhat)
     dnorm = sum_gradients(
         pairs, weight.chunk(3), gain, shift, dweight.chunk(3), dbias.chunk(3), scale=1.0, normed=NORM_BEFORE_ALL
     )

@@ -125,7 +125,7 @@ def fake_project(
 
 
 def fake_project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, half_weight: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, xhat: Tensor, rstd: Tensor, half_weight: Tensor,
     gain: Tensor, shift: Tensor, weight: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dx, dweight = dy.new_empty(dy.shape), weight.new_empty(weight.shape)
@@ -137,14 +137,14 @@ def fake_feed_forward(
     down: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half_out, half_up, half_down = (weight.new_empty(weight.shape, dtype=o.dtype) for weight in (out, up, down))
-    unit, rstd = o.new_empty(o.shape), x.new_empty(x.shape[0])
+    xhat, rstd = o.new_empty(o.shape), x.new_empty(x.shape[0])
     return x.new_empty(x.shape), *SavedForBackward(
-        unit, rstd, half_out, half_up, half_down, up_bias.new_empty(up_bias.shape)
+        xhat, rstd, half_out, half_up, half_down, up_bias.new_empty(up_bias.shape)
     )
 
 
 def fake_feed_forward_backward(
-    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
+    dy: Tensor, o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
     folded_bias: Tensor, gain: Tensor, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     halves = half_out, half_up, half_down
@@ -192,13 +192,13 @@ FINAL_SCHEMA = "Tensor of_row, Tensor final, Tensor final_rstd"
 project = define_operator(
     "project",
     f"(Tensor x, {NORM_SCHEMA}, Tensor weight, Tensor bias, {ROTATION_SCHEMA}, float eps, ScalarType half)"
-    " -> (Tensor q, Tensor k, Tensor v, Tensor unit, Tensor rstd, Tensor half_weight)",
+    " -> (Tensor q, Tensor k, Tensor v, Tensor xhat, Tensor rstd, Tensor half_weight)",
     choose_by_device(reference.project, lambda: import_launchers().launch_project),
     fake_project,
 )
 project_backward = define_operator(
     "project_backward",
-    f"(Tensor dq, Tensor dk, Tensor dv, Tensor dy, Tensor unit, Tensor rstd, Tensor half_weight, {NORM_SCHEMA}, "
+    f"(Tensor dq, Tensor dk, Tensor dv, Tensor dy, Tensor xhat, Tensor rstd, Tensor half_weight, {NORM_SCHEMA}, "
     f"Tensor weight, {ROTATION_SCHEMA}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm)",
     choose_by_device(reference.project_backward, lambda: import_launchers().launch_project_backward),
     fake_project_backward,

@@ -42,11 +42,11 @@ from lra.kernels.layers.rows import (
 
 # What a group of warps is given: arguments of the kernel, and what is in shared memory.
 ProjectionArguments = namedtuple(
-    "Forward", "x_desc q_ptr k_ptr v_ptr unit_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps"
+    "Forward", "x_desc q_ptr k_ptr v_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps"
 )
 ProjectionBackwardArguments = namedtuple(
     "Backward",
-    "dq_desc dk_desc dv_desc dy_ptr unit_ptr rstd_ptr cos_ptr sin_ptr dx_ptr back_q_ptr back_k_ptr weight buffers "
+    "dq_desc dk_desc dv_desc dy_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr dx_ptr back_q_ptr back_k_ptr weight buffers "
     "ready rows",
 )
 
@@ -110,17 +110,17 @@ def project_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constex
         real_M = m < rows - first
         x_MD = receive_rows(args.x_desc, following, rows, x_tile, x_ready, phase, num_warps)
         phase = phase ^ 1
-        unit_MD, rstd_M = normalise(x_MD, args.eps, D)
-        unit_MD = unit_MD.to(half)
+        xhat_MD, rstd_M = normalise(x_MD, args.eps, D)
+        xhat_MD = xhat_MD.to(half)
         gl.store(args.rstd_ptr + first + m, rstd_M, mask=real_M)
-        store_rows(args.unit_ptr, unit_MD, first, real_M, D, num_warps)
+        store_rows(args.xhat_ptr, xhat_MD, first, real_M, D, num_warps)
         if P:
             cos_MP = load_angles(args.cos_ptr, first, real_M, P, num_warps)
             sin_MP = load_angles(args.sin_ptr, first, real_M, P, num_warps)
         for part in gl.static_range(3):
             for i in range(D // C):
                 chunk = part * (D // C) + i
-                y_MC = multiply_weight(unit_MD, args.weight.index(chunk).permute((1, 0)), num_warps)
+                y_MC = multiply_weight(xhat_MD, args.weight.index(chunk).permute((1, 0)), num_warps)
                 y_MC += broadcast_bias(args.bias.index(chunk), num_warps)
                 if P and part < 2:
                     y_MC = apply_rotary(y_MC, cos_MP, sin_MP, num_warps)
@@ -129,16 +129,16 @@ def project_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: gl.constex
 
 @gluon.jit(do_not_specialize=["rows"])
 def project_kernel(
-    x_desc, q_ptr, k_ptr, v_ptr, unit_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, rows, eps,
+    x_desc, q_ptr, k_ptr, v_ptr, xhat_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, rows, eps,
     D: gl.constexpr, C: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`unit_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
+    """`xhat_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
     ready = allocate_barriers(GROUPS)
     bias = load_bias(bias_ptr, 3 * D // C, C, num_warps)
     weight = load_projection_weights(weight_ptr, D, C, num_warps)
     args = ProjectionArguments(
-        x_desc=x_desc, q_ptr=q_ptr, k_ptr=k_ptr, v_ptr=v_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr, cos_ptr=cos_ptr,
+        x_desc=x_desc, q_ptr=q_ptr, k_ptr=k_ptr, v_ptr=v_ptr, xhat_ptr=xhat_ptr, rstd_ptr=rstd_ptr, cos_ptr=cos_ptr,
         sin_ptr=sin_ptr, weight=weight, bias=bias, x_tiles=x_tiles, ready=ready, rows=rows, eps=eps,
     )  # fmt: skip
     if GROUPS == 1:
@@ -158,7 +158,7 @@ def project_backward_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: g
     buffers, ready, rows = args.buffers, args.ready, args.rows
     M: gl.constexpr = buffers.shape[1]
     D: gl.constexpr = buffers.shape[2]
-    half: gl.constexpr = args.unit_ptr.dtype.element_ty
+    half: gl.constexpr = args.xhat_ptr.dtype.element_ty
     sums: gl.constexpr = product_layout(D, num_warps)
     m = gl.arange(0, M, gl.SliceLayout(1, row_layout(D, num_warps)))
     begin, tiles, step = group_tiles(rows, M, INDEX, GROUPS)
@@ -169,9 +169,9 @@ def project_backward_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: g
     for tile in range(begin, tiles, step):
         first, following = tile_first_row(tile, tiles, rows, M), tile_first_row(tile + step, tiles, rows, M)
         real_M = m < rows - first
-        unit_MD = load_rows(args.unit_ptr, first, real_M, D, D, num_warps)
+        xhat_MD = load_rows(args.xhat_ptr, first, real_M, D, D, num_warps)
         rstd_M = gl.load(args.rstd_ptr + first + m, mask=real_M, other=0.0)
-        dunit_MD = gl.zeros([M, D], gl.float32, sums)
+        dxhat_MD = gl.zeros([M, D], gl.float32, sums)
         for part in gl.static_range(2):
             buffer, arrived = buffers.index(3 * INDEX + part), ready.index(3 * INDEX + part)
             d_MD = receive_rows(descs[part], following, rows, buffer, arrived, phase, num_warps)
@@ -180,19 +180,19 @@ def project_backward_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: g
                 sin_MP = load_angles(args.sin_ptr, first, real_M, P, num_warps)
                 d_MD = apply_rotary(d_MD.to(gl.float32), cos_MP, -sin_MP, num_warps).to(half)
                 store_rows(turned_back[part], d_MD, first, real_M, D, num_warps)
-            dunit_MD = warpgroup_mma(as_operand(d_MD, sums), args.weight.index(part), dunit_MD)
+            dxhat_MD = warpgroup_mma(as_operand(d_MD, sums), args.weight.index(part), dxhat_MD)
         buffer, arrived = buffers.index(3 * INDEX + 2), ready.index(3 * INDEX + 2)
         dv_MD = receive_rows(descs[2], following, rows, buffer, arrived, phase, num_warps)
         dy_MD = load_rows(args.dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
-        dunit_MD = warpgroup_mma(as_operand(dv_MD, sums), args.weight.index(2), dunit_MD)
+        dxhat_MD = warpgroup_mma(as_operand(dv_MD, sums), args.weight.index(2), dxhat_MD)
         phase = phase ^ 1
-        dx_MD = normalise_backward(rows_from_product(dunit_MD, num_warps), unit_MD.to(gl.float32), rstd_M, D) + dy_MD
+        dx_MD = normalise_backward(rows_from_product(dxhat_MD, num_warps), xhat_MD.to(gl.float32), rstd_M, D) + dy_MD
         store_rows(args.dx_ptr, dx_MD, first, real_M, D, num_warps)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def project_backward_kernel(
-    dq_desc, dk_desc, dv_desc, dy_ptr, unit_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
+    dq_desc, dk_desc, dv_desc, dy_ptr, xhat_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
     rows, D: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
@@ -200,7 +200,7 @@ def project_backward_kernel(
     ready = allocate_barriers(3 * GROUPS)
     weight = load_projection_weights(weight_ptr, D, D, num_warps)
     args = ProjectionBackwardArguments(
-        dq_desc=dq_desc, dk_desc=dk_desc, dv_desc=dv_desc, dy_ptr=dy_ptr, unit_ptr=unit_ptr, rstd_ptr=rstd_ptr,
+        dq_desc=dq_desc, dk_desc=dk_desc, dv_desc=dv_desc, dy_ptr=dy_ptr, xhat_ptr=xhat_ptr, rstd_ptr=rstd_ptr,
         cos_ptr=cos_ptr, sin_ptr=sin_ptr, dx_ptr=dx_ptr, back_q_ptr=back_q_ptr, back_k_ptr=back_k_ptr, weight=weight,
         buffers=buffers, ready=ready, rows=rows,
     )  # fmt: skip

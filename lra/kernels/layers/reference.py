@@ -34,7 +34,7 @@ class LayerParameters(NamedTuple):
 class SavedForBackward(NamedTuple):
     """What the forward of these layers keeps for the backward. Weights have 16 bits and dropout's scale in them."""
 
-    unit: Tensor  # [T, D]: the normalised rows
+    xhat: Tensor  # [T, D]: the normalised rows
     rstd: Tensor  # [T]: the inverse of what they were divided by
     half_out: Tensor
     half_up: Tensor  # with the norm's gain in it
@@ -56,30 +56,30 @@ def feed_forward(
     ]
     folded = up_bias + (up * shift).sum(1)
     z = x + drop_features(F.linear(o.to(wide), half_out.to(wide), out_bias * scale), keys, site, threshold)
-    unit, rstd = normalise(z, eps, half)
-    h = drop_features(F.gelu(F.linear(unit.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
+    xhat, rstd = normalise(z, eps, half)
+    h = drop_features(F.gelu(F.linear(xhat.to(wide), half_up.to(wide), folded)), keys, site + 1, threshold).to(half)
     down_h = drop_features(F.linear(h.to(wide), half_down.to(wide), down_bias * scale), keys, site + 2, threshold)
-    return z + down_h, unit, rstd, *halves, folded
+    return z + down_h, xhat, rstd, *halves, folded
 
 
 def feed_forward_backward(
-    dy: Tensor, o: Tensor, unit: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
+    dy: Tensor, o: Tensor, xhat: Tensor, rstd: Tensor, half_out: Tensor, half_up: Tensor, half_down: Tensor,
     folded_bias: Tensor, gain: Tensor, shift: Tensor, up: Tensor,
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half, wide = o.dtype, dy.dtype
     ddown = drop_features(dy, keys, site + 2, threshold).to(half)
-    u = F.linear(unit.to(wide), half_up.to(wide), folded_bias)
+    u = F.linear(xhat.to(wide), half_up.to(wide), folded_bias)
     cdf, pdf = torch.special.ndtr(u), torch.exp(-u * u / 2) * (2 * torch.pi) ** -0.5
     h = drop_features(u * cdf, keys, site + 1, threshold).to(half)
     dh = drop_features(ddown.to(wide) @ half_down.to(wide), keys, site + 1, threshold)
     du = (dh * (cdf + u * pdf)).to(half)
-    dx = dy + normalise_backward(du.to(wide) @ half_up.to(wide), unit, rstd)
+    dx = dy + normalise_backward(du.to(wide) @ half_up.to(wide), xhat, rstd)
     dout = drop_features(dx, keys, site, threshold).to(half)
     do = (dout.to(wide) @ half_out.to(wide)).to(half)
-    by_out, by_unit, by_h = (a.to(wide).T @ b.to(wide) for a, b in ((dout, o), (du, unit), (ddown, h)))
+    by_out, by_xhat, by_h = (a.to(wide).T @ b.to(wide) for a, b in ((dout, o), (du, xhat), (ddown, h)))
     dout_bias, dup_bias, ddown_bias = (each.to(wide).sum(0) for each in (dout, du, ddown))
-    dup, dnorm = norm_gradients(by_unit, dup_bias, up, gain, shift)
+    dup, dnorm = norm_gradients(by_xhat, dup_bias, up, gain, shift)
     weights = scale * by_out, dup, scale**2 * by_h
     return do, dx, *weights, scale * dout_bias, dup_bias, scale * ddown_bias, dnorm
 
@@ -107,8 +107,8 @@ def pool_rows(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torc
 def pooled_feed_forward_backward(
     dsums: Tensor, o: Tensor, of_row: Tensor, final: Tensor, final_rstd: Tensor, *kept: Any
 ) -> tuple[Tensor, ...]:
-    dunit = dsums.index_select(0, of_row.clamp(min=0)).where(of_row[:, None] >= 0, 0)
-    return feed_forward_backward(normalise_backward(dunit, final, final_rstd), o, *kept)
+    dxhat = dsums.index_select(0, of_row.clamp(min=0)).where(of_row[:, None] >= 0, 0)
+    return feed_forward_backward(normalise_backward(dxhat, final, final_rstd), o, *kept)
 
 
 def project(
@@ -116,33 +116,33 @@ def project(
     eps: float, half: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     half_weight = (weight * gain).to(half)
-    unit, rstd = normalise(x, eps, half)
-    parts = F.linear(unit.to(x.dtype), half_weight.to(x.dtype), bias + (weight * shift).sum(1)).chunk(3, 1)
+    xhat, rstd = normalise(x, eps, half)
+    parts = F.linear(xhat.to(x.dtype), half_weight.to(x.dtype), bias + (weight * shift).sum(1)).chunk(3, 1)
     q, k, v = (apply_rotary(part, cos, sin) if i < 2 else part for i, part in enumerate(parts))
     q, k, v = (part.to(half).clone(memory_format=torch.contiguous_format) for part in (q, k, v))
-    return q, k, v, unit, rstd, half_weight
+    return q, k, v, xhat, rstd, half_weight
 
 
 def project_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, unit: Tensor, rstd: Tensor, half_weight: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, dy: Tensor, xhat: Tensor, rstd: Tensor, half_weight: Tensor,
     gain: Tensor, shift: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wide = dy.dtype
     if cos is not None and sin is not None:
         dq, dk = (apply_rotary(part.to(wide), cos, -sin).to(part.dtype) for part in (dq, dk))
     dqkv = torch.cat((dq, dk, dv), 1).to(wide)
-    dx = dy + normalise_backward(dqkv @ half_weight.to(wide), unit, rstd)
+    dx = dy + normalise_backward(dqkv @ half_weight.to(wide), xhat, rstd)
     dbias = dqkv.sum(0)
-    dweight, dnorm = norm_gradients(dqkv.T @ unit.to(wide), dbias, weight, gain, shift)
+    dweight, dnorm = norm_gradients(dqkv.T @ xhat.to(wide), dbias, weight, gain, shift)
     return dx, dweight, dbias, dnorm
 
 
 def norm_gradients(
-    by_unit: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, shift: Tensor
+    by_xhat: Tensor, dbias: Tensor, weight: Tensor, gain: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a layer's weight and of the norm before it, gain and shift, from that of unit for its input."""
-    dnorm = torch.stack(((weight * by_unit).sum(0), (weight * dbias[:, None]).sum(0)))
-    return by_unit * gain + dbias[:, None] * shift, dnorm
+    """Gradients of a layer's weight and of the norm before it, gain and shift, from that of xhat for its input."""
+    dnorm = torch.stack(((weight * by_xhat).sum(0), (weight * dbias[:, None]).sum(0)))
+    return by_xhat * gain + dbias[:, None] * shift, dnorm
 
 
 def embed(
@@ -179,10 +179,10 @@ def normalise(x: Tensor, eps: float, half: torch.dtype) -> tuple[Tensor, Tensor]
     return (centred * rstd[:, None]).to(half), rstd
 
 
-def normalise_backward(dunit: Tensor, unit: Tensor, rstd: Tensor) -> Tensor:
-    unit = unit.to(dunit.dtype)
-    along = (dunit * unit).mean(1, keepdim=True)
-    return (dunit - dunit.mean(1, keepdim=True) - unit * along) * rstd[:, None]
+def normalise_backward(dxhat: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
+    xhat = xhat.to(dxhat.dtype)
+    along = (dxhat * xhat).mean(1, keepdim=True)
+    return (dxhat - dxhat.mean(1, keepdim=True) - xhat * along) * rstd[:, None]
 
 
 def apply_rotary(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -179,11 +179,11 @@ def normalise(z_MD, eps, D: gl.constexpr):
 
 
 @gluon.jit
-def normalise_backward(dunit_MD, unit_MD, rstd_M, D: gl.constexpr):
+def normalise_backward(dxhat_MD, xhat_MD, rstd_M, D: gl.constexpr):
     """The gradient of what was normalised, from that of the result."""
-    mean_M = gl.sum(dunit_MD, 1) * (1 / D)
-    along_M = gl.sum(dunit_MD * unit_MD, 1) * (1 / D)
-    return (dunit_MD - mean_M[:, None] - unit_MD * along_M[:, None]) * rstd_M[:, None]
+    mean_M = gl.sum(dxhat_MD, 1) * (1 / D)
+    along_M = gl.sum(dxhat_MD * xhat_MD, 1) * (1 / D)
+    return (dxhat_MD - mean_M[:, None] - xhat_MD * along_M[:, None]) * rstd_M[:, None]
 
 
 @gluon.jit

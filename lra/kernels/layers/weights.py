@@ -2,7 +2,7 @@
 
 Three linear layers at a time, in one launch, because each is small. Their weights `[N, K]` are cut into square tiles
 of the model's width, SIDE, row by row, one layer's after another's. NORMED has a bit for each layer that follows the
-norm: it is given unit * gain + shift, which becomes part of its weights, as the scale of what dropout keeps does.
+norm: it is given xhat * gain + shift, which becomes part of its weights, as the scale of what dropout keeps does.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
