@@ -1,12 +1,16 @@
-"""The resolution of dropout in all kernels: a random byte for each element, so rates are multiples of 1/256."""
+"""Dropout rates of all kernels. A random byte decides on each element, so rates are multiples of 1/256."""
 
 from __future__ import annotations
 
-MAX_DROP_THRESHOLD = 248  # of 256: a larger threshold would be NaN where kernels compare bytes as fp16 magnitudes
+MAX_DROP_THRESHOLD = 248  # of 256; kernels compare bytes as fp16 magnitudes, and a larger threshold would be NaN
 
 
 def dropout_threshold(dropout: float) -> int:
-    """Dropout in units of 1/256, the resolution of the mask's random bytes: 0.1 becomes 26, that is p = 0.1016."""
+    """The dropout rate in units of 1/256: 0.1 becomes 26, which is p = 0.1016.
+
+    Raises:
+        ValueError: `dropout` is not in [0, 1), or it rounds to 1.
+    """
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout}")
     threshold = round(256 * dropout)
@@ -16,5 +20,5 @@ def dropout_threshold(dropout: float) -> int:
 
 
 def effective_dropout(dropout: float) -> float:
-    """The dropout that is used for a requested one: the nearest multiple of 1/256."""
+    """The dropout rate that the kernels use for a requested one: the nearest multiple of 1/256."""
     return dropout_threshold(dropout) / 256

@@ -20,21 +20,21 @@ HOPPER_GPU = Gpu((9, 0), 132, None)  # an H100 with a ptxas that compiles for it
 
 
 class CallKind(NamedTuple):
-    """A kind of call of attention; what is not said is as most calls have it."""
+    """A kind of call of attention. The defaults are those of most calls."""
 
     name: str
     head_dim: int = 64
     dropout: bool = False
     length: int = LONG_LENGTH  # of each sequence
     dtype: torch.dtype = torch.bfloat16
-    many: bool = True  # sequences: enough for every multiprocessor
+    many: bool = True  # whether there are enough sequences for every multiprocessor
     causal: bool = False
     deterministic: bool = False
     layout: Layout | None = None
-    apart: bool = False  # whether a row's heads do not lie side by side
+    apart: bool = False  # whether the heads of a row do not lie side by side
 
     def choices(self, gpu: Gpu) -> tuple[KernelChoice, KernelChoice]:
-        """The kernels of forward and backward."""
+        """The kernel of the forward and that of the backward."""
         rows = 2048 * gpu.multiprocessors if self.many else self.length
         q = torch.empty(rows, 1, self.head_dim, dtype=self.dtype, device="meta")
         q = q.expand(-1, 2, -1) if self.apart else q
@@ -47,13 +47,13 @@ class CallKind(NamedTuple):
 
 
 def attention_choices(gpu: Gpu) -> Iterator[tuple[str, KernelChoice, KernelChoice]]:
-    """(Calls, the kernel of the forward, that of the backward), for the current device or one like it."""
+    """(Kind of call, kernel of the forward, kernel of the backward) for a GPU with these facts."""
     for call in _call_kinds(gpu):
         yield (call.name, *call.choices(gpu))
 
 
 def layer_choices(gpu: Gpu) -> Iterator[tuple[str, str]]:
-    """(Layers around attention, what computes them)."""
+    """(Layers around attention, what computes them) for a GPU with these facts."""
     if gpu.refusal:
         yield "layers", f"PyTorch: {gpu.refusal}"
         return
@@ -65,7 +65,7 @@ def layer_choices(gpu: Gpu) -> Iterator[tuple[str, str]]:
 
 
 def list_kernels(dtype: torch.dtype, head_dim: int, dropout: bool, gpu: Gpu) -> set[str]:
-    """The kernels, of `tuning.KERNELS`, that some call of this kind runs on."""
+    """Those of `tuning.KERNELS` that run in some call with this dtype, head dimension and dropout."""
     found = set()
     for length, deterministic, layout in itertools.product(
         (SHORT_LENGTH, LONG_LENGTH), (False, True), (None, _blocks(64))
