@@ -47,5 +47,5 @@ def _strictly_deterministic() -> bool:
 
 
 def _interpreted() -> bool:
-    """Whether Triton interprets its kernels. Reads the variable that Triton reads, so that torch.compile can trace it."""
+    """Whether Triton interprets its kernels. It reads the variable of Triton, so that torch.compile can trace it."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "on", "true", "y", "yes")

@@ -1,4 +1,4 @@
-"""The path for any device: each row of blocks with the keys it sees, gathered, in plain PyTorch."""
+"""The fallback for any device: plain PyTorch gathers the keys that each row of blocks sees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lra.kernels.flash.problem import Problem
 
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """Block-sparse attention of `[T, H, D]` rows, `[T, H, D]`; dropout draws from PyTorch's generator.
+    """Block-sparse attention of `[T, H, D]` rows, as `[T, H, D]`. Dropout draws from PyTorch's generator.
 
-    The softmax is in fp32, or in fp64 as q is.
+    The softmax is in fp32, or in fp64 if q is.
     """
     layout = problem.pattern
     assert layout is not None

@@ -1,4 +1,4 @@
-"""`block_sparse_attention`: the public function. The kernels are those of `lra.kernels.flash`."""
+"""`block_sparse_attention`: the public function. It uses the kernels of `lra.kernels.flash`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def block_sparse_attention(
 ) -> Tensor:
     """Softmax attention of each sequence with itself over the pairs that `layout` shows, differentiable in q, k and v.
 
-    Block-sparse FlashAttention (arXiv 2205.14135, Algorithm 5): tiles without a visible pair are neither loaded nor
-    computed, forward and backward. A query that sees no key of its sequence gives zeros, as its gradients are.
+    Block-sparse FlashAttention (arXiv 2205.14135, Algorithm 5). The kernels neither load nor compute tiles without a
+    visible pair, in the forward and in the backward. A query that sees no key of its sequence gives zeros, and so are
+    its gradients.
 
     Args:
-        layout: what is seen, over the order of each sequence: of `lra.kernels.block_sparse.layouts`, or your own. It
-            covers max_length tokens or more. Triton takes blocks with sides that are multiples of 16, and Hopper's
-            faster kernels layouts without rules whose sides are multiples of 64.
-        impl: "triton" (CUDA, D up to 128); "gather" (any device: PyTorch, each row of blocks with the keys it sees;
-            dropout has the same distribution but draws from PyTorch's generator); "auto", Triton on CUDA and gather
-            elsewhere.
-        Others: as in `flash_attention`, which also says what the forms `[T, H, D]` and `[B, N, H, D]` are.
+        layout: the visible pairs, by their positions in a sequence. Make one with `lra.kernels.block_sparse.layouts`,
+            or build a `Layout`. It must cover max_length tokens. For Triton the sides of blocks must be multiples of
+            16. Hopper's faster kernels need a layout without rules, with sides that are multiples of 64.
+        impl: "triton" (CUDA, D up to 128), "gather" (any device) or "auto" (the default: Triton on CUDA, gather
+            elsewhere). Gather is plain PyTorch, which gathers the keys that each row of blocks sees. Its dropout has
+            the same distribution, but draws from PyTorch's generator.
+
+    All other arguments, and the forms `[T, H, D]` and `[B, N, H, D]`, are those of `flash_attention`.
 
     Returns:
         A tensor of the shape and dtype of q.
     """
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: without one it is flash_attention")
+        raise TypeError(f"layout must be a Layout, got {type(layout).__name__}: flash_attention needs none")
     return attend_sequences(
         q, k, v, layout, gather_attention, start=start, length=length, max_length=max_length, causal=False, scale=scale,
         dropout=dropout, seed=seed, index=index, impl=impl, fallback_name="gather", deterministic=deterministic,

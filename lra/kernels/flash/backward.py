@@ -1,9 +1,9 @@
 """Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135).
 
-First delta = rowsum(dO * O) (its D_i, appendix B.2). Then a program for each tile of keys runs over the queries, sums
-its dK and dV and adds its share of dQ to memory, in any order. If the result must be deterministic it leaves dQ alone,
-and a program for each tile of queries runs over the keys: every score is computed twice. Both recompute the softmax
-from q, k and the saved statistics of its rows.
+The first kernel computes delta = rowsum(dO * O) (the paper's D_i, appendix B.2). Then a program for each tile of keys
+loops over the queries. It sums its dK and dV, and adds its share of dQ to memory, in any order. If the gradients must
+be deterministic, it does not touch dQ. Another program for each tile of queries then loops over the keys, so that every
+score is computed twice. Both recompute the softmax from q, k and the saved statistics of the rows.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -84,7 +84,7 @@ def dkdv_kernel(
         visits_ptr, end = visit_list(
             visits_ptr, layouts, tiles, head, first_column // BLOCK_N, length, BLOCK_M, MAX_VISITS
         )
-    begin = tl.where(first_column < length, begin, end)  # a tile of padding has only zeros to store
+    begin = tl.where(first_column < length, begin, end)  # a tile of padding only stores zeros
     row = heads * D
     if ADD_DQ:
         dq_ptr = head_pointer(dq_ptr, start, head, row, D)
@@ -143,7 +143,7 @@ def dq_kernel(
 def launch_plain_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch_attention.launch_flash_backward`."""
+    """The plain kernels for `launch_attention.launch_flash_backward`."""
     total, heads, head_dim = q.shape
     block_d, dropout, adds = block_dim(head_dim), problem.threshold > 0, choice.kernel == "dkdv_dq"
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))

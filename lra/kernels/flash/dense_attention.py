@@ -1,4 +1,4 @@
-"""`flash_attention`: the public function. Checks its arguments, brings every form to ragged rows, picks a path."""
+"""`flash_attention`, the public function: it checks its arguments, makes both forms ragged rows and picks a path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lra.kernels.flash.sdpa import sdpa_attention
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
 
-MAX_HEAD_DIM = 128  # of the Triton kernels: a wider tile does not fit in registers
+MAX_HEAD_DIM = 128  # of the Triton kernels; a wider tile does not fit in registers
 
 
 def flash_attention(
@@ -37,39 +37,49 @@ def flash_attention(
 ) -> Tensor:
     """Exact softmax attention of each sequence with itself, `softmax(scale * q k^T) v`, differentiable in q, k and v.
 
-    Ragged form: q, k, v are `[T, H, D]` and sequence `b` owns the rows `start[b] : start[b] + length[b]`. There
-    are two layouts: *packed* has no gaps (`T = sum(length)`), *padded* gives every sequence `max_length` rows
-    (`start = b * max_length`); the layout is padded exactly when `T == B * max_length`. Rows past a length
-    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. Those of
-    rows in a gap or of two sequences, which a GPU's tensors are not searched for, are not defined. No sequence
-    influences another one, whatever it holds.
+    FlashAttention (Dao et al. 2022, arXiv 2205.14135). q, k and v have one of two forms.
 
-    Batched form: q, k, v are `[B, N, H, D]`, with an optional `length`. It is read as the padded ragged form,
-    without a copy where `q.flatten(0, 1)` is a view, as it is for every `[B, N, ...]` tensor and its slices
-    along later dimensions, and with a copy for others, such as `[B, H, N, D]` transposed.
+    Ragged form: q, k and v are `[T, H, D]`, and sequence `b` owns the rows `start[b] : start[b] + length[b]`. The rows
+    are packed or padded. *Packed* rows have no gaps (`T = sum(length)`). *Padded* rows give every sequence `max_length`
+    rows (`start = b * max_length`). Rows are padded exactly when `T == B * max_length`. Rows past a length may hold
+    anything, NaN included: they influence nothing, and their output and gradients are zeros. No sequence influences
+    another one. The results of rows in a gap, or of rows that two sequences share, are undefined. Only tensors on the
+    CPU are searched for such rows.
 
-    Any strides are read in place, so the three slices of a fused `[T, 3, H, D]` projection need no copy. The
+    Batched form: q, k and v are `[B, N, H, D]`, with an optional `length`. The function reads it as padded rows. It
+    copies only where `q.flatten(0, 1)` is no view: a `[B, N, ...]` tensor and its slices along later dimensions need no
+    copy, a transposed `[B, H, N, D]` tensor does.
+
+    The kernels read any strides in place, so the three slices of a fused `[T, 3, H, D]` projection need no copy. The
     result and the gradients are contiguous.
 
     Args:
-        start, length: int32 `[B]`, on the device of q; ragged form only, except that the batched form takes `length`.
-        max_length: at least `max(length)`, on the host, so that nothing waits for the device.
-        causal: row i sees the columns 0 to i of its sequence.
-        scale: `D ** -0.5` by default.
-        dropout: probability that a softmax weight is dropped. Rounded to a multiple of 1/256; what is kept is
-            multiplied by 256 / (256 - round(256 * dropout)).
-        seed: int64 tensor with one element on the device of q (it is never read on the host, so a captured graph
-            may change it between replays); needed for dropout by the Triton path. The mask is a function of
-            (seed, index[b], head, row, column) alone, defined by `reference.keep_mask`.
-        index: int32 `[B]`, place of each sequence in the global batch, 0 to B - 1 by default.
-        impl: "triton" (CUDA, D up to 128); "sdpa" (any device: PyTorch's attention on the padded form, where
-            dropout has the same distribution but draws from PyTorch's generator); "auto", see `resolve_impl`.
-        deterministic: gradients are bitwise equal over runs; `torch.use_deterministic_algorithms(True)` implies it.
-            The result always is. The Triton path sums dq without atomics then, which takes longer. For "sdpa" on CUDA
-            PyTorch's mode decides, and without it an explicit True is an error.
+        q, k, v: float16, bfloat16 or float32, `[T, H, D]` or `[B, N, H, D]`.
+        start: int32 `[B]` on the device of q, the first row of each sequence; ragged form only.
+        length: int32 `[B]` on the device of q, the rows of each sequence. In the batched form N by default.
+        max_length: an integer on the host, at least `max(length)`, so that nothing waits for the device; ragged form
+            only.
+        causal: whether row i sees only the columns 0 to i of its sequence.
+        scale: the factor of the scores, `D ** -0.5` by default.
+        dropout: the probability that a softmax weight is dropped, 0 by default. It is rounded to a multiple of 1/256.
+            Kept weights are multiplied by 256 / (256 - round(256 * dropout)).
+        seed: int64 tensor with one element on the device of q. The Triton path needs it for dropout. The host never
+            reads it, so a captured graph may change it between replays. The mask depends only on (seed, index[b], head,
+            row, column); `reference.keep_mask` defines it.
+        index: int32 `[B]`, the place of each sequence in the global batch, 0 to B - 1 by default.
+        impl: "triton" (CUDA, D up to 128), "sdpa" (any device) or "auto" (the default: Triton on CUDA, SDPA elsewhere).
+            SDPA is PyTorch's attention on padded rows. Its dropout has the same distribution, but draws from PyTorch's
+            generator.
+        deterministic: whether the gradients are bitwise equal over runs. `torch.use_deterministic_algorithms(True)`
+            implies it. The result always is equal. The Triton path then sums dq without atomics, which takes longer.
+            For "sdpa" on CUDA only PyTorch's mode can do it, and without that mode True is an error.
 
     Returns:
         A tensor of the shape and dtype of q.
+
+    Raises:
+        TypeError: an argument has a type or dtype that is not listed here.
+        ValueError: an argument has another shape or device, or is out of range, or `impl` cannot compute the call.
     """
     return attend_sequences(
         q, k, v, None, sdpa_attention, start=start, length=length, max_length=max_length, causal=causal, scale=scale,
@@ -96,7 +106,7 @@ def attend_sequences(
     fallback_name: str,
     deterministic: bool,
 ) -> Tensor:
-    """Dense attention or, with a layout, block-sparse; `fallback` is the path that is called `fallback_name`."""
+    """Dense attention, or block-sparse attention with a layout. `impl=fallback_name` computes it by `fallback`."""
     check_inputs(q, k, v)
     impl = resolve_impl(impl, q.device, deterministic, fallback_name)
     q_rows, k_rows, v_rows = (x.flatten(0, 1) if x.dim() == 4 else x for x in (q, k, v))
@@ -110,7 +120,7 @@ def attend_sequences(
     seed, index = (
         check_randomness(seed, index, len(start), q.device) if threshold and impl == "triton" else (None, None)
     )
-    padded = bool(len(q_rows) == len(start) * max_length)  # a bool for the operator, of traced shapes too
+    padded = bool(len(q_rows) == len(start) * max_length)  # the operator needs a bool, also for traced shapes
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = None if layout is None else layout.key
     problem = (start, length, max_length, padded, causal, scale, threshold, seed, index, deterministic, key)

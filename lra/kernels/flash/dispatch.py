@@ -1,7 +1,7 @@
-"""Which kernel computes a pass of attention, with which tile, and why. Nothing else decides it.
+"""The choice of the kernel and the tile for a pass of attention, with a reason. No other file decides it.
 
-There are two families. The plain Triton kernels run everywhere and take every call. The Gluon kernels are for Hopper
-GPUs, where they are faster, and take most calls in 16 bits.
+There are two families. The plain Triton kernels run everywhere and compute every call. The Gluon kernels are faster,
+run on Hopper GPUs only, and compute most calls in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ HOPPER_HEAD_DIMS = (32, 64, 128)
 
 
 class KernelChoice(NamedTuple):
-    """The kernel of one pass. The tile is that of the current device."""
+    """The kernel of one pass, and its tile on the current device."""
 
-    kernel: str  # one of tuning.KERNELS; "dkdv" stands for itself and "dq", which follows it
+    kernel: str  # one of tuning.KERNELS; "dkdv" means "dkdv" and then "dq"
     tile: Tile
     reason: str  # one line
 
 
 def choose_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> KernelChoice:
-    """The kernel for the result of `[T, H, D]` tensors, whose device must be the current one."""
+    """The kernel for the result of `[T, H, D]` tensors. Their device must be the current one."""
     kernel, reason = _forward(problem, q, k, v, gpu)
     return KernelChoice(kernel, _tile(kernel, problem, q), reason)
 
 
 def choose_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> KernelChoice:
-    """The kernel for the gradients, likewise."""
+    """The kernel for the gradients of `[T, H, D]` tensors. Their device must be the current one."""
     kernel, reason = _backward(problem, q, k, v, gpu)
     return KernelChoice(kernel, _tile(kernel, problem, q), reason)
 
@@ -83,18 +83,21 @@ def _backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tu
 
 
 def shared_kernel(length: int) -> str:
-    """Under which name the tiles of the kernel whose groups share keys are, for sequences of this length."""
+    """The name of the kernel whose groups share keys, for sequences of this length. Each name has its own tiles."""
     return "hopper_shared_short" if length <= SHORT_LENGTH else "hopper_shared"
 
 
 def has_contiguous_heads(x: Tensor) -> bool:
-    """Whether TMA can read `[T, H, D]` as `[T, H * D]`: a row's heads side by side, rows at multiples of 16 bytes."""
-    apart = x.stride(0) > 0 and x.stride(0) % 8 == 0  # 0: one row, expanded, as a sum's gradient is
-    return x.stride()[1:] == (x.shape[2], 1) and apart and x.data_ptr() % 16 == 0
+    """Whether TMA can read `[T, H, D]` as `[T, H * D]`.
+
+    The heads of a row must lie side by side, and rows must begin at multiples of 16 bytes.
+    """
+    aligned = x.stride(0) > 0 and x.stride(0) % 8 == 0  # the expanded gradient of a sum has stride 0
+    return x.stride()[1:] == (x.shape[2], 1) and aligned and x.data_ptr() % 16 == 0
 
 
 def _hopper_obstacle(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], gpu: Gpu) -> str | None:
-    """Why the plain kernels run; None where the ones for Hopper do."""
+    """Why the plain kernels run; None where Hopper's kernels run."""
     layout, (q, *_) = problem.pattern, tensors
     if problem.causal:
         return "Hopper's kernels have no causal mask"

@@ -1,6 +1,6 @@
-"""The kernels as PyTorch operators, `lra::flash_forward` and `lra::flash_backward`, and the derivative of the first.
+"""Attention as the PyTorch operators `lra::flash_forward` and `lra::flash_backward`, and the derivative of the first.
 
-torch.compile takes an operator as one node: the graph does not break, and strides arrive as they are.
+torch.compile treats an operator as one node: the graph does not break, and tensors keep their strides.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ PROBLEM_SCHEMA = (  # the fields of `Problem`, in their order
 
 
 class FlashFunction(torch.autograd.Function):
-    """The derivative with respect to q, k and v of the result alone, not of the statistics, and only the first."""
+    """The first derivative of the result with respect to q, k and v. The softmax statistics have none."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
+        with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
             out, softmax = flash_forward(q, k, v, *problem)
-        # The tensors of the problem too, so that autograd notices if the caller overwrites one before the backward.
+        # The tensors of the problem are saved, too: autograd then notices if the caller overwrites one too early.
         start, length, *numbers, seed, index, deterministic, layout = problem
         ctx.save_for_backward(q, k, v, out, softmax, start, length, seed, index)
         ctx.numbers, ctx.rest = numbers, (deterministic, layout)
         ctx.mark_non_differentiable(softmax)
-        ctx.set_materialize_grads(False)  # no zeros in the place of the gradient of `softmax`
+        ctx.set_materialize_grads(False)  # `softmax` gets None as its gradient, not zeros
         return out, softmax
 
     @staticmethod
@@ -45,7 +45,7 @@ class FlashFunction(torch.autograd.Function):
         return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * len(problem)
 
 
-# Triton is imported by the first call, so that a machine without it has the other path.
+# The first call imports Triton, so that a machine without Triton can use the fallback.
 def run_flash_forward(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     from lra.kernels.flash.launch_attention import launch_flash_forward
 
@@ -60,7 +60,7 @@ def run_flash_backward(
     return launch_flash_backward(q, k, v, out, softmax, do, Problem(*problem))
 
 
-# Shapes and dtypes of what the two return, all contiguous.
+# Empty tensors with the shapes and dtypes of the results. All are contiguous.
 def fake_flash_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(2, q.shape[1], q.shape[0], dtype=torch.float32)
 

@@ -1,6 +1,6 @@
 """Forward: Algorithms 1 and 2 of FlashAttention (arXiv 2205.14135) in the loop order of FlashAttention-2 (2307.08691).
 
-A program owns a tile of queries of one head and runs over the keys, so that nothing is written twice.
+A program owns a tile of queries of one head and loops over the keys, so that it writes each result once.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -35,7 +35,7 @@ from lra.kernels.flash.tiles import (
 )
 from lra.kernels.flash.tuning import block_dim
 
-NAN_SCAN_ROWS = 4096  # rows at a time
+NAN_SCAN_ROWS = 4096  # rows that `any_nan` reads at a time
 
 
 @triton.jit
@@ -46,16 +46,17 @@ def forward_tile(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, MAX_VISITS: tl.constexpr, DROPOUT: tl.constexpr,
     ANY_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """The result of a tile of queries, and its softmax; the pointers are those of its head and sequence.
+    """Compute and store the result of a tile of queries, and its softmax statistics.
 
-    ANY_SCORES as in `update_softmax`. Without it, rows whose softmax is wrong get a maximum of NaN.
+    The pointers are those of the tile's head and sequence. `update_softmax` explains ANY_SCORES. Without it, rows whose
+    softmax is wrong get the maximum NaN.
     """
     rows_M = first_row + tl.arange(0, BLOCK_M)
     q_MD = load_rows(q_ptr, rows_M, length, q_row, q_d, D, BLOCK_D)
     end = length
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
-    end = tl.where(first_row < length, end, 0)  # a tile of padding has nothing to compute, only zeros to store
+    end = tl.where(first_row < length, end, 0)  # a tile of padding computes nothing and only stores zeros
     if MAX_VISITS:
         visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, MAX_VISITS)
     SUM: tl.constexpr = accumulator_type(q_MD.dtype)
@@ -77,7 +78,7 @@ def forward_tile(
 
     if not ANY_SCORES:
         top_M = tl.where(is_softmax_wrong(top_M, total_M, scale_log2), float("nan"), top_M)
-    total_M = tl.maximum(total_M, 1e-30)  # in a row of padding nothing was summed
+    total_M = tl.maximum(total_M, 1e-30)  # a row of padding has summed nothing
     norm_M = 1.0 / total_M
     if DROPOUT:
         norm_M = norm_M * (256.0 / (256 - threshold))
@@ -111,7 +112,7 @@ def forward_kernel(
         softmax_ptr, visits_ptr, layouts, tiles, key,
         head, start, length, owned, first_row, q_row, q_d, k_row, k_d, v_row, v_d, heads, total, scale_log2, threshold,
         D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, MAX_VISITS, DROPOUT,
-        q_ptr.dtype.element_ty == tl.float32,  # where other operations bound the time
+        q_ptr.dtype.element_ty == tl.float32,  # in fp32 other operations bound the time
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def forward_rescan_kernel(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, MAX_VISITS: tl.constexpr, DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """For a head of a sequence, the tiles with rows of which `forward_kernel` got the softmax wrong: few have such."""
+    """Recompute the tiles of a head of a sequence that have rows whose softmax `forward_kernel` got wrong. Few have."""
     head, b = tl.program_id(0) % heads, tl.program_id(0) // heads
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
@@ -148,7 +149,7 @@ def forward_rescan_kernel(
 
 @triton.jit
 def any_nan(pointer, begin, end, ROWS: tl.constexpr):
-    """Whether one of the numbers from `begin` to `end` is NaN; looks at ROWS at a time."""
+    """Whether one of the numbers from `begin` to `end` is NaN. It reads ROWS of them at a time."""
     found = 0
     for first in range(begin, end, ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -160,7 +161,7 @@ def any_nan(pointer, begin, end, ROWS: tl.constexpr):
 def launch_plain_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor]:
-    """As `launch_attention.launch_flash_forward`."""
+    """The plain kernels for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)

@@ -1,6 +1,6 @@
 """Device functions of the backward: gradients of one tile of scores, and their sums over queries or keys.
 
-Algorithm 4 of FlashAttention (arXiv 2205.14135). Shape suffixes and scores as in tiles.py.
+This is Algorithm 4 of FlashAttention (arXiv 2205.14135). tiles.py explains shape suffixes and scores.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -31,9 +31,9 @@ from lra.kernels.flash.tiles import (
 def score_gradient(a, b, a_v, b_v, top, norm, delta, seen, single, keep, scale_log2, keep_scale, DROPOUT: tl.constexpr):
     """(P with dropout, dS) of one tile, from the recomputed softmax P (Algorithm 4, lines 11 to 20).
 
-    With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`, with (k, q) and (v, do) it is `[N, M]`; the
-    row statistics `top`, `norm` (of `tiles.store_softmax`) and `delta` broadcast over the columns. The kept entries of
-    P are not yet multiplied by `keep_scale`, and dS not by the scale: the caller does that once, at the end.
+    With (a, b) = (q, k) and (a_v, b_v) = (do, v) the tile is `[M, N]`. With (k, q) and (v, do) it is `[N, M]`. The row
+    statistics `top` and `norm` (of `tiles.store_softmax`) and `delta` broadcast over the columns. The kept entries of P
+    lack the factor `keep_scale`, and dS lacks the scale: the caller multiplies its sums once, at the end.
     """
     s = (score_products(a, b) - top) * scale_log2
     p = tl.exp2(s) * norm if a.dtype == tl.float32 else tl.exp2(s - norm)
@@ -57,7 +57,7 @@ def sum_over_queries(
 ):  # fmt: skip
     """(dK without the scale, dV without dropout's factor) of a tile of keys, over the queries from `begin` to `end`.
 
-    With ADD_DQ its share of dQ is added to memory. EXTREME_ROWS: only rows that `is_extreme` names count. `delta_ptr`
+    ADD_DQ: the tile's share of dQ is added to memory. EXTREME_ROWS: only the rows of `is_extreme` count. `delta_ptr`
     times `delta_factor` is rowsum(dO * O).
     """
     keep_scale = 256.0 / (256 - threshold)

@@ -1,4 +1,4 @@
-"""What the operators do: choose a kernel, and launch it by the file that has it."""
+"""The work of the operators: choose a kernel and launch it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ BACKWARD_LAUNCHERS = {
 
 
 def launch_flash_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The result, contiguous `[T, H, D]`, and two statistics of the softmax of each score row, fp32 `[2, H, T]`.
+    """(Result, contiguous `[T, H, D]`; two statistics of the softmax of each row of scores, fp32 `[2, H, T]`).
 
-    The latter are those of `tiles.store_softmax`: the maximum of the raw scores, and what normalises the weights
-    relative to it. One log-sum-exp would lose the sum behind a large maximum. Rows past a length are never read.
+    `tiles.store_softmax` describes the statistics: the maximum of the raw scores, and a number that normalises the
+    weights relative to it. A single log-sum-exp would lose the sum behind a large maximum. Rows past a length are never
+    read.
     """
     with torch.cuda.device_of(q):
         gpu = device.describe_gpu(q.device)
@@ -49,7 +50,7 @@ def launch_flash_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> t
 def launch_flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
+    """(dq, dk, dv), each contiguous `[T, H, D]`. `do` is the gradient of the result and may have any strides."""
     with torch.cuda.device_of(q):
         gpu = device.describe_gpu(q.device)
         choice = choose_backward(problem, q, k, v, gpu)
@@ -58,7 +59,7 @@ def launch_flash_backward(
 
 
 def _note(part: str, choice: KernelChoice, gpu: Gpu) -> None:
-    """For the run's result; and warn once on a Hopper GPU where nothing but its refusal keeps its kernels away."""
+    """Record the kernel for the run's result. Warn once if a Hopper GPU could run its kernels but for `gpu.refusal`."""
     record_kernel(part, choice.kernel)
     if choice.reason == gpu.refusal and gpu.capability[0] == 9:
         _warn(gpu.refusal)

@@ -1,7 +1,7 @@
-"""Which tile of scores a kernel works on. Which kernel runs is decided in dispatch.py.
+"""The tile of scores that a kernel works on. dispatch.py decides which kernel runs.
 
-A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
-`default_tile`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
+`find_tile` looks into the table that `lra tune` measured on this machine, then into the table that is shipped for the
+GPU. Without a row there, it takes `default_tile`, which works everywhere but is not the fastest. No call measures.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ KERNELS = (
     "forward", "dkdv", "dq", "dkdv_dq",
     "hopper_forward", "hopper_shared", "hopper_shared_short", "hopper_backward", "hopper_specialized",
 )  # fmt: skip
-SHORT_LENGTH = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
-TABLE_DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
+SHORT_LENGTH = 1024  # rows; `hopper_shared_short` is for sequences up to this length
+TABLE_DTYPES = ("bfloat16", "float32")  # float16 has bfloat16's size and speed, and uses its tiles
 FLASH_FOLDER = Path(__file__).parent
 
 
 class Tile(NamedTuple):
-    """Tile of scores that a program works on at a time, and how.
+    """The tile of scores that a program works on at a time, and its warps and stages.
 
-    All are powers of two but the stages, and the rows and warps of `hopper_shared`: 64 and 4 for each group.
+    All numbers are powers of two, except the stages, and the rows and warps of `hopper_shared`: 64 and 4 for each
+    group.
     """
 
     rows: int  # queries
@@ -47,14 +48,14 @@ class Tile(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, Any]:
-        """As arguments of a launch. Fusing a * b + c is the default of some Triton versions only."""
+        """Its arguments for a launch. Not every version of Triton fuses a * b + c by default."""
         return dict(
             BLOCK_M=self.rows, BLOCK_N=self.columns, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
         )
 
 
 class TileKey(NamedTuple):
-    """What a tile is measured for."""
+    """The case that a tile is measured for."""
 
     kernel: str  # one of KERNELS
     dtype: str  # one of DTYPES
@@ -63,20 +64,20 @@ class TileKey(NamedTuple):
 
 
 class TileTable(NamedTuple):
-    """Measured tiles, as a file has them."""
+    """The measured tiles of one file."""
 
     path: Path
     measured: dict[str, Any]  # environment.describe() of the measurement, and its ptxas
     sources: str  # `sources()` of the kernels that were measured
     tiles: dict[TileKey, Tile]
-    microseconds: dict[TileKey, float]  # of the pass with that tile
+    microseconds: dict[TileKey, float]  # the time of the pass with that tile
     made: dict[TileKey, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.part`
 
 
 def find_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
-    """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
+    """The tile of `kernel`, one of KERNELS, on the current device, which must be the device of q.
 
-    With a layout it is cut so that it lies within a block, and so that its rules find registers.
+    With a layout the tile is cut so that it lies within a block, and so that registers have room for the rules.
     """
     if kernel in forced_tiles:
         _asked.add(kernel)
@@ -95,9 +96,9 @@ def find_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layo
 
 @contextmanager
 def force_tile(kernel: str, tile: Tile) -> Iterator[set[str]]:
-    """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
+    """Inside, `kernel` has this tile, and passes run on its family of kernels, Hopper's or the plain ones.
 
-    The set has the kernel once it has been launched.
+    The set contains the kernel after its launch.
     """
     forced_tiles[kernel] = tile
     _asked.clear()
@@ -107,7 +108,7 @@ def force_tile(kernel: str, tile: Tile) -> Iterator[set[str]]:
         del forced_tiles[kernel]
 
 
-forced_tiles: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
+forced_tiles: dict[str, Tile] = {}  # no context variable, because autograd calls the backward in another thread
 _asked: set[str] = set()
 
 
@@ -117,9 +118,9 @@ def block_dim(head_dim: int) -> int:
 
 
 def default_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
-    """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
+    """A tile for the current device without a table. It fits, but is not the fastest."""
     narrow, generation = block_d <= 64, device.compute_capability()[0]
-    if dtype == torch.float32:  # exact products run on the ordinary units, from registers
+    if dtype == torch.float32:  # exact products run on the ordinary units and read registers
         if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
             return Tile(32, 32, 8, 2)
         return Tile(64, 32, 8, 2) if narrow else Tile(32, 16, 8, 2)
@@ -142,7 +143,7 @@ def default_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -
 
 
 def load_tables() -> list[TileTable]:
-    """The tables for the current device, the one to look into first in front."""
+    """The tables for the current device, in the order in which `find_tile` looks into them."""
     found = []
     if torch.cuda.is_initialized():
         path = user_table_path(torch.cuda.get_device_name())
@@ -158,12 +159,12 @@ def load_tables() -> list[TileTable]:
 
 
 def user_table_path(gpu: str) -> Path:
-    """Where `lra tune` keeps what it measured: in the user's cache folder, for each model of GPU."""
+    """The file for the measurements of `lra tune` on this model of GPU, in the user's cache folder."""
     return environment.cache_root() / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
 
 
 def outdated_reason(table: TileTable) -> str | None:
-    """Why a user's table says nothing about the kernels of today; None where it does."""
+    """Why a user's table does not describe the present kernels; None where it does."""
     import triton
 
     before = table.measured["versions"]["triton"]
@@ -173,7 +174,7 @@ def outdated_reason(table: TileTable) -> str | None:
 
 
 def hash_kernels() -> str:
-    """Identity of the kernels: a hash of the files that hold any."""
+    """A hash of the files that hold kernels."""
     files = [
         file.read_bytes() for file in sorted([*FLASH_FOLDER.rglob("*.py"), *FLASH_FOLDER.parent.glob("hopper.py")])
     ]
@@ -182,7 +183,7 @@ def hash_kernels() -> str:
 
 
 def read_table(path: Path) -> TileTable:
-    """UsageError if the file is not what `write_table` wrote."""
+    """Read a table. A file that `write_table` did not write raises a UsageError."""
     try:
         content = read_json(path)
         table = TileTable(path, content["measured"], content["sources"], {}, {}, {})
@@ -206,7 +207,7 @@ def read_table(path: Path) -> TileTable:
 
 
 def write_table(table: TileTable) -> None:
-    """Replaces the file in one step, a line for each row."""
+    """Replace the table's file in one step. It has a line for each row."""
     head = json.dumps({"measured": table.measured, "sources": table.sources}, indent=2).removesuffix("\n}")
     rows = (
         {**key._asdict(), **table.tiles[key]._asdict(), "microseconds": table.microseconds[key]} | table.made[key]
@@ -223,7 +224,7 @@ def write_table(table: TileTable) -> None:
 
 
 def forget_tables() -> None:
-    """Read the tables, and ask for the GPU, anew: after a table was written."""
+    """Forget cached tables and facts of the GPU. Call it after a table was written."""
     for cached in (_tile, _tables, device.describe_gpu):
         cached.cache_clear()
 
@@ -234,7 +235,7 @@ def _current_device() -> int | None:
 
 @functools.cache
 def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
-    """`device` is the current one, here so that each has its own."""
+    """The tile for the current device. `device` is only a key of the cache."""
     key = TileKey(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
     known = (table.tiles[key] for table in _tables(device) if key in table.tiles)
     return next(known, default_tile(kernel, dtype, block_d, dropout))

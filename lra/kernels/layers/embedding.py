@@ -1,4 +1,4 @@
-"""Tables whose rows are looked up, and their gradients: the tokens' vectors, and those of the places added to them."""
+"""Embedding tables and their gradients: a vector for each token, and one for each place that is added to it."""
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -12,13 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lra.kernels.hopper import barrier, product_layout
 from lra.kernels.layers.rows import drop_features, load_in_layout, load_keys, row_layout, tile_offset
 
-FEATURE_SLICE = gl.constexpr(64)  # features of a program that sums
-NEIGHBOURS = gl.constexpr(4)  # neighbours that a thread has: rows are of fp32, and no operands
+FEATURE_SLICE = gl.constexpr(64)  # features that a program sums
+NEIGHBOURS = gl.constexpr(4)  # features of a thread side by side: rows are in fp32, and are no operands
 
 
 @gluon.jit
 def look_up_rows(table_ptr, ids_ptr, first, real_M, count, D: gl.constexpr, num_warps: gl.constexpr):
-    """The rows of a table of `count` that these ids name, NaN for others."""
+    """The rows of a table of `count` rows with these ids. Ids that the table lacks give NaN."""
     layout: gl.constexpr = row_layout(D, num_warps, NEIGHBOURS)
     m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
     ids_M = gl.load(ids_ptr + first + m, mask=real_M, other=0).to(gl.int64)
@@ -45,7 +45,7 @@ def embed_kernel(
 
 @gluon.jit
 def tile_rows(i, end, place, rows, start_ptr, length_ptr, M: gl.constexpr, PLACES: gl.constexpr):
-    """(First row of a program's tile `i`, how many of its M are real): tile `i` of all, or of sequence `i` this one."""
+    """(First row of tile `i`, how many of its M rows are real). With PLACES: of the tile at `place` in sequence `i`."""
     if PLACES:
         sequence = gl.minimum(i, end - 1)
         first = gl.load(start_ptr + sequence) + place
@@ -58,7 +58,7 @@ def tile_rows(i, end, place, rows, start_ptr, length_ptr, M: gl.constexpr, PLACE
 
 @gluon.jit
 def relative_ids(ids, first, V: gl.constexpr, HALF: gl.constexpr):
-    """Which of the V rows of a table from `first` on they name, exact in 16 bits; -1 for others."""
+    """The ids relative to `first`, exact in 16 bits; -1 for ids that are not among the V from `first` on."""
     i = ids.to(gl.int32) - first
     return gl.where((i >= 0) & (i < V), i, -1).to(HALF)
 
@@ -71,7 +71,7 @@ def equal_assembly(dtype):
 
 @gluon.jit
 def equal_mask(a, b):
-    """One where two 16-bit floats are equal, else zero: two elements in an instruction."""
+    """One where two 16-bit floats are equal, else zero. An instruction compares two elements."""
     return gl.inline_asm_elementwise(equal_assembly(a.dtype), "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
 
 
@@ -81,11 +81,11 @@ def table_gradient_kernel(
     D: gl.constexpr, V: gl.constexpr, TABLES: gl.constexpr, TILES: gl.constexpr, HALF: gl.constexpr,
     DROPOUT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Of the rows that dropout keeps: one-hot idsᵀ dy in HALF, and with TILES of places their sums over the sequences.
+    """Sums of the kept elements: one-hot idsᵀ dy in HALF, and with TILES of places the sums over the sequences.
 
-    A program has SIDE features, V rows of the table, and of the tiles of M rows every so many, or one tile of places in
-    every so many sequences. `sums_ptr`: `[parts, TABLES, V, D]`, and `place_sums_ptr`: `[parts / TILES, TILES * M, D]`,
-    to be added up.
+    A program has FEATURE_SLICE features and V rows of the table. It has one in so many tiles of M rows or, with places,
+    one tile of places in one of so many sequences. `sums_ptr`: `[parts, TABLES, V, D]`, and `place_sums_ptr`: `[parts /
+    TILES, TILES * M, D]`, to be added up.
     """
     M: gl.constexpr = 16 * num_warps
     PLACES: gl.constexpr = TILES > 0
@@ -120,7 +120,7 @@ def table_gradient_kernel(
         dy_smem.index(slot).store(dy.to(HALF))
         ids_smem.index(slot).store(relative_ids(ids, table * V, V, HALF))
         first, count = next_first, next_count
-        # the next, while this one is summed
+        # load the next tile while this one is summed
         next_first, next_count = tile_rows(i + 2 * step, end, place, rows, start_ptr, length_ptr, M, PLACES)
         ids = gl.load(ids_ptr + first + column, mask=column < count, other=-1)
         keys_M = load_keys(keys_ptr, first, m < count, FEATURE_SLICE, DROPOUT, num_warps)

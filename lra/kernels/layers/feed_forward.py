@@ -1,20 +1,19 @@
-"""What follows attention in a block, one kernel a pass: projection, residual, norm, feed-forward and residual.
+"""The layers after attention in a block, one kernel a pass: projection, residual, norm, feed-forward and residual.
 
     y = z + drop(down(drop(gelu(up(norm(z)))))),  z = x + drop(out(o))
 
-By themselves these layers read and write what they pass to each other, some 15 tensors of a batch's rows, and take
-longer for it than for the arithmetic. A program holds the weights in shared memory and takes one tile of rows after
-another, in chunks of hidden features. Of the forward the normalised rows are kept; the backward computes the hidden
-features again, and writes what the gradients of the weights are products of: those sum over all rows, a library's
-product does it best.
+As separate kernels these layers would read and write some 15 tensors of a batch's rows, which takes longer than the
+arithmetic. A program holds the weights in shared memory and works on one tile of rows after another, in chunks of
+hidden features. The forward saves the normalised rows. The backward computes the hidden features again, and writes the
+operands of the weights' gradients: these are sums over all rows, which weights.py computes.
 
-The norm's gain and shift and what dropout multiplies by are parts of the weights. Norm, GELU, residuals and sums are in
-fp32, products of 16-bit operands.
+The norm's gain and shift and dropout's scale are parts of the weights. Norm, GELU, residuals and sums are in fp32.
+Operands of products have 16 bits.
 
-POOLED is the last block's, of which a model takes the mean of normed rows over each sequence: y itself is not written,
-but normalised, and its gradient is made of the sequences'.
+POOLED is for the last block: the model takes the mean of its normalised rows over each sequence. The kernel writes y
+normalised. The gradient of y comes from the gradients of the sequences.
 
-Shape suffixes as in rows.py, and C hidden features of a chunk.
+Shape suffixes are those of rows.py, and C hidden features of a chunk.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -50,7 +49,7 @@ from lra.kernels.layers.rows import (
     tile_first_row,
 )
 
-# What a group of warps is given: arguments of the kernel, and what is in shared memory.
+# The arguments of a group of warps: those of the kernel, and tiles in shared memory.
 FeedForwardWeights = namedtuple("Weights", "out up down")  # as `load_feed_forward_weights` describes them
 FeedForwardArguments = namedtuple(
     "Forward",
@@ -67,19 +66,19 @@ FeedForwardBackwardArguments = namedtuple(
 
 @gluon.jit
 def normal_pdf(u):
-    """Of the standard normal distribution."""
+    """The density of the standard normal distribution."""
     return gl.exp2(u * u * -0.7213475204444817 - 1.3257480647361593)
 
 
 @gluon.jit
 def normal_cdf(u):
-    """The standard normal distribution function, by which u is multiplied in GELU; within 3.2e-5, times u, too.
+    """The standard normal distribution function, GELU's factor of u. Its error, also times u, is within 3.2e-5.
 
-    As a logistic function of an odd polynomial, fitted here: 16 bits hold no more.
+    It is a logistic function of an odd polynomial, fitted here. More precision would be lost in 16 bits.
     """
-    square = gl.minimum(u * u, 40.0)  # beyond, the polynomial would turn back; there the result is 0 or 1
+    square = gl.minimum(u * u, 40.0)  # beyond it the polynomial turns back, and the result is 0 or 1
     exponent = u * (-2.301467 + square * (-0.1065446 + square * 0.00098442))
-    root = gl.rsqrt(1.0 + gl.exp2(exponent))  # its square is an inverse in fewer instructions
+    root = gl.rsqrt(1.0 + gl.exp2(exponent))  # its square is the inverse, in fewer instructions
     return root * root
 
 
@@ -87,7 +86,7 @@ def normal_cdf(u):
 def load_feed_forward_weights(
     out_ptr, up_ptr, down_ptr, D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr
 ):
-    """`out` [D, D], and of each chunk of hidden features `up` [C, D] and `down` [D, C], in shared memory."""
+    """The weights in shared memory: `out` [D, D] and, for each chunk of hidden features, `up` [C, D], `down` [D, C]."""
     half: gl.constexpr = out_ptr.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([D, D], half)
     tall: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], half)
@@ -164,7 +163,7 @@ def feed_forward_kernel(
     D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
     GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`xhat_ptr`: z normalised; `rstd_ptr`: what it was divided by, inverted; `final_rstd_ptr`: likewise of y."""
+    """`xhat_ptr`: z normalised. `rstd_ptr`: the inverse of its deviation. `final_rstd_ptr`: that of y."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
     ready = allocate_barriers(GROUPS)
     out_bias = load_bias(out_bias_ptr, 1, D, num_warps)
@@ -188,7 +187,7 @@ def feed_forward_kernel(
 
 @gluon.jit
 def pooled_gradient(pooled, first, real_M, D: gl.constexpr, num_warps: gl.constexpr):
-    """Of a tile of rows, whose sum over a sequence has a gradient after they are normalised."""
+    """The gradient of a tile of rows, from that of the sums of normalised rows over sequences."""
     layout: gl.constexpr = row_layout(D, num_warps)
     m, d = gl.arange(0, 16 * num_warps, gl.SliceLayout(1, layout)), gl.arange(0, D, gl.SliceLayout(0, layout))
     xhat_MD = load_rows(pooled.final_ptr, first, real_M, D, D, num_warps)
@@ -249,7 +248,7 @@ def feed_forward_backward_tiles(
             dxhat_MD = warpgroup_mma(as_operand(du_MC, sums), weights.up.index(i), dxhat_MD)
 
         dz_MD = normalise_backward(rows_from_product(dxhat_MD, num_warps), xhat_MD.to(gl.float32), rstd_M, D)
-        # or a compiler would keep what is read first: registers are for others
+        # read dy again: without this barrier the compiler would keep it in registers, which others need
         if POOLED:
             barrier()
         else:
@@ -273,9 +272,10 @@ def feed_forward_backward_kernel(
     D: gl.constexpr, F: gl.constexpr, C: gl.constexpr, DROPOUT: gl.constexpr, POOLED: gl.constexpr,
     GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dx and do; the gradients of what the three linear layers return, and h, what `down` is given.
+    """dx and do; the gradients of the outputs of the three linear layers; and h, the input of `down`.
 
-    POOLED has no `dy_desc` but `dsums_ptr`, a gradient for each sequence, and which one a row is of in `of_row_ptr`.
+    POOLED: instead of `dy_desc` there are `dsums_ptr`, a gradient for each sequence, and `of_row_ptr`, each row's
+    sequence.
     """
     M: gl.constexpr = 16 * num_warps
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], gl.float32)

@@ -1,4 +1,4 @@
-"""Launches of the kernels: the operators of layer_ops.py on a GPU."""
+"""Launches of the layers' kernels: the operators of layer_ops.py on a GPU."""
 
 # pyright: reportCallIssue=false
 
@@ -19,14 +19,14 @@ from lra.kernels.layers.reference import SavedForBackward
 SUM_SETTINGS = {
     64: (132, 128, 4),
     128: (132, 128, 3),
-}  # by the model's width: programs that sum, rows at a time, stages
-ONES_COLUMNS = 16  # columns of a bias's gradient, which are equal: what a product on tensor cores has at least
-FOLD_ROWS, UNFOLD_ROWS = 8, 2  # rows of a tile of a weight that a program has: of sums it reads many parts, all at once
-POOL_SHARES, POOL_ELEMENTS = 16, 8192  # of a sequence, whose rows are summed apart; elements of a tile of them
-# by the model's width: groups, residents, and registers of a thread, which several groups share as the kernel says
+}  # by model width: programs, rows at a time, stages
+ONES_COLUMNS = 16  # equal columns of a bias's gradient: the fewest of a product on tensor cores
+FOLD_ROWS, UNFOLD_ROWS = 8, 2  # rows of a weight's tile in a program; unfolding reads many parts of sums at once
+POOL_SHARES, POOL_ELEMENTS = 16, 8192  # shares of a sequence that are summed apart; elements of a tile of rows
+# by model width: groups, programs on a multiprocessor, registers of a thread (None: the kernel divides them)
 FEED_FORWARD_SETTINGS = {64: (1, 3, 168), 128: (2, 1, None)}
-GROUP_WARPS = 4  # warps that take a tile of rows together
-NORM_BEFORE_SECOND, NORM_BEFORE_ALL = 0b010, 0b111  # which of three layers follow the norm
+GROUP_WARPS = 4  # warps that work on a tile of rows together
+NORM_BEFORE_SECOND, NORM_BEFORE_ALL = 0b010, 0b111  # a bit for each of three layers: does it follow the norm?
 
 
 def launch_feed_forward(o: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def launch_feed_forward_rows(
     down: Tensor, down_bias: Tensor, eps: float, scale: float, threshold: int, keys: Tensor | None, site: int,
     *, y: Tensor, final_rstd: Tensor | None = None, final_eps: float = 0.0,
 ) -> SavedForBackward:  # fmt: skip
-    """Fills in `y`. Where `final_rstd` is given, `y` is normalised, and `final_rstd` is filled in as well."""
+    """Fill `y`. With `final_rstd`, `y` gets normalised rows, and `final_rstd` is filled as well."""
     (rows, d), f = x.shape, len(up)
     xhat, rstd = torch.empty_like(o), x.new_empty(rows)
     half_out, half_up, half_down = (torch.empty_like(weight, dtype=o.dtype) for weight in (out, up, down))
@@ -94,7 +94,7 @@ def launch_feed_forward_rows_backward(
     *, dy: TensorDescriptor | None = None, dsums: Tensor | None = None, of_row: Tensor | None = None,
     final: Tensor | None = None, final_rstd: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients, from that of the rows, `dy`. Where rows are pooled `dy` is None, and the other four are given."""
+    """The gradients, from `dy`, that of the rows. If rows are pooled, `dy` is None and the next four are given."""
     (rows, d), f = o.shape, len(up)
     dx, (do, dout, ddown) = rstd.new_empty(rows, d), (torch.empty_like(o) for _ in range(3))
     du, h = o.new_empty(rows, f), o.new_empty(rows, f)
@@ -167,10 +167,10 @@ def fold_layers(
     layers: Sequence[Tensor], biases: Sequence[Tensor], gain: Tensor, shift: Tensor,
     halves: Sequence[Tensor], folded: Sequence[Tensor], *, scale: float, normed: int,
 ) -> None:  # fmt: skip
-    """Fills in `halves` and `folded`: three layers' weights and biases as `weights.fold_kernel` gives them.
+    """Fill `halves` and `folded` with the weights and biases of three layers, as `weights.fold_kernel` makes them.
 
     Args:
-        scale: what dropout multiplies by.
+        scale: dropout's factor of kept elements.
         normed: a bit for each layer that follows the norm.
     """
     d = len(gain)
@@ -194,12 +194,15 @@ def sum_gradients(
     pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[Tensor], gain: Tensor, shift: Tensor,
     gradients: Sequence[Tensor], biases: Sequence[Tensor], *, scale: float, normed: int,
 ) -> Tensor:  # fmt: skip
-    """Fills in the gradients of three layers, of each pair the sum over all rows of dyᵀ x; those of gain and shift.
+    """Fill the gradients of three layers, the sums of dyᵀ x over all rows. It returns those of gain and shift.
 
     Args:
-        pairs: the gradient of what a layer returns, and what it is given.
-        layers: the weights in fp32; only those of layers in `normed` are read.
-        scale, normed: as in `fold_layers`.
+        pairs: for each layer the gradient of its output, and its input.
+        layers: the weights in fp32. Only those of layers in `normed` are read.
+        gradients: the gradients of the weights.
+        biases: the gradients of the biases.
+        scale: as in `fold_layers`.
+        normed: as in `fold_layers`.
     """
     (rows, _), d, count = pairs[0][0].shape, len(gain), count_square_tiles(gradients, len(gain))
     programs, together, stages = SUM_SETTINGS[d]
@@ -219,12 +222,12 @@ def sum_gradients(
 
 
 def flatten_shapes(layers: Sequence[Tensor]) -> list[int]:
-    """N and K of each."""
+    """N and K of each weight, in one list."""
     return [side for weight in layers for side in weight.shape]
 
 
 def count_square_tiles(layers: Sequence[Tensor], d: int) -> int:
-    """How many tiles `[d, d]` their weights have together."""
+    """The number of tiles `[d, d]` of all weights together."""
     return sum(weight.numel() for weight in layers) // d**2
 
 
@@ -266,10 +269,10 @@ def launch_table_gradient(
 
 
 def row_descriptor(x: Tensor) -> TensorDescriptor:
-    """What TMA needs to know of x to copy tiles of a group's rows. It wants a row even where there is none to copy."""
+    """The TMA descriptor of x for tiles of a group's rows. TMA needs at least one row, even if x has none."""
     return make_descriptor((x if len(x) else x.new_empty(1, x.shape[1]))[:, None], 16 * GROUP_WARPS)
 
 
 def persistent_grid(x: Tensor, residents: int) -> tuple[int]:
-    """As many as run at once, `residents` on each multiprocessor: each takes one tile of rows after another."""
+    """The grid of persistent programs, `residents` on each multiprocessor. Each works on one tile after another."""
     return (count_multiprocessors(x.device) * residents,)

@@ -1,8 +1,8 @@
-"""The kernels as PyTorch operators, and derivatives: of `lra::project`, `lra::feed_forward` and the pooled one.
+"""The layers around attention as PyTorch operators, with derivatives of `project` and the two feed-forwards.
 
-What an operator returns beside its result its backward is given: rows normalised and the inverse of what they were
-divided by, weights in 16 bits with the norm's gain and shift and dropout's scale in them, and the bias that goes with
-the gain. On a CPU the operators are their definition, reference.py.
+Besides its result an operator returns tensors for its backward: the normalised rows, the inverse of their deviation,
+the 16-bit weights that include the norm's gain and dropout's scale, and the bias that includes the norm's shift. On a
+CPU the operators are their definition, reference.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lra.kernels.library import define_operator, forbid_second_derivative, recor
 
 
 class ProjectFunction(torch.autograd.Function):
-    """(x, q, k, v): the residual passes through, so that its gradient and the projections' are added in the kernel."""
+    """(x, q, k, v). The residual x passes through, so that the kernel adds its gradient to that of the projections."""
 
     @staticmethod
     def forward(
@@ -41,7 +41,7 @@ class ProjectFunction(torch.autograd.Function):
 
 
 class FeedForwardFunction(torch.autograd.Function):
-    """Of o, x, numbers, and the parameters of `LayerParameters`."""
+    """The derivative of `feed_forward`. Its arguments are o, x, eps, dropout's, and the fields of `LayerParameters`."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class FeedForwardFunction(torch.autograd.Function):
 
 
 class PooledFeedForwardFunction(torch.autograd.Function):
-    """Likewise; before the numbers come the sequences' starts and lengths, and the rows that each owns at least."""
+    """As `FeedForwardFunction`, with start, length and padded_length after x, and `final_eps` after eps."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class PooledFeedForwardFunction(torch.autograd.Function):
 
 
 def layer_gradients(ctx: Any, backward: Callable[..., Any], dy: Tensor) -> tuple[Tensor, ...]:
-    """Of o, x and the parameters of `LayerParameters`; `backward` is the operator that computes them from dy."""
+    """Gradients of o, x and the fields of `LayerParameters`. The operator `backward` computes them from dy."""
     o, x, keys, *kept, up = ctx.saved_tensors
     with torch.no_grad():
         found = LayerGradients(*backward(dy.contiguous(), o, *kept, up, ctx.scale, ctx.threshold, keys, ctx.site))
@@ -96,7 +96,7 @@ def layer_gradients(ctx: Any, backward: Callable[..., Any], dy: Tensor) -> tuple
 
 
 def choose_by_device(definition: Callable[..., Any], launcher: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """An operator: on a GPU the function that `launcher` returns, elsewhere the definition."""
+    """The function of an operator: on a GPU what `launcher` returns, on other devices the definition."""
 
     def run(x: Tensor, *rest: Any) -> Any:
         if x.is_cuda:
@@ -109,13 +109,13 @@ def choose_by_device(definition: Callable[..., Any], launcher: Callable[[], Call
 
 
 def import_launchers():
-    """The launchers' module. It imports Triton, so it is imported by the first call that needs it."""
+    """The module of the launchers. It imports Triton, so the first call that needs it imports it."""
     from lra.kernels.layers import launch_layers
 
     return launch_layers
 
 
-# Shapes and dtypes of what the operators return, all contiguous.
+# Empty tensors with the shapes and dtypes of the results. All are contiguous.
 def fake_project(
     x: Tensor, gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, cos: Tensor | None, sin: Tensor | None,
     eps: float, half: torch.dtype,

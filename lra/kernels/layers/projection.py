@@ -1,11 +1,11 @@
-"""What precedes attention in a block, one kernel a pass: the norm, projections to queries, keys and values, rotation.
+"""The layers before attention in a block, one kernel a pass: norm, projections to q, k and v, rotary positions.
 
-The forward keeps the normalised rows. The backward gives the gradient of what is normalised and, where queries and keys
-were turned, the gradients of what the projections returned, of which those of their weights are made (weights.py).
-The norm's gain and shift are parts of the weights.
+The forward saves the normalised rows. The backward computes the gradient of the norm's input. If q and k were rotated,
+it also computes the gradients before rotation, from which weights.py makes those of the weights. The norm's gain and
+shift are parts of the weights.
 
-Shape suffixes as in rows.py, C features of a chunk, H heads of a chunk and P pairs of a head, which rotary positions
-turn by their angles (Su et al. 2021, arXiv 2104.09864).
+Shape suffixes are those of rows.py, and C features of a chunk, H heads of a chunk, P pairs of a head. Rotary positions
+rotate the pairs by angles (Su et al. 2021, arXiv 2104.09864).
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -40,7 +40,7 @@ from lra.kernels.layers.rows import (
     tile_first_row,
 )
 
-# What a group of warps is given: arguments of the kernel, and what is in shared memory.
+# The arguments of a group of warps: those of the kernel, and tiles in shared memory.
 ProjectionArguments = namedtuple(
     "Forward", "x_desc q_ptr k_ptr v_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps"
 )
@@ -53,7 +53,7 @@ ProjectionBackwardArguments = namedtuple(
 
 @gluon.jit
 def load_projection_weights(weight_ptr, D: gl.constexpr, C: gl.constexpr, num_warps: gl.constexpr):
-    """The three projections' weights in shared memory, `[C, D]` for each chunk of C of their 3 D features."""
+    """The weights of the three projections in shared memory, `[C, D]` for each chunk of C of their 3 D features."""
     half: gl.constexpr = weight_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], half)
     weight = gl.allocate_shared_memory(half, [3 * D // C, C, D], layout)
@@ -66,7 +66,7 @@ def load_projection_weights(weight_ptr, D: gl.constexpr, C: gl.constexpr, num_wa
 
 @gluon.jit
 def apply_rotary(x_MC, cos_MP, sin_MP, num_warps: gl.constexpr):
-    """Each pair `(x[p], x[p + P])` of each head by its angle, as `lra.models.positions.rotate`."""
+    """Rotate each pair `(x[p], x[p + P])` of each head by its angle, as `lra.models.positions.rotate`."""
     M: gl.constexpr = x_MC.shape[0]
     C: gl.constexpr = x_MC.shape[1]
     P: gl.constexpr = cos_MP.shape[1]
@@ -81,7 +81,7 @@ def apply_rotary(x_MC, cos_MP, sin_MP, num_warps: gl.constexpr):
 
 @gluon.constexpr_function
 def pair_layout(n, pairs, num_warps):
-    """Of n features whose pairs are so many apart: both of one are in a thread."""
+    """The layout of n features whose pairs are `pairs` apart: one thread has both features of a pair."""
     return row_layout(n, num_warps, pairs // 4)
 
 
@@ -132,7 +132,7 @@ def project_kernel(
     x_desc, q_ptr, k_ptr, v_ptr, xhat_ptr, rstd_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, rows, eps,
     D: gl.constexpr, C: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`xhat_ptr`: x normalised; `rstd_ptr`: what it was divided by, inverted. P is 0 where nothing is turned."""
+    """`xhat_ptr`: x normalised. `rstd_ptr`: the inverse of its deviation. P is 0 without rotary positions."""
     x_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 16 * num_warps, D], x_desc.layout)
     ready = allocate_barriers(GROUPS)
     bias = load_bias(bias_ptr, 3 * D // C, C, num_warps)
@@ -183,7 +183,7 @@ def project_backward_tiles(args, P: gl.constexpr, INDEX: gl.constexpr, GROUPS: g
             dxhat_MD = warpgroup_mma(as_operand(d_MD, sums), args.weight.index(part), dxhat_MD)
         buffer, arrived = buffers.index(3 * INDEX + 2), ready.index(3 * INDEX + 2)
         dv_MD = receive_rows(descs[2], following, rows, buffer, arrived, phase, num_warps)
-        dy_MD = load_rows(args.dy_ptr, first, real_M, D, D, num_warps)  # earlier, registers run out
+        dy_MD = load_rows(args.dy_ptr, first, real_M, D, D, num_warps)  # an earlier load would exceed the registers
         dxhat_MD = warpgroup_mma(as_operand(dv_MD, sums), args.weight.index(2), dxhat_MD)
         phase = phase ^ 1
         dx_MD = normalise_backward(rows_from_product(dxhat_MD, num_warps), xhat_MD.to(gl.float32), rstd_M, D) + dy_MD
@@ -195,7 +195,7 @@ def project_backward_kernel(
     dq_desc, dk_desc, dv_desc, dy_ptr, xhat_ptr, rstd_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, back_q_ptr, back_k_ptr,
     rows, D: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dx, with the gradient `dy_ptr` that passes the attention by; dq and dk as they were before they were turned."""
+    """dx, which includes `dy_ptr`, the gradient that bypasses attention; dq and dk before rotation."""
     buffers = gl.allocate_shared_memory(dq_desc.dtype, [3 * GROUPS, 16 * num_warps, D], dq_desc.layout)
     ready = allocate_barriers(3 * GROUPS)
     weight = load_projection_weights(weight_ptr, D, D, num_warps)

@@ -1,4 +1,4 @@
-"""The definition of the operators, in plain PyTorch for any device: every kernel is compared with this file.
+"""The definition of the layers' operators in plain PyTorch. Tests compare every kernel with this file.
 
 Arguments and results are those of layer_ops.py. Arithmetic is in the dtype of the residual. What the kernels hold in 16
 bits is rounded to 16 bits. With float64 throughout nothing is rounded.
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SITE_STRIDE = (
-    0x3C6EF372  # how far apart the sites in the model are for `draw_feature_words`: even, and otherwise arbitrary
-)
+SITE_STRIDE = 0x3C6EF372  # the distance of sites for `draw_feature_words`; even, and otherwise arbitrary
 
 
 class LayerParameters(NamedTuple):
-    """Parameters of the layers after attention, in fp32: `out`, the norm, `up` and `down` with F hidden features."""
+    """The fp32 parameters of the layers after attention: `out`, the norm, `up` and `down` with F hidden features."""
 
     out: Tensor  # [D, D]
     out_bias: Tensor
@@ -32,17 +30,17 @@ class LayerParameters(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What the forward of these layers keeps for the backward. Weights have 16 bits and dropout's scale in them."""
+    """The tensors that the forward of these layers saves for the backward. Weights have 16 bits."""
 
     xhat: Tensor  # [T, D]: the normalised rows
-    rstd: Tensor  # [T]: the inverse of what they were divided by
-    half_out: Tensor
-    half_up: Tensor  # with the norm's gain in it
-    half_down: Tensor
-    folded_bias: Tensor  # [F]: of `up`, with the norm's shift in it
+    rstd: Tensor  # [T]: the inverse of the deviation
+    half_out: Tensor  # includes dropout's scale
+    half_up: Tensor  # includes the norm's gain
+    half_down: Tensor  # includes dropout's scale twice
+    folded_bias: Tensor  # [F]: of `up`; includes the norm's shift
 
 
-# What the backward of these layers returns; dnorm, `[2, D]`, is of gain and shift.
+# The results of the backward of these layers. dnorm, `[2, D]`, has the gradients of gain and shift.
 LayerGradients = namedtuple("Gradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
 
 
@@ -89,7 +87,7 @@ def pooled_feed_forward(
     down: Tensor, down_bias: Tensor, start: Tensor, length: Tensor, padded_length: int, eps: float, final_eps: float,
     scale: float, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(Sums over sequences of the rows of y normalised; what the backward is given)."""
+    """(Sum of the normalised rows of y for each sequence, tensors for the backward)."""
     layers = (out, out_bias, gain, shift, up, up_bias, down, down_bias)
     y, *kept = feed_forward(o, x, *layers, eps, scale, threshold, keys, site)
     final, final_rstd = normalise(y, final_eps, o.dtype)
@@ -97,7 +95,7 @@ def pooled_feed_forward(
 
 
 def pool_rows(x: Tensor, start: Tensor, length: Tensor, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """(For each sequence the sum of its rows, each row's sequence, -1 past its length)."""
+    """(Sum of the rows of each sequence; sequence of each row, -1 past its length)."""
     of_row, sums = start.new_full((len(x),), -1), x.new_zeros(len(start), x.shape[1], dtype=wide)
     for b, rows in enumerate(_rows(start, length)):
         of_row[rows], sums[b] = b, x[rows].to(wide).sum(0)
@@ -159,7 +157,7 @@ def table_gradient(
     dy: Tensor, ids: Tensor, vocabulary: int, half: torch.dtype, start: Tensor | None, length: Tensor | None,
     places: int, threshold: int, keys: Tensor | None, site: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(Of each id the sum of the rows of dy that dropout keeps, rounded; of each place of a sequence, not rounded)."""
+    """(Sum of the kept, rounded rows of dy for each id; sum of the kept rows for each place, not rounded)."""
     dy = drop_features(dy, keys, site, threshold)
     one_hot = (ids[:, None] == torch.arange(vocabulary, device=ids.device)).to(dy.dtype)
     of_places = dy.new_zeros(places, dy.shape[1])
@@ -173,7 +171,7 @@ def _rows(start: Tensor, length: Tensor) -> list[slice]:
 
 
 def normalise(x: Tensor, eps: float, half: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x less its mean over its deviation, that deviation's inverse)."""
+    """(x minus its mean, divided by its deviation; the inverse of the deviation)."""
     centred = x - x.mean(1, keepdim=True)
     rstd = (centred.square().mean(1) + eps).rsqrt()
     return (centred * rstd[:, None]).to(half), rstd
@@ -186,7 +184,7 @@ def normalise_backward(dxhat: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Each pair `(x[p], x[p + P])` of each head by its angle, `[T, P]`, as `lra.models.positions.rotate`."""
+    """Rotate each pair `(x[p], x[p + P])` of each head by its angle, `[T, P]`, as `lra.models.positions.rotate`."""
     if cos is None or sin is None:
         return x
     a, b = x.unflatten(1, (-1, 2, cos.shape[1])).unbind(2)
@@ -195,11 +193,11 @@ def apply_rotary(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
 
 
 def drop_features(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> Tensor:
-    """`x`, `[T, D]`, with zeros where dropout drops: a function of the row's key, the site in the model and feature.
+    """`x`, `[T, D]`, with zeros where dropout drops. The mask depends on the row's key, the site and the feature.
 
-    Four neighbouring features share a word. Of each pair the first has the lower half, and that, rotated by one bit,
-    has a byte for each of the two pairs: as in the mask of attention, kernels then compare two fp16 magnitudes at once.
-    An element is dropped when its byte is below `threshold`.
+    Four neighbouring features, two pairs, share a word. The first feature of each pair has the lower half of the word.
+    That half, rotated by one bit, has a byte for each of the two pairs. So kernels compare two fp16 magnitudes at once,
+    as for the mask of attention. An element is dropped when its byte is below `threshold`.
     """
     if keys is None or not threshold:
         return x
@@ -212,21 +210,21 @@ def drop_features(x: Tensor, keys: Tensor | None, site: int, threshold: int) -> 
 def draw_feature_words(keys: Tensor, site: int, column: Tensor) -> Tensor:
     """Random words, int32 `[T, columns]`: a hash of the row's key plus a multiple of that key with its halves swapped.
 
-    How many times, the place says: site and column. Were places the same distance apart in all rows, a row would have
-    words of another some columns on. An even multiple loses nothing of what it is added to.
-    `benchmarks/studies/randomness` puts the words to the tests of TestU01.
+    The site and the column give the multiple. If the distance between places were equal in all rows, the words of one
+    row could repeat those of another, some columns on. An even multiple loses no information of the summand.
+    `benchmarks/studies/randomness` applies the tests of TestU01 to the words.
     """
     place = (site * SITE_STRIDE + (1 << 31)) % (1 << 32) - (1 << 31) + 2 * column  # as int32 wraps
     return mix_bits(keys[:, None] + (keys << 16 | _shift(keys, 16))[:, None] * place)
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """A bijection of int32 whose every output bit depends on every input bit: xor-shifts and odd factors that wrap."""
+    """A bijection of int32 by xor-shifts and odd factors. Every output bit depends on every input bit."""
     x = (x ^ _shift(x, 16)) * 0x7FEB352D
     x = (x ^ _shift(x, 15)) * -0x7B935975  # 0x846CA68B
     return x ^ _shift(x, 16)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Right by so many bits, zeros from the left: PyTorch's copies the sign."""
+    """Shift right by `by` bits, with zeros from the left. PyTorch's own shift copies the sign."""
     return (x >> by) & (1 << 32 - by) - 1

@@ -1,8 +1,8 @@
-"""Weights as the kernels take them, and their gradients: sums over all rows of a batch.
+"""Weights in the form that the kernels read, and their gradients, which are sums over all rows of a batch.
 
-Three linear layers at a time, in one launch, because each is small. Their weights `[N, K]` are cut into square tiles
-of the model's width, SIDE, row by row, one layer's after another's. NORMED has a bit for each layer that follows the
-norm: it is given xhat * gain + shift, which becomes part of its weights, as the scale of what dropout keeps does.
+A launch works on three linear layers, because each is small. Their weights `[N, K]` are cut into square tiles, whose
+side SIDE is the model's width: row by row, one layer after another. NORMED has a bit for each layer that follows the
+norm. Its input is xhat * gain + shift: gain and shift become parts of its weights, as dropout's scale does.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def select_layer(layer, a, b, c):
-    """What belongs to a layer, number 0, 1 or 2."""
+    """The argument that belongs to layer 0, 1 or 2."""
     return tl.where(layer == 1, b, tl.where(layer == 2, c, a))
 
 
@@ -25,7 +25,7 @@ def locate_tile(
     tile, N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: its layer, that one's N and K, and the tile's first row and column there."""
+    """(The layer of a tile, the layer's N, its K, the tile's first row in it, its first column in it)."""
     first: tl.constexpr = (N // SIDE) * (K // SIDE)
     second: tl.constexpr = first + (N1 // SIDE) * (K1 // SIDE)
     layer = (tile >= first).to(tl.int32) + (tile >= second).to(tl.int32)
@@ -41,9 +41,9 @@ def fold_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, R: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Weights in 16 bits and biases, with gain and shift in those of NORMED, and dropout's scale.
+    """16-bit weights and biases that include dropout's scale and, for layers in NORMED, gain and shift.
 
-    The first layer's result is scaled; of the third, what it is given and its result.
+    The scale applies to the output of the first layer, and to the input and the output of the third.
     """
     layer, _, k, n0, k0 = locate_tile(tl.program_id(1), N, K, N1, K1, N2, K2, SIDE)
     n, side = n0 + tl.program_id(0) * R + tl.arange(0, R), k0 + tl.arange(0, SIDE)
@@ -67,7 +67,7 @@ def sum_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, M: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """dyᵀ x of each layer, and dyᵀ 1 for the biases, which is a product of the same kind; of a part of the rows.
+    """dyᵀ x of each layer for a part of the rows, and dyᵀ 1 for the biases, which is a product of the same kind.
 
     `sums_ptr`: `[parts, tiles, SIDE, SIDE + ONES]`.
     """
@@ -81,7 +81,8 @@ def sum_kernel(
     weight = tl.zeros([SIDE, SIDE], tl.float32)
     bias = tl.zeros([SIDE, ONES], tl.float32)
     ones = tl.full([M, ONES], 1.0, dy_ptr.dtype.element_ty)
-    for row in range(part * M, rows, tl.num_programs(0) * M):  # upwards: the kernel before wrote the first rows last
+    # upwards, because the previous kernel wrote the first rows last
+    for row in range(part * M, rows, tl.num_programs(0) * M):
         first, real = tl.cast(row, tl.int64), (row + m < rows)[:, None]
         dy = tl.load(dy_ptr + first * n + m[:, None] * n + side[None, :], mask=real, other=0.0)
         x = tl.load(x_ptr + first * k + m[:, None] * k + side[None, :], mask=real, other=0.0)
@@ -99,7 +100,7 @@ def unfold_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, ONES: tl.constexpr, R: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what `fold_kernel` was given, from those sums, P parts at a time.
+    """The gradients of the inputs of `fold_kernel`, from the sums of `sum_kernel`, P parts at a time.
 
     `norms_ptr`: `[2, SIDE, programs]`, each program's share of the gradients of gain and shift.
     """

@@ -1,4 +1,4 @@
-"""`softmax_attention`: the public function, and its path in plain PyTorch."""
+"""`softmax_attention`, the public function, and its fallback in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,23 +26,30 @@ def softmax_attention(
     index: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Exact softmax attention of each sequence with itself, by way of its scores in memory; differentiable in q, k, v.
+    """Exact softmax attention of each sequence with itself, with the scores in memory; differentiable in q, k and v.
 
-    q, k and v are `[B, N, H, D]` of any strides and sequence `b` owns the first `length[b]` of its N rows. The others
-    may hold anything, NaN included: they influence nothing, and their output and gradients are zeros. One kernel turns
-    the scores into weights in place: scale, mask, softmax and dropout, as in Megatron-LM (Shoeybi et al. 2019, arXiv
-    1909.08053); matrix products do the rest. What is kept for the backward is one matrix of weights for each head, as
-    they are before dropout, of N rounded up to 16: the mask is drawn again.
+    Sequence `b` owns the first `length[b]` of its N rows. The other rows may hold anything, NaN included: they
+    influence nothing, and their output and gradients are zeros. One kernel turns the scores into weights in place. It
+    does scale, mask, softmax and dropout, as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053). Matrix products do
+    the rest. For the backward one matrix of weights is kept for each head, before dropout, with N rounded up to 16. The
+    backward draws the dropout mask again.
 
     Args:
+        q, k, v: float16, bfloat16 or float32, `[B, N, H, D]`, of any strides.
         length: int32 `[B]`, on the device of q; all N rows by default.
-        scale: `D ** -0.5` by default.
-        dropout, seed, index: as in `flash_attention`; the mask of the Triton path is the same.
-        impl: "triton" (CUDA); "torch" (any device: plain PyTorch, where dropout has the same distribution but draws
-            from PyTorch's generator); "auto", Triton on CUDA and torch elsewhere.
+        scale: the factor of the scores, `D ** -0.5` by default.
+        dropout: as in `flash_attention`. The Triton path has the same mask.
+        seed: as in `flash_attention`.
+        index: as in `flash_attention`.
+        impl: "triton" (CUDA), "torch" (any device) or "auto" (the default: Triton on CUDA, torch elsewhere). Torch is
+            plain PyTorch. Its dropout has the same distribution, but draws from PyTorch's generator.
 
     Returns:
         A contiguous tensor of the shape and dtype of q.
+
+    Raises:
+        TypeError: an argument has a type or dtype that is not listed here.
+        ValueError: an argument has another shape or device, or is out of range, or `impl` cannot compute the call.
     """
     impl = resolve_impl(impl, q.device, fallback="torch")
     check_inputs(q, k, v)
@@ -61,7 +68,7 @@ def softmax_attention(
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, dropout: float) -> Tensor:
-    """The path for any device, `[B, N, H, D]`; the softmax is in fp32."""
+    """The fallback for any device, `[B, N, H, D]`. The softmax is in fp32."""
     n = q.shape[1]
     q_BHND, k_BHND, v_BHND = (to_heads_first(x, length, n) for x in (q, k, v))
     s_BHNN = (q_BHND @ k_BHND.transpose(2, 3)).float() * scale

@@ -1,8 +1,8 @@
 """Scale, mask, softmax and dropout of score rows, and their derivative (fused as in Megatron-LM, arXiv 1909.08053).
 
-A program owns 16 rows of one head and runs over their columns twice, so that rows of any length fit: first for what
-the softmax or its derivative sums, then to write. Both kernels work in place; with dropout they write P with dropout
-to a second tensor, for the product with v or dO. Sums are in fp32.
+A program owns 16 rows of one head and loops over their columns twice, so that rows of any length fit: first for the
+sums of the softmax or of its derivative, then to write. Both kernels work in place. With dropout they write P after
+dropout to a second tensor, for the product with v or dO. Sums are in fp32.
 
 Shape suffixes: M rows, N columns of a tile. Scores are `[B, H, size, size]`, size a multiple of 16.
 """
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from lra.kernels.flash.tiles import LOG2_E, dropout_key, keep_tile, program_tile
 
-TILE_ROWS = tl.constexpr(16)  # the fewest that whole draws serve
+TILE_ROWS = tl.constexpr(16)  # the fewest rows that use complete draws
 MAX_COLUMNS = 256  # more registers for each thread would leave fewer programs to hide loads
 
 
 @triton.jit
 def locate_rows(length_ptr, heads, size):
-    """(head, sequence, its length, first row, offset of each row, which rows are real, where their columns end).
+    """(Head, sequence, its length, first row, offset of each row, which rows are real, the end of their columns).
 
-    The end is rounded up to 16, so that loads up to there are wide ones; it is 0 where no row is real.
+    The end is rounded up to 16, so that loads up to it are wide. It is 0 if no row is real.
     """
     tile, head, b = program_tile(tl.program_id(0), size // TILE_ROWS, heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     length = tl.load(length_ptr + b)
@@ -42,7 +42,7 @@ def locate_rows(length_ptr, heads, size):
 
 @triton.jit
 def load_scores(pointer, offset_M, columns_N, end, seen_MN, unseen):
-    """A tile in fp32, with `unseen` in place of what is not seen."""
+    """A tile in fp32, with `unseen` where `seen_MN` is false."""
     x_MN = tl.load(pointer + offset_M[:, None] + columns_N[None, :], mask=(columns_N < end)[None, :], other=0.0)
     return tl.where(seen_MN, x_MN.to(tl.float32), unseen)
 
@@ -58,7 +58,7 @@ def softmax_forward_kernel(
     p_ptr, dropped_ptr, length_ptr, seed_ptr, index_ptr, heads, size, scale_log2, threshold,
     COLUMNS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Scores at `p_ptr` become P."""
+    """Turn the scores at `p_ptr` into P."""
     head, b, length, first_row, offset_M, real_M, end = locate_rows(length_ptr, heads, size)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if DROPOUT:
         key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
@@ -91,7 +91,7 @@ def softmax_backward_kernel(
     p_ptr, ds_ptr, dropped_ptr, length_ptr, seed_ptr, index_ptr, heads, size, scale, threshold,
     COLUMNS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of P with dropout at `ds_ptr` becomes that of the scores, scale * P * (dP - rowsum(P * dP))."""
+    """Turn the gradient of P after dropout, at `ds_ptr`, into that of the scores: scale * P * (dP - rowsum(P * dP))."""
     head, b, length, first_row, offset_M, real_M, end = locate_rows(length_ptr, heads, size)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     keep_scale = 256.0 / (256 - threshold)
     if DROPOUT:
@@ -123,7 +123,7 @@ def softmax_backward_kernel(
 def launch_softmax_forward(
     scores: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
-    """Makes P of contiguous scores `[B, H, size, size]` in place; returns it with dropout, itself if there is none."""
+    """Turn contiguous scores `[B, H, size, size]` into P in place. Return P after dropout, or P itself without it."""
     dropped = torch.empty_like(scores) if threshold else None
     with torch.cuda.device_of(scores):
         softmax_forward_kernel[_grid(scores)](
@@ -136,7 +136,7 @@ def launch_softmax_forward(
 def launch_softmax_backward(
     p: Tensor, dp: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
-    """Makes the gradient of the scores of that of P with dropout, in place; returns P with dropout."""
+    """Turn the gradient of P after dropout into that of the scores, in place. Return P after dropout."""
     dropped = torch.empty_like(p) if threshold else None
     with torch.cuda.device_of(p):
         softmax_backward_kernel[_grid(p)](

@@ -1,7 +1,7 @@
-"""The Triton path as PyTorch operators, `lra::softmax_forward` and `lra::softmax_backward`, and its derivative.
+"""The Triton path as the PyTorch operators `lra::softmax_forward` and `lra::softmax_backward`, and its derivative.
 
-The matrix products are inside, because what autograd would keep of them is P before and after dropout: here P before
-dropout is all, and the scores, P, and in the backward dP and dS, share memory.
+The operators include the matrix products. Autograd would keep P before and after dropout for them. Here only P before
+dropout is kept. The scores and P share memory; in the backward dP and dS do, too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ SOFTMAX_SCHEMA = "Tensor length, float scale, int threshold, Tensor? seed, Tenso
 
 
 class SoftmaxFunction(torch.autograd.Function):
-    """The derivative with respect to q, k and v of the result alone, not of P, and only the first."""
+    """The first derivative of the result with respect to q, k and v. P has none."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():  # or the operator would come back here
+        with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
             out, p = softmax_forward(q, k, v, *problem)
         length, scale, threshold, seed, index = problem
         ctx.save_for_backward(q, k, v, p, length, seed, index)
         ctx.numbers = scale, threshold
         ctx.mark_non_differentiable(p)
-        ctx.set_materialize_grads(False)  # no zeros in the place of P's gradient
+        ctx.set_materialize_grads(False)  # P gets None as its gradient, not zeros
         return out, p
 
     @staticmethod
@@ -40,7 +40,7 @@ class SoftmaxFunction(torch.autograd.Function):
         return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * 5
 
 
-# Triton is imported by the first call, so that a machine without it has the other path.
+# The first call imports Triton, so that a machine without Triton can use the fallback.
 def run_softmax_forward(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None,
     index: Tensor | None,
@@ -73,7 +73,7 @@ def run_softmax_backward(
         return to_rows_first(ds @ k, length, n), to_rows_first(ds.transpose(2, 3) @ q, length, n), dv
 
 
-# Shapes and dtypes of what the two return, all contiguous.
+# Empty tensors with the shapes and dtypes of the results. All are contiguous.
 def fake_softmax_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     n = padded_side(q.shape[1])
     return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], n, n)
@@ -84,17 +84,17 @@ def fake_softmax_backward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def padded_side(n: int) -> int:
-    """Rows and columns of the scores in memory: multiples of 16, so that any N has aligned rows and whole tiles."""
+    """The rows and columns of the scores in memory: a multiple of 16, so that any N has aligned rows and full tiles."""
     return (n + 15) // 16 * 16
 
 
 def real_row_mask(length: Tensor, n: int) -> Tensor:
-    """bool `[B, n]`."""
+    """bool `[B, n]`: whether a row lies before the length of its sequence."""
     return torch.arange(n, device=length.device) < length[:, None]
 
 
 def to_heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
-    """`[B, N, H, D]` to contiguous `[B, H, rows, D]`, zeros past each length whatever is there."""
+    """`[B, N, H, D]` to contiguous `[B, H, rows, D]`, with zeros past each length whatever is there."""
     size, n, heads, d = x.shape
     padded = x.new_zeros(size, heads, rows, d)
     padded[:, :, :n] = x.transpose(1, 2).where(real_row_mask(length, n)[:, None, :, None], 0)
@@ -102,7 +102,7 @@ def to_heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
 
 
 def to_rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
-    """`[B, H, N or more, D]` to contiguous `[B, n, H, D]`, zeros past each length."""
+    """`[B, H, N or more, D]` to contiguous `[B, n, H, D]`, with zeros past each length."""
     return x[:, :, :n].transpose(1, 2).where(real_row_mask(length, n)[:, :, None, None], 0).contiguous()
 
 

@@ -1,9 +1,8 @@
 """Backward for Hopper GPUs in Gluon: dK, dV and dQ in one pass over the scores, with products kept in flight.
 
-As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to
-memory by TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products
-with dO and Q, which give dV and dK, want them. A pass by `hopper_specialized` has its main part in
-backward_specialized.py.
+As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and TMA also adds shares of dQ to
+memory. Scores are transposed, `[N, M]`. So the weights and their gradients lie in registers as the products with dO and
+Q need them, which give dV and dK. The main kernel of a `hopper_specialized` pass is in backward_specialized.py.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -71,11 +70,11 @@ def prepare_backward_kernel(
     out_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, scale_log2, threshold,
     D: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
+    """Store zeros for the sum of dQ and the count of claimed tiles, and two statistics of each of the T * H rows.
 
-    With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
-    needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
-    weights come out as 0: `finish_dq` adds what they contribute.
+    With the keep rate r of dropout the statistics are log-sum-exp + log2(r) and -r * delta, where
+    delta = rowsum(dO * O). By the first, weights come out divided by r, and dP needs no factor. For extreme rows it is
+    +inf, so that their weights are 0: `finish_dq` adds the contribution of these rows.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -99,7 +98,7 @@ def prepare_backward_kernel(
 
 @gluon.jit
 def visited_row(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, MAX_VISITS: gl.constexpr):
-    """Where the tile begins that is visited as number `t`."""
+    """Where the tile begins that is visited as number `t`, from 0."""
     return gl.where(t == 0, last, visited_tile(list_ptr, query_place(t, n, shift), n, BLOCK_M, MAX_VISITS))
 
 
@@ -114,7 +113,7 @@ def hopper_backward_kernel(
     head, b, start, length, owned, first_column = sequence_tile(
         gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
-    # loads that wait for one another no more than they must: before the return, which waits for the length
+    # these loads come before the return, which waits for the length, so that they do not wait for one another
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     if MAX_VISITS:
         visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, MAX_VISITS, num_warps)
@@ -128,7 +127,7 @@ def hopper_backward_kernel(
     if DROPOUT:
         key = dropout_key(seed, index, head)
 
-    gl.static_assert(STAGES == 2 or STAGES == 3)  # a tile of queries is fetched while the one before is still read
+    gl.static_assert(STAGES == 2 or STAGES == 3)  # one tile of queries is fetched while the previous one is still read
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = product_layout(BLOCK_M, num_warps)  # [N, M]
     sums: gl.constexpr = product_layout(D, num_warps)  # [N, D]
@@ -137,10 +136,10 @@ def hopper_backward_kernel(
     )  # [M, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
-    BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of queries and of one of dO, which arrive together
-    # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand; the next
-    # tile's scores while this one's dQ is stored (where these are not begun, its row statistics come as late, too);
-    # its log-sum-exps while products of this one are in flight.
+    BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of Q and one of dO, which arrive together
+    # Three uses of registers, where they have room. HOLD_KV: K and V, which leaves the bandwidth of shared memory to
+    # the other operand. AHEAD: the next tile's scores while this tile's dQ is stored; without it the next tile's
+    # statistics come as late. LSE_AHEAD: the next tile's log-sum-exps while products of this tile are in flight.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
     AHEAD: gl.constexpr = D == 64 or (D == 32 and DROPOUT)
     LSE_AHEAD: gl.constexpr = D != 64
@@ -164,7 +163,7 @@ def hopper_backward_kernel(
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
     dv = gl.zeros([BLOCK_N, D], gl.float32, sums)
     if n > 0:
-        # The last tile of queries, which alone may be partial, comes first. Then the others in order.
+        # The last tile of queries comes first, because it alone may be partial. The others follow in order.
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
         load_tile_async(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
         load_tile_async(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
@@ -202,7 +201,7 @@ def hopper_backward_kernel(
             drawn = draw_backward(key, last, first_column, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
-        barrier()  # or one would be in the loop
+        barrier()  # without it the compiler would put one into the loop
         if LSE_AHEAD:
             lse_M = lse_smem.load(column_layout)[None, :]
         first_row, next_row = last, visited_row(visits_ptr, 1, n, last, shift, BLOCK_M, MAX_VISITS)
@@ -215,7 +214,7 @@ def hopper_backward_kernel(
             q_next = q_smem.index(next_slot)
             if DROPOUT:
                 dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            else:  # less delta, which costs nothing so
+            else:  # the accumulator starts with -delta, so that the subtraction costs nothing
                 minus_delta = delta_smem.load(column_layout)[None, :].broadcast_to([BLOCK_N, BLOCK_M])
                 dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), minus_delta, is_async=True)
             if not LSE_AHEAD:
@@ -227,20 +226,20 @@ def hopper_backward_kernel(
             minus_delta_M = delta_smem.load(column_layout)[None, :] if DROPOUT else lse_M
             dp = warpgroup_mma_wait(0, deps=[dp])
             ds = packed_dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else packed_score_gradient(p, dp)
-            ds_smem.store(ds)  # before dV's product begins: the fence waits for it
+            ds_smem.store(ds)  # before dV's product begins, because the fence waits for it
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
                 zero_tile_past(ds_smem, scored - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
-            mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
+            mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill in the next round
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
             if not AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
-            refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
+            refill = (t > 0) & (t - 1 + STAGES < n)  # the previous tile is no longer needed
             after_row = visited_row(visits_ptr, t + 2, n, last, shift, BLOCK_M, MAX_VISITS)
             refill_row = start + (next_row if STAGES == 2 else after_row)
             load_tile_async(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
@@ -280,9 +279,9 @@ def hopper_backward_kernel(
 def launch_hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch_attention.launch_flash_backward`. dQ is summed in fp32, in any order."""
+    """Hopper's kernels for `launch_attention.launch_flash_backward`. They sum dQ in fp32, in any order."""
     total, heads, head_dim = q.shape
-    if not has_contiguous_heads(do):  # such as the expanded gradient of a sum
+    if not has_contiguous_heads(do):  # for example the expanded gradient of a sum
         do = do.contiguous()
     dropout, overlap = problem.threshold > 0, device.overlap_options(q.device)
     stats = torch.empty_like(softmax)
@@ -313,6 +312,6 @@ def launch_hopper_backward(
             heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=dropout,
             num_warps=min(warps, columns // 16), **overlap,
-            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
+            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three or four programs on a multiprocessor
         )  # fmt: skip
     return finish_dq(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

@@ -1,9 +1,9 @@
-"""Backward for Hopper GPUs at d = 64 where every query sees every key: warps that each do one part of it.
+"""Backward for Hopper GPUs at d = 64 where every query sees every key, with specialised warps.
 
-A program takes tiles of 128 keys one after another. Four warps fetch tiles of queries by TMA, two groups of four have
-64 keys each, and four more multiply what both hand them, the gradients of the scores, with all 128 keys and add the
-share of dQ to memory. So queries and dQ travel half as often as in backward.py, and no group waits for another
-but for what it needs.
+A program works on one tile of 128 keys after another. Four warps fetch tiles of queries by TMA. Two groups of four
+warps have 64 keys each, and compute dK, dV and the gradients of the scores. Four more warps multiply these gradients
+with all 128 keys, and add the share of dQ to memory. So queries and dQ travel half as often as in backward.py, and a
+group only waits for data that it needs.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -50,35 +50,35 @@ from lra.kernels.hopper import (
     zero_tile_past,
 )
 
-GROUP_WARPS = gl.constexpr(4)  # warps
-HALVES = gl.constexpr(2)
+GROUP_WARPS = gl.constexpr(4)
+HALVES = gl.constexpr(2)  # of a tile of keys
 BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
 
 
 class KeyBuffers(NamedTuple):
-    """Shared memory for tiles of K and V, and the barriers of each buffer."""
+    """Shared memory for tiles of K and V, with the barriers of each buffer."""
 
     k: Any  # [BUFFERS * HALVES, KEYS, D]
     v: Any
-    number: Any  # [BUFFERS, 1]: the tile's
+    number: Any  # [BUFFERS, 1]: the number of the tile in a buffer
     ready: Any  # completes when the buffer is filled
     freed: Any  # completes when both halves, and the warps that add to dQ, have read it
 
 
 class QueryBuffers(NamedTuple):
-    """Shared memory for tiles of Q and dO with two statistics of each row, and the barriers of each slot."""
+    """Shared memory for tiles of Q and dO and two statistics of each row, with the barriers of each slot."""
 
     q: Any  # [STAGES, BLOCK_M, D]
     do: Any
     lse: Any  # [STAGES, BLOCK_M]
     delta: Any
     ready: Any  # completes when Q and dO have arrived
-    stats_ready: Any  # completes when the statistics are stored and rows of others are blanked out
+    stats_ready: Any  # completes when the statistics are stored and the rows of other sequences are zeroed
     freed: Any  # completes when both halves of the keys have read the slot
 
 
 class GradientBuffers(NamedTuple):
-    """Shared memory for the gradients of scores, and the barriers of each buffer."""
+    """Shared memory for the gradients of scores, with the barriers of each buffer."""
 
     ds: Any  # [BUFFERS * HALVES, KEYS, BLOCK_M]
     ready: Any  # completes when both halves of the keys have stored theirs
@@ -87,14 +87,14 @@ class GradientBuffers(NamedTuple):
 
 @gluon.jit
 def query_visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(how many tiles of queries a tile of keys visits, from which on): for `query_place`."""
+    """(The number of tiles of queries that a tile of keys visits, the shift for `query_place`)."""
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
     return n, query_shift(first_column, n, max_length, BLOCK_N)
 
 
 @gluon.jit
 def fetch_backward_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
-    """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
+    """Fetch tiles of keys that no program has claimed, and their tiles of queries, as far ahead as there is room."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
     KEYS: gl.constexpr = keys.k.shape[1]
@@ -133,7 +133,7 @@ def fetch_backward_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, 
                 lse, delta = load_statistics(head_stats_ptr, sequences.heads, total, first_row + row, length)
                 queries.lse.index(slot).store(lse)
                 queries.delta.index(slot).store(delta)
-                if t == 0:  # the last tile of queries, which alone may be partial
+                if t == 0:  # the last tile of queries; it alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(queries.ready.index(slot), phase ^ 1)
                         zero_tile_past(queries.q.index(slot), length - first_row, GROUP_WARPS)
@@ -157,7 +157,7 @@ def fetch_backward_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, 
 
 @gluon.jit
 def sum_key_gradients(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
-    """dK and dV of one half of the keys, and the gradients of their scores."""
+    """Compute dK and dV of one half of the keys, and the gradients of their scores."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
     KEYS: gl.constexpr = keys.k.shape[1]
@@ -180,7 +180,7 @@ def sum_key_gradients(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, querie
         partial, scored = first_column + KEYS > length, scored_keys(length)
         mbarrier.wait(queries.ready.index(slot), phase, pred=n > 0)
         mbarrier.wait(queries.stats_ready.index(slot), phase, pred=n > 0)
-        # in registers, which leaves shared memory's bandwidth to the other operand
+        # K and V stay in registers, which leaves the bandwidth of shared memory to the other operand
         k_a = keys.k.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
         v_a = keys.v.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
         dk = gl.zeros([KEYS, D], gl.float32, sums)
@@ -229,7 +229,7 @@ def sum_key_gradients(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, querie
 
 @gluon.jit
 def sum_query_gradients(dq_desc, dq_smem, sequences, keys, gradients):
-    """What the keys add to dQ."""
+    """Add the share of the keys to dQ."""
     BLOCK_M: gl.constexpr = dq_smem.shape[1]
     BLOCK_N: gl.constexpr = HALVES * keys.k.shape[1]
     D: gl.constexpr = dq_smem.shape[2]

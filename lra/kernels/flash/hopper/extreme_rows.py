@@ -1,8 +1,9 @@
-"""The end of the backward on Hopper: dQ in its own dtype, and what rows with extreme scores contribute.
+"""The end of the backward on Hopper: dQ in its own dtype, and the contribution of rows with extreme scores.
 
-The main pass knows of a row one number, its log-sum-exp in fp32. If scores are beyond `tiles.EXTREME` that has lost the
-sum of weights: of n keys that are all hidden by scores of -1e30 each would weigh 1, not 1 / n. So the main pass leaves
-such rows out, and they are done here, from the maximum and the sum apart. Most calls have none, and only look.
+The main pass knows one number of a row, its log-sum-exp in fp32. If scores lie beyond `tiles.EXTREME`, that number has
+lost the sum of weights: if scores of -1e30 hide all n keys, each key would weigh 1, not 1 / n. So the main pass leaves
+such rows out. The kernels here compute them from the maximum and the sum. Most calls have no such row, and only look
+for one.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -31,14 +32,14 @@ from lra.kernels.flash.tiles import (
     visit_list,
 )
 
-TILE_SIDE = 64  # of a tile of scores
-EXTREME_SCAN_ROWS = 4096  # rows at a time
+TILE_SIDE = 64  # rows and columns of a tile of scores
+EXTREME_SCAN_ROWS = 4096  # rows that `any_extreme` reads at a time
 CONVERTED_ELEMENTS = 4096  # elements of dQ that a program converts
 
 
 @triton.jit
 def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.constexpr):
-    """Whether a head of a sequence has a row with extreme scores; looks at ROWS at a time."""
+    """Whether a head of a sequence has a row with extreme scores. It reads ROWS rows at a time."""
     top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
     found = 0
     for first in range(0, length, ROWS):
@@ -50,7 +51,7 @@ def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.co
 
 @triton.jit
 def convert_dq_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, OVERLAP: tl.constexpr):
-    """dQ in its own dtype."""
+    """Convert the fp32 sum of dQ to its own dtype."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -70,7 +71,7 @@ def extreme_rows_kernel(
     D: tl.constexpr, SIDE: tl.constexpr, MAX_VISITS: tl.constexpr, MAX_VISITS_BY_KEY: tl.constexpr,
     DROPOUT: tl.constexpr, SCAN_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program for each head of a sequence."""
+    """Add the contribution of extreme rows. There is one program for each head of a sequence."""
     program = tl.program_id(0)
     head, b = program % heads, program // heads
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
@@ -126,9 +127,10 @@ def finish_dq(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor, dk: Tensor, dv: Tensor,
     problem: Problem,
 ) -> Tensor:  # fmt: skip
-    """dQ, `[T, H, D]`, of its sum; adds to dk and dv what extreme rows contribute.
+    """dQ, `[T, H, D]`, from its fp32 sum. It adds the contribution of extreme rows to dq, dk and dv.
 
-    `stats` is of `backward.prepare_backward_kernel`: its second part is -r * delta with the keep rate r of dropout.
+    `stats` comes from `backward.prepare_backward_kernel`. Its second part is -r * delta with the keep rate r of
+    dropout.
     """
     total, heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,13 +1,13 @@
-"""Forward for Hopper GPUs in Gluon: the loop of flash/forward.py with its tensor-core products kept in flight.
+"""Forward for Hopper GPUs in Gluon: the loop of flash/forward.py, with its tensor-core products kept in flight.
 
-Tiles of K and V arrive by TMA. While the softmax of one tile is computed, the scores of the next tile and the product
-of the previous weights with V run on the tensor cores (the overlap within a warp group of FlashAttention-3, arXiv
-2407.08608, section 3.2).
+Tiles of K and V arrive by TMA. During the softmax of one tile, the tensor cores compute the scores of the next tile and
+the product of the previous weights with V. FlashAttention-3 has this overlap within a warp group (arXiv 2407.08608,
+section 3.2).
 
-Weights are exp2(score - offset), and any offset that keeps them in range gives the same result. So the loop looks for
-no maximum and scales nothing: the offset is a row's maximum in its first tile. A sum of weights is then between 1/2 and
-a bound, unless scores lie far above those of the first tile, or are so large that rounding the offset matters. If one
-is not, the program sweeps over the keys once more, with Algorithm 1's running maximum.
+Weights are exp2(score - offset), and any offset that keeps them in range gives the same result. So the loop searches
+for no maximum and rescales nothing: the offset is a row's maximum in its first tile. The sum of weights then lies
+between 1/2 and a bound, unless later scores lie far above those of the first tile, or scores are so large that rounding
+the offset matters. If a sum is out of range, the program visits all keys again, with Algorithm 1's running maximum.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -48,7 +48,7 @@ from lra.kernels.hopper import (
 
 @gluon.jit
 def fetch_tile(descriptor, row, column, ready, buffer, slot, wanted):
-    """Start to copy the tile at (row, column) into `buffer[slot]`; `ready[slot]` completes when it is there."""
+    """Start to copy the tile at (row, column) into `buffer[slot]`. `ready[slot]` completes when the copy is done."""
     BYTES: gl.constexpr = buffer.shape[1] * buffer.shape[2] * 2
     mbarrier.expect(ready.index(slot), BYTES, pred=wanted)
     load_tile_async(descriptor, [row, column], ready.index(slot), buffer.index(slot), pred=wanted)
@@ -56,14 +56,14 @@ def fetch_tile(descriptor, row, column, ready, buffer, slot, wanted):
 
 @gluon.jit
 def hide_keys_past(s, first_column, length):
-    """The scores of the tile that begins there, minus infinity for keys past the length."""
+    """The scores of the tile at `first_column`, with minus infinity for keys past the length."""
     columns = first_column + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return gl.where((columns < length)[None, :], s, float("-inf"))
 
 
 @gluon.jit
 def compute_weights(s, offset, scale_log2, ANY_SCORES: gl.constexpr):
-    """Weights of scores whose rows have these offsets, in fp32. ANY_SCORES: scores may be huge, and an offset -inf."""
+    """The fp32 weights of scores with these offsets. ANY_SCORES: scores may be huge, and an offset may be -inf."""
     if ANY_SCORES:
         return gl.exp2((s - finite_offset(offset)[:, None]) * scale_log2)
     return gl.exp2(s * scale_log2 - (offset * scale_log2)[:, None])
@@ -71,19 +71,19 @@ def compute_weights(s, offset, scale_log2, ANY_SCORES: gl.constexpr):
 
 @gluon.jit
 def finite_offset(offset):
-    """0 where all scores so far are -inf: relative to it their weights are 0."""
+    """The offset, or 0 where all scores so far are -inf: their weights are then 0."""
     return gl.where(offset == float("-inf"), 0.0, offset)
 
 
 @gluon.jit
 def thread_sums(p):
-    """`[M, 4]`, what each of the four threads that share a row of scores has of its sum: no shuffle until the end."""
+    """`[M, 4]`: the partial sums of the four threads that share a row of scores. So the loop needs no shuffles."""
     return gl.sum(gl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 4, 2), 3), 1)
 
 
 @gluon.jit
 def drop_tile_weights(p, key, first_row, first_column, threshold, num_warps: gl.constexpr):
-    """The weights of the tile that begins there, after dropout."""
+    """The weights of the tile at (first_row, first_column) after dropout."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     scores: gl.constexpr = product_layout(N, num_warps)
@@ -97,9 +97,9 @@ def attend_all_keys(
     STAGES: gl.constexpr, MAX_VISITS: gl.constexpr, DROPOUT: gl.constexpr, RUNNING: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Over the n tiles of keys: the sums of weights times V, of weights, and each row's offset.
+    """(Sums of weights times V, sums of weights, offset of each row) over the n tiles of keys.
 
-    The offset is the maximum of all scores if RUNNING, and else of those in the first tile.
+    The offset is the maximum of all scores if RUNNING, and otherwise that of the first tile.
     """
     dtype: gl.constexpr = q_tile.dtype
     BLOCK_M: gl.constexpr = q_tile.shape[0]
@@ -117,7 +117,7 @@ def attend_all_keys(
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
 
-    # The last tile, which alone may be partial, comes first: the loop masks nothing. Then the others in order.
+    # The last tile comes first, because it alone may be partial: so the loop masks nothing. The others follow in order.
     column = head * D
     last = visited_tile(visits_ptr, n - 1, n, BLOCK_N, MAX_VISITS)
     for i in gl.static_range(STAGES):
@@ -177,18 +177,18 @@ def attend_all_keys(
 
 @gluon.constexpr_function
 def overflow_limit(dtype):
-    """The largest sum of weights for which the first tile's maximum was right for its row.
+    """The largest sum of weights for which the maximum of the first tile was a good offset.
 
-    No weight then is beyond its dtype, and in bf16 fp32 takes them times values up to 2^63.
+    Up to it no weight overflows its dtype. In bf16, fp32 then holds weights times values up to 2^63.
     """
     return 2.0**15 if dtype == gl.float16 else 2.0**64
 
 
 @gluon.jit
 def is_offset_wrong(sums, offset, scale_log2, dtype: gl.constexpr):
-    """1 for rows whose offset, the maximum in their first tile, was wrong for all tiles; else 0.
+    """1 for rows for which the maximum of the first tile was a bad offset; else 0. NaN is bad, too.
 
-    The largest weight of the first tile is 1 but for the rounding of the offset. NaN is unfit, too.
+    The largest weight of the first tile is 1, but for the rounding of the offset.
     """
     fit = (sums >= 0.5) & (sums <= overflow_limit(dtype)) & (is_extreme(offset, scale_log2) == 0)
     return gl.where(fit, 0, 1)
@@ -223,7 +223,7 @@ def hopper_forward_kernel(
     head, b, start, length, owned, first_row = sequence_tile(
         gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
     )
-    # loads that wait for one another no more than they must: before the return, which waits for the length
+    # these loads come before the return, which waits for the length, so that they do not wait for one another
     n = gl.where(first_row < length, gl.cdiv(length, BLOCK_N), 0)
     if MAX_VISITS:
         visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, n, MAX_VISITS, num_warps)
@@ -272,7 +272,7 @@ def hopper_forward_kernel(
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor]:
-    """As `launch_attention.launch_flash_forward`."""
+    """Hopper's kernel for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)

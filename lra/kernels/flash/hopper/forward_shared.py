@@ -1,8 +1,8 @@
-"""Forward for Hopper GPUs where every query sees every key: groups of warps that share what one more warp fetches.
+"""Forward for Hopper GPUs where every query sees every key: groups of warps share the tiles that another warp fetches.
 
-A program takes one tile of queries after another. Groups of four warps have 64 of them each, and compute as a program
-of forward.py does. Tiles of keys arrive for all of them, as far ahead as there is room: so they travel a third
-or a quarter as often, and no group waits for the first ones.
+A program works on one tile of queries after another. Each group of four warps has 64 queries of it, and computes like a
+program of forward.py. Tiles of keys arrive for all groups, as far ahead as there is room. So keys travel a third or a
+quarter as often, and no group waits for the first keys.
 """
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
@@ -48,22 +48,22 @@ from lra.kernels.hopper import (
     zero_tile_past,
 )
 
-GROUP_WARPS = gl.constexpr(4)  # warps
-GROUP_QUERIES = gl.constexpr(64)  # of a group
-QUERY_BUFFERS = gl.constexpr(2)  # of queries
+GROUP_WARPS = gl.constexpr(4)
+GROUP_QUERIES = gl.constexpr(64)
+QUERY_BUFFERS = gl.constexpr(2)
 FETCH_REGISTERS = gl.constexpr(24)  # registers of a thread that fetches
-SCANNED_NOTES = gl.constexpr(128)  # places for notes that a program looks at
+SCANNED_NOTES = gl.constexpr(128)  # entries of `rescan_ptr` that a program reads
 
 
 @gluon.constexpr_function
 def group_registers(groups):
-    """Of a thread that attends: what those that fetch leave. At the start all threads have as many, a multiple of 8."""
+    """Registers of a thread in an attending group. All threads start with equally many, a multiple of 8."""
     fours = groups + 1  # of warps
     return (65536 // (128 * fours) // 8 * 8 * fours - FETCH_REGISTERS) // groups // 8 * 8
 
 
 class Ring(NamedTuple):
-    """Shared memory for tiles that one warp fetches and several groups read, and the barriers of each slot."""
+    """Shared memory for tiles that one warp fetches and several groups read, with the barriers of each slot."""
 
     smem: Any  # [slots, rows, D]
     ready: Any  # completes when the slot is filled
@@ -71,19 +71,19 @@ class Ring(NamedTuple):
 
 
 class SharedTiles(NamedTuple):
-    """What the warps of a program share."""
+    """The shared memory of a program."""
 
-    q: Ring  # its tile `GROUPS * buffer + group` is a group's; barriers are those of buffers
-    number: Any  # [BUFFERS, 1]: of the tile whose queries are in a buffer
+    q: Ring  # a group has the tile `GROUPS * buffer + group`; barriers belong to buffers
+    number: Any  # [QUERY_BUFFERS, 1]: the number of the tile in a buffer
     k: Ring
     v: Ring
-    last_ready: Any  # of a partial tile of V: completes when it has arrived
-    last_freed: Any  # completes when group 0 has blanked out the rows of others
+    last_ready: Any  # completes when a partial tile of V has arrived
+    last_freed: Any  # completes when group 0 has zeroed the rows of other sequences in it
 
 
 @gluon.jit
 def fetch_forward_tiles(q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, shared):
-    """Tiles of queries that no program has taken yet, and the keys they see, as far ahead as there is room."""
+    """Fetch tiles of queries that no program has claimed, and the keys that they see, as far ahead as there is room."""
     q, k, v = shared.q, shared.k, shared.v
     GROUPS: gl.constexpr = q.smem.shape[0] // QUERY_BUFFERS
     STAGES: gl.constexpr = k.smem.shape[0]
@@ -107,12 +107,12 @@ def fetch_forward_tiles(q_desc, k_desc, v_desc, taken_ptr, tiles, sequences, sha
                 place = [start + first_row + group * GROUP_QUERIES, column]
                 load_tile_async(q_desc, place, q.ready.index(buffer), q.smem.index(GROUPS * buffer + group), pred=n > 0)
             for t in range(n):
-                # The last tile, which alone may be partial, comes first: a group's loop masks nothing.
+                # The last tile comes first, because it alone may be partial: so a group's loop masks nothing.
                 first = gl.where(t == 0, n - 1, t - 1) * BLOCK_N
                 mbarrier.wait(k.freed.index(slot), phase)
                 fetch_tile(k_desc, start + first, column, k.ready, k.smem, slot, True)
                 mbarrier.wait(v.freed.index(slot), phase)
-                if first + BLOCK_N > length:  # not ready before a group has blanked out what belongs to others
+                if first + BLOCK_N > length:  # not ready before a group has zeroed the rows of other sequences
                     mbarrier.wait(shared.last_freed.index(0), last_phase)
                     last_phase ^= 1
                     mbarrier.expect(shared.last_ready.index(0), BLOCK_N * D * 2)
@@ -134,7 +134,7 @@ def attend_shared_keys(
     q_tile, q_freed, shared, slot, phase, last_phase, n, length, first_row, key, scale_log2, threshold,
     INDEX: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Over the n tiles of keys: the sums of weights times V, of weights, and each row's maximum in the first tile."""
+    """(Sums of weights times V, sums of weights, maximum of each row in the first tile, …) over the n tiles of keys."""
     k, v = shared.k, shared.v
     dtype: gl.constexpr = q_tile.dtype
     D: gl.constexpr = q_tile.shape[1]
@@ -198,7 +198,7 @@ def attend_shared_keys(
 
 @gluon.jit
 def skip_tiles(k, v, slot, phase, n):
-    """Of a group without queries: leaves the n tiles of keys to the others."""
+    """Leave the n tiles of keys to the other groups; for a group without queries."""
     for _t in range(n):
         mbarrier.wait(k.ready.index(slot), phase)
         mbarrier.wait(v.ready.index(slot), phase)
@@ -214,7 +214,7 @@ def attend_group(
     out_ptr, softmax_ptr, rescan_ptr, seed_ptr, index_ptr, total, scale_log2, threshold, sequences, shared,
     INDEX: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Group INDEX of a program: its 64 queries of each tile."""
+    """The work of group INDEX of a program: its 64 queries of each tile."""
     q = shared.q
     GROUPS: gl.constexpr = q.smem.shape[0] // QUERY_BUFFERS
     BLOCK_N: gl.constexpr = shared.k.smem.shape[1]
@@ -265,9 +265,9 @@ def hopper_shared_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`tiles` of queries are there in all; `taken_ptr` counts those that programs took beside their first, from zero.
+    """`tiles` is the number of all tiles of queries. `taken_ptr`, zero at first, counts the claimed tiles.
 
-    `rescan_ptr`: `[tiles, GROUPS]`, zeros; ones where a group must sweep again.
+    `rescan_ptr`: `[tiles, GROUPS]`, zeros at first. It becomes 1 where a group must visit all keys again.
     """
     gl.static_assert(num_warps == GROUP_WARPS and GROUPS <= 4)
     dtype: gl.constexpr = q_desc.dtype
@@ -302,7 +302,7 @@ def hopper_rescan_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, DROPOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """With the maximum of all scores: for what `hopper_shared_kernel` noted in `rescan_ptr`, `count` in all."""
+    """Recompute the tiles that `hopper_shared_kernel` noted in `rescan_ptr[:count]`, with the maximum of all scores."""
     begin = gl.program_id(0) * SCANNED_NOTES
     i = begin + gl.arange(
         0, SCANNED_NOTES, gl.BlockedLayout([SCANNED_NOTES // (32 * GROUP_WARPS)], [32], [GROUP_WARPS], [0])
@@ -342,13 +342,13 @@ def hopper_rescan_kernel(
 def launch_hopper_shared(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor]:
-    """As `launch_attention.launch_flash_forward`."""
+    """Hopper's shared-key kernels for `launch_attention.launch_flash_forward`."""
     total, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     softmax = torch.empty(2, heads, total, dtype=torch.float32, device=q.device)
     rows, columns, _, stages = choice.tile
     tiles, groups = triton.cdiv(problem.max_length, rows) * heads * problem.size, rows // GROUP_QUERIES.value
-    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # notes begin at 16 bytes
+    state = torch.zeros(4 + tiles * groups, dtype=torch.int32, device=q.device)  # the notes begin after 16 bytes
     taken, rescan = state[:1], state[4:]
     descriptors = make_descriptor(q, GROUP_QUERIES.value), make_descriptor(k, columns), make_descriptor(v, columns)
     sequences = problem.start, problem.length, problem.seed, problem.index
