@@ -84,8 +84,8 @@ def table_gradient_kernel(
     """Sums of the kept elements: one-hot idsᵀ dy in HALF, and with TILES of places the sums over the sequences.
 
     A program has FEATURE_SLICE features and V rows of the table. It has one in so many tiles of M rows or, with places,
-    one tile of places in one of so many sequences. `sums_ptr`: `[parts, TABLES, V, D]`, and `place_sums_ptr`: `[parts /
-    TILES, TILES * M, D]`, to be added up.
+    one tile of places in one of so many sequences. The caller adds up `sums_ptr`, `[parts, TABLES, V, D]`, and
+    `place_sums_ptr`, `[parts / TILES, TILES * M, D]`.
     """
     M: gl.constexpr = 16 * num_warps
     PLACES: gl.constexpr = TILES > 0
