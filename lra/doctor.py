@@ -97,9 +97,9 @@ def _kernels() -> Iterator[DoctorRow]:
 
 def _flash(device: str, dtype: torch.dtype) -> Iterator[DoctorRow]:
     """Runs the Triton kernels once, forward and backward, and compares them with their reference."""
-    from lra.kernels.testing import Case, check
+    from lra.kernels.testing import Case, check_case
 
-    errors = check(Case(lengths=(100, 0, 37), head_dim=32, dtype=dtype, dropout=0.1), device, "triton")
+    errors = check_case(Case(lengths=(100, 0, 37), head_dim=32, dtype=dtype, dropout=0.1), device, "triton")
     verdict = "Triton works" if all(error.ok for error in errors.values()) else "Triton is WRONG here"
     measured = ", ".join(f"{name} {e.error:.1g} (budget {e.budget:.1g})" for name, e in errors.items())
     yield "flash", f"{verdict}; largest error in {str(dtype).removeprefix('torch.')}: {measured}"
@@ -108,20 +108,20 @@ def _flash(device: str, dtype: torch.dtype) -> Iterator[DoctorRow]:
 def _ptxas() -> Iterator[DoctorRow]:
     from lra.kernels import device
 
-    used = device.ptxas(device.capability())
-    yield "ptxas", f"{device.dotted(used.version)}, {used.path}"
+    used = device.find_ptxas(device.compute_capability())
+    yield "ptxas", f"{device.format_version(used.version)}, {used.path}"
 
 
 def _choices() -> Iterator[DoctorRow]:
     """The kernels for each kind of call, with the rows and columns of their tiles, and why they are chosen."""
     import torch
 
-    from lra.kernels import device, table
+    from lra.kernels import device, kernel_choices
 
-    gpu = device.gpu(torch.device("cuda"))
-    for call, *choices in table.attention(gpu):
+    gpu = device.describe_gpu(torch.device("cuda"))
+    for call, *choices in kernel_choices.attention_choices(gpu):
         yield f"  {call}", "; ".join(f"{c.kernel} {c.tile.rows}x{c.tile.columns}: {c.reason}" for c in choices)
-    for layers, state in table.layers(gpu):
+    for layers, state in kernel_choices.layer_choices(gpu):
         yield f"  {layers}", state
 
 
@@ -131,7 +131,7 @@ def _tiles() -> Iterator[DoctorRow]:
 
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        tables = tuning.tables()
+        tables = tuning.load_tables()
     yield from (("tiles", str(note.message)) for note in notes)
     for table in tables:
         whose = "shipped" if table.path.is_relative_to(Path(__file__).parent) else "this machine's"

@@ -19,7 +19,7 @@ from lra.data.store import StoreContent, prepare_store
 from lra.kernels import device
 from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Table, Tile
+from lra.kernels.flash.tuning import Tile, TileKey, TileTable
 from lra.tasks.base import TaskData
 from lra.training.data_verbs import task_data
 
@@ -64,19 +64,19 @@ def hopper(monkeypatch):
     """As on a Hopper GPU without a table of its own; (capability, ptxas) may be changed."""
     pytest.importorskip("triton")
     gpu = {"capability": (9, 0), "ptxas": Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH")}
-    monkeypatch.setattr(device, "capability", lambda device=None: gpu["capability"])
-    monkeypatch.setattr(device, "ptxas", lambda capability: gpu["ptxas"])
-    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: gpu["capability"])
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: gpu["ptxas"])
+    monkeypatch.setattr(device, "count_multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    tuning.forget()
+    tuning.forget_tables()
     yield gpu
-    tuning.forget()
+    tuning.forget_tables()
 
 
 def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
     assert dict(doctor._ptxas()) == {"ptxas": "13.4, /new/ptxas"}
     hopper["ptxas"] = Ptxas("/old/ptxas", (13, 1), "TRITON_PTXAS_PATH")
-    tuning.forget()
+    tuning.forget_tables()
     assert dict(doctor._ptxas()) == {"ptxas": "13.1, /old/ptxas"}
     rows = dict(doctor._choices())
     assert rows["  16 bits"].startswith("forward ") and "; dkdv_dq " in rows["  16 bits"]
@@ -85,7 +85,7 @@ def test_a_ptxas_that_miscompiles_is_named_with_what_mends_it(hopper):
         assert "nvidia-cuda-nvcc>=13.4" in row and "set TRITON_PTXAS_PATH=" in row
     assert rows["  layers"].startswith("PyTorch: ")
     hopper["capability"] = (8, 9)
-    tuning.forget()
+    tuning.forget_tables()
     assert dict(doctor._choices())["  16 bits"].endswith("compute capability 9.0, not 8.9")
 
 
@@ -100,20 +100,20 @@ def test_the_kernel_of_each_call_is_named_with_its_tile_and_why(hopper):
 
 
 def test_the_tables_of_tiles_are_named(hopper, monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "tables", lambda: [])
+    monkeypatch.setattr(tuning, "load_tables", lambda: [])
     ((subject, state),) = doctor._tiles()
     assert subject == "tiles" and state.startswith("defaults") and "lra tune" in state
 
     measured = {"gpu": "NVIDIA Test", "versions": {"triton": "3.6.0"}, "ptxas": "13.4", "date": "2026-01-02T03:04:05Z"}
-    tiles = {Key("forward", "bfloat16", 64, False): Tile(16, 16, 4, 1)}
-    user = Table(tmp_path / "NVIDIA-Test.json", measured, "", tiles, {}, {})
-    shipped = user._replace(path=tuning.HERE / "tuned" / "sm_90.json")
+    tiles = {TileKey("forward", "bfloat16", 64, False): Tile(16, 16, 4, 1)}
+    user = TileTable(tmp_path / "NVIDIA-Test.json", measured, "", tiles, {}, {})
+    shipped = user._replace(path=tuning.FLASH_FOLDER / "tuned" / "sm_90.json")
 
     def tables():
         warnings.warn("old.json is not used", stacklevel=1)
         return [user, shipped]
 
-    monkeypatch.setattr(tuning, "tables", tables)
+    monkeypatch.setattr(tuning, "load_tables", tables)
     note, *rows = (state for _, state in doctor._tiles())
     assert note == "old.json is not used"
     assert rows[0].startswith("this machine's, 1 rows in ") and rows[1].startswith("shipped, 1 rows in ")

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.pages.measured import Measured, link, read, table
 from benchmarks.studies.randomness.study import LAYERS, SUSPECT, WORDS, beyond
-from lra.kernels.table import HOPPER, attention
+from lra.kernels.kernel_choices import HOPPER_GPU, attention_choices
 
 SPARSE = "butterfly-*.json"  # of results/attention: what sees only some keys
 SIZE = ("dtype", "d", "N", "batch", "dropout", "pass")  # what cells have in common that are compared
@@ -23,7 +23,7 @@ def choices(_: Path) -> str:
     """The kernels of each kind of call on a Hopper GPU, and why, as the function says that decides at each call."""
     rows = (
         (call, f"`{one.kernel}`", f"`{two.kernel}`", "; ".join(dict.fromkeys((one.reason, two.reason))))
-        for call, one, two in attention(HOPPER)
+        for call, one, two in attention_choices(HOPPER_GPU)
     )
     return table(("calls", "forward", "backward", "why"), rows)
 

@@ -14,7 +14,7 @@ from lra.bench.cases import TORCH_DTYPES, BenchmarkCase, call_attention, has_ref
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash.layout import NONE, Layout
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
+from lra.kernels.testing import RESULT_NAMES, Case, make_inputs, measure_error, run_with_gradients
 from lra.models.attention.base import Attention
 
 SCORES_AT_ONCE = 2**23  # scores in memory at a time
@@ -41,13 +41,13 @@ def check_small(case: BenchmarkCase, device: torch.device) -> Verdict:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return call_attention(attention, q, k, v, batch, case.full)
 
-    actual = run(forward, inputs, problem.dtype)
+    actual = run_with_gradients(forward, inputs, problem.dtype)
     if not known:
         return _finite(actual)
     options: dict[str, Any] = {**inputs.sequences, "dropout": problem.dropout, "seed": inputs.seed}
     options["layout"] = attention.layout
-    expected = run(reference_attention, inputs, torch.float64, **options)
-    plain = run(reference_attention, inputs, problem.dtype, **options)
+    expected = run_with_gradients(reference_attention, inputs, torch.float64, **options)
+    plain = run_with_gradients(reference_attention, inputs, problem.dtype, **options)
     return _judge(actual, expected, plain)
 
 
@@ -183,8 +183,8 @@ def has_reference(attention: Attention) -> bool:
 
 def _judge(actual: Sequence[Tensor], expected: Sequence[Tensor], plain: Sequence[Tensor]) -> Verdict:
     verdict = Verdict(0.0)
-    for name, a, e, p in zip(NAMES[: len(actual)], actual, expected, plain, strict=False):
-        found = compare(a, e, p)
+    for name, a, e, p in zip(RESULT_NAMES[: len(actual)], actual, expected, plain, strict=False):
+        found = measure_error(a, e, p)
         wrong = "" if found.ok else f"{name} is off by {found.error:.2g}, its budget is {found.budget:.2g}"
         verdict = verdict.worse(Verdict(found.error / found.budget if found.budget else float(not found.ok), wrong))
     return verdict

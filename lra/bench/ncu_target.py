@@ -13,16 +13,16 @@ import torch
 
 from lra.bench.cases import TORCH_DTYPES
 from lra.kernels import flash_attention
-from lra.kernels.flash.tuning import block_dim, default, forced
+from lra.kernels.flash.tuning import block_dim, default_tile, force_tile
 
 
 def main(arguments: Sequence[str]) -> None:
     n, d, heads, batch = map(int, arguments[:4])
     dtype, rows = TORCH_DTYPES[arguments[4]], int(arguments[5])
     q, k, v = (torch.randn(batch, n, heads, d, device="cuda", dtype=dtype) for _ in range(3))
-    tile = default("forward", dtype, block_dim(d), dropout=False)
+    tile = default_tile("forward", dtype, block_dim(d), dropout=False)
     # a warp group for each 64 rows, as fewer would not have the registers
-    with forced("forward", tile._replace(rows=rows, warps=max(4, min(8, rows // 16)))):
+    with force_tile("forward", tile._replace(rows=rows, warps=max(4, min(8, rows // 16)))):
         flash_attention(q, k, v)  # compiles
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

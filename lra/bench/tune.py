@@ -16,11 +16,11 @@ from lra.config.options import parse_options, refuse_repeats
 from lra.errors import UsageError, name_error
 from lra.kernels import device
 from lra.kernels.flash import flash_attention, tuning
-from lra.kernels.flash.tuning import DTYPES, KERNELS, Key, Table, Tile, block_dim
-from lra.kernels.table import kernels_of
-from lra.kernels.testing import Case, check
+from lra.kernels.flash.tuning import KERNELS, TABLE_DTYPES, Tile, TileKey, TileTable, block_dim
+from lra.kernels.kernel_choices import list_kernels
+from lra.kernels.testing import Case, check_case
 
-# Queries, keys, warps, stages. `tuning.default` is tried too, and first.
+# Queries, keys, warps, stages. `tuning.default_tile` is tried too, and first.
 NARROW_FORWARD = ((128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
 WIDE_FORWARD = ((128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2))
 NARROW_BACKWARD = ((64, 128, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 128, 4, 2), (32, 64, 4, 3))
@@ -38,12 +38,12 @@ HOPPER_SPECIALIZED = ((64, 128, 4, 3), (64, 128, 4, 2))
 FLOAT32 = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 64, 8, 2), (32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))
 
 SPILLING_TILES = {  # tiles a little faster on the GPU, for which one of the supported assemblers lacks registers
-    Key("dkdv", "bfloat16", 64, True): Tile(32, 128, 4, 2),
-    Key("dkdv", "float32", 32, True): Tile(64, 32, 4, 2),
-    Key("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
+    TileKey("dkdv", "bfloat16", 64, True): Tile(32, 128, 4, 2),
+    TileKey("dkdv", "float32", 32, True): Tile(64, 32, 4, 2),
+    TileKey("dkdv", "float32", 64, True): Tile(32, 32, 4, 2),
 }
 
-TIMED_HEADS, TIMED_LENGTHS, TIMED_SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT,) * 64  # what is timed
+TIMED_HEADS, TIMED_LENGTHS, TIMED_SHORT_LENGTHS = 8, (4096,) * 8, (tuning.SHORT_LENGTH,) * 64  # what is timed
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class TuneOptions:
     """What `lra tune` measures: the fields of its command line."""
 
     kernels: tuple[str, ...] = ()  # none named: all that run on this GPU
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = TABLE_DTYPES
     head_dims: tuple[int, ...] = (32, 64, 128)
     dropout: tuple[bool, ...] = (False, True)
     out: str | None = None  # the user's table of this GPU
 
     def __post_init__(self) -> None:
-        for field, known in (("kernels", KERNELS), ("dtypes", DTYPES)):
+        for field, known in (("kernels", KERNELS), ("dtypes", TABLE_DTYPES)):
             if others := set(getattr(self, field)) - set(known):
                 raise UsageError(f"{field}={min(others)}: choose from {', '.join(known)}")
         for head_dim in self.head_dims:
@@ -75,7 +75,7 @@ class TuneOptions:
 class Trial:
     """One candidate: the time of its pass, or why it is ruled out."""
 
-    key: Key
+    key: TileKey
     tile: Tile
     microseconds: float | None = None
     fault: str = ""
@@ -102,16 +102,16 @@ def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda t
     if not torch.cuda.is_available():
         raise UsageError("lra tune measures on a GPU, and PyTorch sees none here: lra doctor says why")
     torch.cuda.init()
-    gpu = device.gpu(torch.device("cuda"))
+    gpu = device.describe_gpu(torch.device("cuda"))
     if gpu.refusal and any(kernel.startswith("hopper_") for kernel in options.kernels):
         raise UsageError(f"Hopper's kernels can't be measured: {gpu.refusal}")
-    table, later = _begin(Path(options.out) if options.out else tuning.user_table(torch.cuda.get_device_name()))
+    table, later = _begin(Path(options.out) if options.out else tuning.user_table_path(torch.cuda.get_device_name()))
     for dtype, head_dim, kernel, dropout in itertools.product(
         options.dtypes, options.head_dims, options.kernels or KERNELS, options.dropout
     ):
-        if kernel not in kernels_of(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
+        if kernel not in list_kernels(getattr(torch, dtype), block_dim(head_dim), dropout, gpu):
             continue
-        key = Key(kernel, dtype, block_dim(head_dim), dropout)
+        key = TileKey(kernel, dtype, block_dim(head_dim), dropout)
         trials = []
         for candidate in candidate_tiles(key):
             trials.append(try_tile(key, head_dim, candidate))
@@ -119,30 +119,32 @@ def tune_tiles(args: Sequence[str], progress: Callable[[Trial], None] = lambda t
         if best := _fastest(key, head_dim, trials, progress):
             table.tiles[key], table.microseconds[key] = best
             table.made[key] = later
-            tuning.write(table)
-    tuning.forget()
+            tuning.write_table(table)
+    tuning.forget_tables()
     if not table.tiles:
         raise UsageError("no tile was right, so no table is written: the reasons are listed above")
     return table.path
 
 
-def _begin(path: Path) -> tuple[Table, dict[str, Any]]:
+def _begin(path: Path) -> tuple[TileTable, dict[str, Any]]:
     """The table in `path` with the rows that it may keep, and the facts that new rows state."""
     environment.warn_unclean()
-    new = environment.describe() | {"ptxas": device.dotted(device.ptxas(device.capability()).version)}
+    new = environment.describe() | {
+        "ptxas": device.format_version(device.find_ptxas(device.compute_capability()).version)
+    }
     try:
-        old = tuning.read(path)
+        old = tuning.read_table(path)
     except UsageError:  # there is none, or nothing worth keeping
-        if path.exists() and path != tuning.user_table(new["gpu"]):
+        if path.exists() and path != tuning.user_table_path(new["gpu"]):
             raise  # whatever it is, it is not lra's to replace
         old = None
-    if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated(old):
-        return Table(path, new, tuning.sources(), {}, {}, {}), {}
+    if old is None or old.measured["gpu"] != new["gpu"] or tuning.outdated_reason(old):
+        return TileTable(path, new, tuning.hash_kernels(), {}, {}, {}), {}
     return old, {"made": session_of(new)}
 
 
 def _fastest(
-    key: Key, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
+    key: TileKey, head_dim: int, trials: Sequence[Trial], progress: Callable[[Trial], None]
 ) -> tuple[Tile, float] | None:
     """The fastest trial that is also correct with the causal mask."""
     timed = [(trial.microseconds, trial.tile) for trial in trials if trial.microseconds is not None]
@@ -154,7 +156,7 @@ def _fastest(
     return None
 
 
-def candidate_tiles(key: Key) -> list[Tile]:
+def candidate_tiles(key: TileKey) -> list[Tile]:
     """A short list without repetitions. The default comes first."""
     if key.dtype == "float32":
         tiles = FLOAT32
@@ -171,27 +173,27 @@ def candidate_tiles(key: Key) -> list[Tile]:
         tiles = NARROW_FORWARD if key.block_d <= 64 else WIDE_FORWARD
     else:
         tiles = NARROW_BACKWARD if key.block_d <= 64 else WIDE_BACKWARD
-    first = tuning.default(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
+    first = tuning.default_tile(key.kernel, getattr(torch, key.dtype), key.block_d, key.dropout)
     return [
         tile for tile in dict.fromkeys([first, *(Tile(*tile) for tile in tiles)]) if tile != SPILLING_TILES.get(key)
     ]
 
 
-def try_tile(key: Key, head_dim: int, tile: Tile) -> Trial:
+def try_tile(key: TileKey, head_dim: int, tile: Tile) -> Trial:
     """Checks one candidate, then times it."""
     fault = find_fault(key, head_dim, tile, causal=False)
     return Trial(key, tile, fault=fault) if fault else Trial(key, tile, time_tile(key, head_dim, tile))
 
 
-def find_fault(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
+def find_fault(key: TileKey, head_dim: int, tile: Tile, causal: bool) -> str:
     """What is wrong with the results of this tile, or why there are none; empty if they are correct."""
     case = Case(
         (300, 0, 1, 127), heads=2, head_dim=head_dim, dtype=getattr(torch, key.dtype), strides="fused", causal=causal,
         dropout=0.1 * key.dropout, deterministic=_deterministic(key),
     )  # fmt: skip
     try:
-        with tuning.forced(key.kernel, tile) as launched:
-            errors = check(case, "cuda", "triton")
+        with tuning.force_tile(key.kernel, tile) as launched:
+            errors = check_case(case, "cuda", "triton")
             if not launched and not causal:
                 return "another kernel takes this case"
     except Exception as error:  # a tile that does not compile or fit raises what it likes
@@ -200,7 +202,7 @@ def find_fault(key: Key, head_dim: int, tile: Tile, causal: bool) -> str:
     return ", ".join(f"{name} is wrong by {e.error:.1g} > {e.budget:.1g}" for name, e in errors.items() if not e.ok)
 
 
-def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
+def time_tile(key: TileKey, head_dim: int, tile: Tile) -> float:
     """Median microseconds, by CUDA events, of the pass to which the kernel belongs."""
     from triton.testing import do_bench
 
@@ -217,7 +219,7 @@ def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
             deterministic=_deterministic(key),
         )  # fmt: skip
 
-    with tuning.forced(key.kernel, tile):
+    with tuning.force_tile(key.kernel, tile):
         if key.kernel.endswith("forward") or key.kernel.startswith("hopper_shared"):
             with torch.no_grad():
                 milliseconds: Any = do_bench(forward, warmup=10, rep=50, return_mode="median")
@@ -228,6 +230,6 @@ def time_tile(key: Key, head_dim: int, tile: Tile) -> float:
     return round(1000 * milliseconds, 1)
 
 
-def _deterministic(key: Key) -> bool:
+def _deterministic(key: TileKey) -> bool:
     """Whether the kernel belongs to the backward pass without atomics."""
     return key.kernel in ("dkdv", "dq")

@@ -1,6 +1,6 @@
-"""Attention kernels; `flash/reference.py` defines what they compute."""
+"""Attention kernels. `flash/reference.py` defines what they compute."""
 
-from lra.kernels.block_sparse.api import block_sparse_attention
+from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
 from lra.kernels.dropout import effective_dropout
 from lra.kernels.flash import flash_attention
 

@@ -1,4 +1,4 @@
-"""Checks of what attention is given, without waiting for a GPU, and its sequences in one form."""
+"""Checks of the arguments of attention. None of them waits for a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -15,6 +15,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise a TypeError or ValueError unless q, k and v have one supported shape, dtype and device."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
     if not q.shape == k.shape == v.shape:
@@ -25,16 +26,22 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must have a head dimension of at least 1, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}: cast them to one")
-    if q.dtype not in DTYPES:
+    if q.dtype not in INPUT_DTYPES:
         raise TypeError(f"q, k and v must be float16, bfloat16 or float32, got {q.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
 
 
-def sequences(
+def check_sequences(
     q: Tensor, start: Tensor | None, length: Tensor | None, max_length: int | None
 ) -> tuple[Tensor, Tensor, int]:
-    """`start`, `length` and `max_length` of the ragged form, checked as far as possible without a synchronisation."""
+    """(`start`, `length`, `max_length`) of the ragged form, from the arguments of either form.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: an argument has another shape or device. On the CPU the values are checked, too: lengths out of
+            range, rows out of range, gaps, rows that two sequences share.
+    """
     if q.dim() == 4:
         size, rows = q.shape[:2]
         if start is not None or max_length not in (None, rows):
@@ -63,7 +70,9 @@ def sequences(
     return start.contiguous(), length.contiguous(), int(max_length)
 
 
-def randomness(seed: Tensor | None, index: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def check_randomness(
+    seed: Tensor | None, index: Tensor | None, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     if not isinstance(seed, Tensor):
         raise ValueError("dropout > 0 needs seed: an int64 tensor with one element on the device of q")
     if seed.dtype != torch.int64 or seed.numel() != 1:
@@ -77,7 +86,7 @@ def randomness(seed: Tensor | None, index: Tensor | None, size: int, device: tor
 
 
 def _free_to_read(values: Tensor) -> bool:
-    """Whether the host can look at them at once, and there are some: what is traced has no values."""
+    """Whether the host can read the values at once, and there are some. A traced tensor has no values."""
     plain = type(values) is Tensor and values.device.type == "cpu"
     return plain and values.numel() > 0 and not torch.compiler.is_compiling()
 

@@ -1,6 +1,6 @@
-"""How kernels become PyTorch operators, `lra::<name>`, and which ones have run.
+"""Kernels as PyTorch operators, `lra::<name>`, and a record of those that ran.
 
-Defined by the lower level of PyTorch's `library`, because `custom_op` with `register_autograd` costs about 35 us more
+The operators use the lower level of PyTorch's `library`: `custom_op` with `register_autograd` costs about 35 us more
 per call.
 """
 
@@ -12,22 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-# the kernels that ran since `forget_kernels`: of attention's two passes, and of the layers around it
-ran: dict[str, set[str]] = {"forward": set(), "backward": set(), "layers": set()}
+# names of the kernels that ran since `clear_kernels_run`, for attention's two passes and for the layers around it
+kernels_run: dict[str, set[str]] = {"forward": set(), "backward": set(), "layers": set()}
 LIBRARY = library.Library("lra", "FRAGMENT")
 
 
-def define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define_operator(name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `lra::<name>`. `run` computes it; `fake` returns empty tensors of the result's shapes."""
     LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     library.register_fake(f"lra::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lra, name).default
 
 
-class Once(torch.autograd.Function):
-    """The first `count` tensors, gradients, as functions of those that follow; their own derivative is an error.
+class FirstDerivativeOnly(torch.autograd.Function):
+    """The first `count` tensors, which are gradients, as functions of the tensors that follow.
 
-    PyTorch's `once_differentiable` lets them pass for constants where only the gradient of the result has none.
+    Their derivative is an error. PyTorch's `once_differentiable` treats them as constants if only the result's gradient
+    needs no gradient.
     """
 
     @staticmethod
@@ -39,17 +41,17 @@ class Once(torch.autograd.Function):
         raise RuntimeError("this kernel can't be differentiated twice: use plain PyTorch")
 
 
-def once(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The gradients, which depend on `inputs`; where a graph of them is made, without a derivative."""
-    return Once.apply(len(gradients), *gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
+def forbid_second_derivative(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients, which depend on `inputs`. If autograd records them, their own derivative is an error."""
+    return FirstDerivativeOnly.apply(len(gradients), *gradients, *inputs) if torch.is_grad_enabled() else gradients  # type: ignore[no-any-return]
 
 
-def note_kernel(part: str, kernel: str) -> None:
-    """Add to `ran`."""
-    ran[part].add(kernel)
+def record_kernel(part: str, kernel: str) -> None:
+    """Add a kernel's name to `kernels_run`."""
+    kernels_run[part].add(kernel)
 
 
-def forget_kernels() -> None:
-    """Empty `ran`: what another run in this process launched is not the next one's."""
-    for kernels in ran.values():
+def clear_kernels_run() -> None:
+    """Empty `kernels_run`. A second run in this process must not report the kernels of the first."""
+    for kernels in kernels_run.values():
         kernels.clear()

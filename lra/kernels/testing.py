@@ -1,4 +1,4 @@
-"""Attention problems and the error budget: by what `lra doctor`, `lra tune`, `lra bench` and tests check kernels."""
+"""Attention problems and error budgets, by which `lra doctor`, `lra tune`, `lra bench` and the tests check kernels."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lra.kernels.block_sparse.api import block_sparse_attention
+from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
 from lra.kernels.flash import flash_attention
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.reference import reference_attention
 
-LAYOUTS = ("packed", "padded")
+ROW_LAYOUTS = ("packed", "padded")
 STRIDES = ("contiguous", "fused", "heads_first", "d_strided")
-NAMES = ("out", "dq", "dk", "dv")
-# What is in q, k and v. Hidden keys have hugely negative scores by their first feature, as some masks are made.
-INPUTS = (
+RESULT_NAMES = ("out", "dq", "dk", "dv")
+# The contents of q, k and v. The first feature of hidden keys makes their scores hugely negative; some masks do so.
+INPUT_KINDS = (
     "normal",
-    "dominant",  # one key of each sequence has 95% of the weight: of 1,000 keys it scores 10 above all others
-    "first_hidden",  # the first half of the keys
+    "dominant",  # one key of each sequence has 95% of the weight; among 1,000 keys it scores 10 above the others
+    "first_hidden",  # the first half of the keys is hidden
     "last_hidden",
     "two_visible",  # all keys but the first two are hidden
-    "all_hidden",  # so that all weigh the same
-    "overflow",  # scores of the first half are -inf in fp32
-    "same",  # one tensor is q, k and v
-    "tiny",  # numbers around 1e-3
-    "nan_neighbour",  # the first sequence is NaN, and what is compared are the others
+    "all_hidden",  # all keys have the same weight
+    "overflow",  # the scores of the first half of the keys are -inf in fp32
+    "same",  # q, k and v are one tensor
+    "tiny",  # values are around 1e-3
+    "nan_neighbour",  # the first sequence is NaN; the others are compared
 )
-HIDING = ("first_hidden", "last_hidden", "two_visible", "all_hidden")
+HIDING_INPUTS = ("first_hidden", "last_hidden", "two_visible", "all_hidden")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem; the same fields give the same numbers on the same device."""
+    """One attention problem. Equal fields give equal numbers on one device."""
 
     lengths: tuple[int, ...]
     heads: int = 2
     head_dim: int = 32
     dtype: torch.dtype = torch.float32
-    layout: str = "packed"  # one of LAYOUTS
+    layout: str = "packed"  # one of ROW_LAYOUTS
     strides: str = "contiguous"  # one of STRIDES
     causal: bool = False
     dropout: float = 0.0
-    slack: int = 0  # by how much max_length exceeds the longest length
+    slack: int = 0  # max_length minus the longest length
     deterministic: bool = False
     spread: float = 1.0  # standard deviation of the scores
-    inputs: str = "normal"  # one of INPUTS
-    sparse: Layout | None = None  # what block-sparse attention sees; covers max_length tokens
+    inputs: str = "normal"  # one of INPUT_KINDS
+    sparse: Layout | None = None  # the layout of block-sparse attention; it covers max_length tokens
     seed: int = 0
 
     @property
@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
     seed: Tensor  # int64 []
 
 
-class Error(NamedTuple):
+class BudgetedError(NamedTuple):
     error: float  # largest absolute difference from the reference in float64
     budget: float  # 2 * (error of plain PyTorch in the case's dtype) + 2 * eps(dtype) * max|reference|
 
@@ -82,7 +82,7 @@ class Error(NamedTuple):
 
 
 def make_inputs(case: Case, device: torch.device | str) -> Inputs:
-    """Random tensors; rows past a length are NaN, in the gradient too, since nothing may read them."""
+    """Random tensors. Rows past a length are NaN, also in the gradient, because nothing may read them."""
     generator = torch.Generator(device).manual_seed(case.seed)
     shape = {
         "contiguous": (3, case.total, case.heads, case.head_dim),
@@ -113,7 +113,7 @@ def make_inputs(case: Case, device: torch.device | str) -> Inputs:
 
 
 def _make_special(qkv: Tensor, case: Case, b: int) -> None:
-    """Changes the q, k and v of sequence `b`, `[3, N, H, D]`, to `case.inputs`."""
+    """Change the q, k and v of sequence `b`, `[3, N, H, D]`, to the contents that `case.inputs` names."""
     count = qkv.shape[1]
     q, k, _ = qkv
     visible: slice | None = {
@@ -125,7 +125,7 @@ def _make_special(qkv: Tensor, case: Case, b: int) -> None:
     }.get(case.inputs)
     if visible is not None:
         lowest = torch.finfo(case.dtype).min
-        if case.dtype == torch.float16:  # in which plain PyTorch has no room below it
+        if case.dtype == torch.float16:  # plain PyTorch has no room below the lowest float16
             lowest /= 2
         hidden = lowest if case.seed % 2 or case.inputs == "overflow" else max(lowest, -1e30)
         q[..., 0] = 2.0 if case.inputs == "overflow" else 1.0
@@ -142,56 +142,61 @@ def _make_special(qkv: Tensor, case: Case, b: int) -> None:
         qkv[:] = float("nan")
 
 
-def check(case: Case, device: torch.device | str, impl: str) -> dict[str, Error]:
-    """Errors of the result and the three gradients of `flash_attention(impl=impl)`, with their budgets.
+def check_case(case: Case, device: torch.device | str, impl: str) -> dict[str, BudgetedError]:
+    """Errors of the result and the three gradients of attention, with their budgets.
 
-    Of `block_sparse_attention` if the case is sparse. What the kernels allocate is filled with NaN first. Dropout can
-    be compared for the Triton path only.
+    The function is `block_sparse_attention` if the case is sparse, and `flash_attention` otherwise. Memory that the
+    kernels allocate is filled with NaN first.
+
+    Args:
+        case: the problem.
+        device: where to compute it.
+        impl: the implementation to check. With dropout it must be "triton".
     """
     if case.dropout and impl != "triton":
-        raise ValueError(f"impl='{impl}' draws another dropout mask than the reference: check it with dropout=0")
+        raise ValueError(f"impl='{impl}' does not draw the reference's dropout mask: check it with dropout=0")
     inputs = make_inputs(case, device)
     options: dict[str, Any] = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed}
     function: Any = block_sparse_attention if case.sparse else flash_attention
     seen = {"layout": case.sparse} if case.sparse else {"causal": case.causal}
     with poisoned_empty():
         more = {"max_length": case.max_length, "deterministic": case.deterministic, "impl": impl}
-        actual = run(function, inputs, case.dtype, **options, **seen, **more)
-    exact = run(reference_attention, inputs, torch.float64, **options, **seen)
-    plain = run(reference_attention, inputs, case.dtype, **options, **seen)
+        actual = run_with_gradients(function, inputs, case.dtype, **options, **seen, **more)
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **options, **seen)
+    plain = run_with_gradients(reference_attention, inputs, case.dtype, **options, **seen)
 
     errors = {}
-    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+    for name, a, e, p in zip(RESULT_NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name}: {a.shape} {a.dtype}"
         if case.inputs == "nan_neighbour":
             a, e, p = (x[case.lengths[0] :] for x in (a, e, p))
-        if name == "dq" and case.inputs in HIDING:  # rounding of a sum that is 0 is multiplied by a huge feature
+        if name == "dq" and case.inputs in HIDING_INPUTS:  # a huge feature multiplies the rounding of a sum that is 0
             a, e, p = (x[..., 1:] for x in (a, e, p))
-        errors[name] = compare(a, e, p)
+        errors[name] = measure_error(a, e, p)
     return errors
 
 
-def compare(actual: Tensor, exact: Tensor, plain: Tensor) -> Error:
-    """The error of `actual` with its budget; `exact` is in float64, `plain` computed in the dtype of `actual`."""
-    budget = 2 * largest(plain.double() - exact) + 2 * torch.finfo(actual.dtype).eps * largest(exact)
-    return Error(largest(actual.double() - exact), budget)
+def measure_error(actual: Tensor, exact: Tensor, plain: Tensor) -> BudgetedError:
+    """The error of `actual` with its budget. `exact` is in float64; `plain` was computed in the dtype of `actual`."""
+    budget = 2 * max_abs(plain.double() - exact) + 2 * torch.finfo(actual.dtype).eps * max_abs(exact)
+    return BudgetedError(max_abs(actual.double() - exact), budget)
 
 
-def run(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
+def run_with_gradients(function: Any, inputs: Inputs, dtype: torch.dtype, **options: Any) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) of `function(q, k, v, **options)` in `dtype`."""
     qkv = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     out = function(*qkv, **options)
     return out.detach(), *torch.autograd.grad(out, qkv, inputs.do.to(dtype), materialize_grads=True)
 
 
-def largest(x: Tensor) -> float:
-    """Largest absolute value, NaN if there is one, 0 of nothing."""
+def max_abs(x: Tensor) -> float:
+    """The largest absolute value; NaN if there is one; 0 for an empty tensor."""
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Inside, `torch.empty` and `torch.empty_like` return NaN, so that an element that is never written shows."""
+    """Inside, `torch.empty` and `torch.empty_like` return NaN. So an element that is never written shows."""
 
     def poison(make: Any) -> Any:
         def make_poisoned(*args: Any, **kwargs: Any) -> Tensor:

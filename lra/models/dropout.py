@@ -12,19 +12,19 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.reference import kept, mix
+from lra.kernels.layers.reference import drop_features, mix_bits
 
 
 def row_keys(batch: Batch) -> Tensor:
     """A hash of (seed, index of the sequence, position) for each row, int32 `[T]`."""
     assert batch.seed is not None, "a training batch carries its step's seed"
-    return mix(batch.per_row(sequence_keys(batch.index, batch.seed)) ^ batch.token_positions().to(torch.int32))
+    return mix_bits(batch.per_row(sequence_keys(batch.index, batch.seed)) ^ batch.token_positions().to(torch.int32))
 
 
 def sequence_keys(index_B: Tensor, seed: Tensor) -> Tensor:
     """A hash of (seed, index of the sequence), int32 `[B]`."""
     low, high = ((seed >> shift).to(torch.int32) for shift in (0, 32))
-    return mix(mix(index_B ^ low) ^ high)
+    return mix_bits(mix_bits(index_B ^ low) ^ high)
 
 
 def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
@@ -35,7 +35,7 @@ def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
     if keys_T is None or not rate:
         return x_TD
     dropped = dropout_threshold(rate)
-    return kept(x_TD * keep_scale(dropped), keys_T, site, dropped)
+    return drop_features(x_TD * keep_scale(dropped), keys_T, site, dropped)
 
 
 def keep_scale(threshold: int) -> float:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.api import embed, product_dtype, table_gradient, takes_embedding, takes_table
+from lra.kernels.layers.fused_layers import (
+    embed,
+    product_dtype,
+    supports_embedding,
+    supports_table_gradient,
+    table_gradient,
+)
 from lra.models.dropout import drop, keep_scale
 
 EMBEDDING_SITE = 0  # of dropout, the model's first
@@ -106,7 +112,7 @@ class _Lookup(torch.autograd.Function):
         ctx.dtype = product_dtype(table_VD)
         ctx.vocabulary, ctx.rate, ctx.fused = len(table_VD), rate, fused
         dropped = dropout_threshold(rate)
-        if fused and added_TD is None and takes_embedding(table_VD, dropped):
+        if fused and added_TD is None and supports_embedding(table_VD, dropped):
             dropout: Any = dict(scale=keep_scale(dropped), threshold=dropped, keys=keys_T, site=EMBEDDING_SITE)
             return embed(table_VD, ids_T, places_ND, place_T, **dropout)
         if places_ND is not None:
@@ -119,7 +125,7 @@ class _Lookup(torch.autograd.Function):
         place_T, start_B, length_B = of_places
         places = None if places_ND is None else Places(places_ND, place_T, start_B, length_B, ctx.owned)
         wants_added, dropped = ctx.needs_input_grad[1], dropout_threshold(ctx.rate)
-        if ctx.fused and takes_table(grad_TD, ctx.dtype, dropped):
+        if ctx.fused and supports_table_gradient(grad_TD, ctx.dtype, dropped):
             count = 0 if places is None else len(places.table_ND)
             sums = table_gradient(
                 grad_TD, ids_T, ctx.vocabulary, ctx.dtype, start_B, length_B, count,

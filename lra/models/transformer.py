@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from lra.batch import Batch
 from lra.config.schema import ModelConfig
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.api import (
+from lra.kernels.layers.fused_layers import (
     feed_forward,
     pooled_feed_forward,
     project,
-    takes_feed_forward,
-    takes_projection,
+    supports_feed_forward,
+    supports_projection,
 )
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
@@ -59,7 +59,7 @@ class EncoderBlock(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention, and x: both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
-        if self.fused and takes_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+        if self.fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
@@ -101,7 +101,7 @@ class EncoderBlock(nn.Module):
 
     def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether one kernel computes the part after attention."""
-        return self.fused and takes_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
+        return self.fused and supports_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
 
 class Encoder(nn.Module):

@@ -19,7 +19,7 @@ from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.split import IGNORED_LABEL, Examples
 from lra.errors import UsageError, refuse_diverged
-from lra.models.dropout import mix, row_keys
+from lra.models.dropout import mix_bits, row_keys
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
 
@@ -34,7 +34,7 @@ def hidden_rows(batch: Batch, share: float, prefix: int | None) -> Tensor:
     """
     if batch.seed is None:
         batch = batch.with_seed(torch.zeros((), dtype=torch.int64, device=batch.tokens.device))
-    drawn_T = (mix(row_keys(batch) + HIDING_SITE) & (1 << HASH_BITS) - 1) < round(share * (1 << HASH_BITS))
+    drawn_T = (mix_bits(row_keys(batch) + HIDING_SITE) & (1 << HASH_BITS) - 1) < round(share * (1 << HASH_BITS))
     wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
     hidden_T = drawn_T & batch.per_row(wanted_B)
     if batch.padded:

@@ -23,7 +23,7 @@ from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
 from lra.errors import UsageError, explain_system_error, is_out_of_memory, name_file
-from lra.kernels.library import forget_kernels
+from lra.kernels.library import clear_kernels_run
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
@@ -250,7 +250,7 @@ def _recorded(
     directory: RunDirectory, run: RunConfig, trainer: pl.Trainer, facts: Callable[[], dict[str, Any]]
 ) -> Iterator[None]:
     """Writes result.json if the run inside fails. What the user can mend becomes a UsageError."""
-    forget_kernels()
+    clear_kernels_run()
     try:
         yield
     except RendezvousError:

@@ -35,7 +35,7 @@ def result_facts(composed: ComposedConfig, module: TaskModule, trainer: pl.Train
         "world_size": trainer.world_size,
         "runs_per_device": clock.sharing,
         # those of lra that ran in this session on this rank; an empty list means PyTorch or another library
-        "kernels": {part: sorted(names) for part, names in library.ran.items()},
+        "kernels": {part: sorted(names) for part, names in library.kernels_run.items()},
         "environment": environment.describe(),
         "provenance": module.provenance,
         "config": identity["config"],

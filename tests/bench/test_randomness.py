@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.studies.randomness import study as randomness
 from lra.bench.cases import make_batch
-from lra.kernels.flash.reference import LOW_32_BITS, draw
+from lra.kernels.flash.reference import LOW_32_BITS, draw_words
 from lra.kernels.layers import reference as layers
 from lra.models.dropout import row_keys
 
@@ -63,7 +63,7 @@ def test_words_of_attention(order, reverse, program, monkeypatch):
     monkeypatch.setattr(randomness, "WIDTHS", (5, 5))
     number = torch.arange(64)
     row, column = {0: (number // 5, number % 5), 1: (number % 5, number // 5)}[order]
-    words = torch.stack(draw(tuple(map(torch.tensor, randomness.key(0))), row, 2 * column), 1)
+    words = torch.stack(draw_words(tuple(map(torch.tensor, randomness.key(0))), row, 2 * column), 1)
     for word in range(5):
         stream = randomness.run(program, False, (order, reverse, word))
         assert [each["p"] for each in stream["p_values"]] == expected(
@@ -86,7 +86,10 @@ def test_words_between_layers(order, reverse, program, monkeypatch):
     batch = make_batch((64,), False, torch.device("cpu"), seed=torch.tensor(randomness.SEED))
     keys = row_keys(dataclasses.replace(batch, index=torch.tensor([randomness.INDEX], dtype=torch.int32)))
     words = torch.stack(
-        [layers.draw(keys, int(s), column.int())[r, i] for i, (s, r) in enumerate(zip(site, row, strict=True))]
+        [
+            layers.draw_feature_words(keys, int(s), column.int())[r, i]
+            for i, (s, r) in enumerate(zip(site, row, strict=True))
+        ]
     )
     stream = randomness.run(program, False, (order, reverse, randomness.LAYERS))
     assert (stream["order"], stream["words"]) == (randomness.ORDERS[order], "between layers")

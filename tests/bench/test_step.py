@@ -270,7 +270,7 @@ NAMES = {
     "layers": ["triton_poi_fused_add_native_layer_norm_3", "triton_red_fused__scaled_dot_product_flash_attention_1"],
     "attention": [
         "hopper_forward_kernel", "hopper_backward_kernel", "hopper_specialized_kernel",
-        "convert_kernel", "extreme_rows_kernel", "forward_again_kernel",
+        "convert_dq_kernel", "extreme_rows_kernel", "forward_rescan_kernel",
         "triton_tem_fused_flex_attention_0",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<32, 128, cutlass::bfloat16_t>>",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",

@@ -25,7 +25,7 @@ from lra.kernels import device
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.flash import tuning
-from lra.kernels.flash.launch import launch_backward, launch_forward
+from lra.kernels.flash.launch_attention import launch_flash_backward, launch_flash_forward
 from lra.kernels.flash.problem import Problem
 
 INSTRUCTIONS = {
@@ -63,9 +63,9 @@ def capture(run: Any, kernels: list[Any]) -> Any:
 def choose(arch: int, hopper: bool) -> None:
     """Let the launchers see this GPU, and take the kernels that Hopper alone has or the ones for every GPU."""
     CompileOnlyDriver.arch = arch
-    device.capability = lambda device=None: divmod(arch, 10)
+    device.compute_capability = lambda device=None: divmod(arch, 10)
     device.hopper_refusal = lambda capability: None if hopper else "the others are compiled"
-    tuning.forget()
+    tuning.forget_tables()
 
 
 def launch(
@@ -95,9 +95,11 @@ def launch(
         index=torch.arange(2, dtype=torch.int32) if dropout else None,
         deterministic=deterministic, layout=layout and layout.key,
     )  # fmt: skip
-    with tuning.forced(shared, tuning.tile(shared, q.dtype, head_dim, dropout > 0)) if shared else nullcontext():
-        out, lse = launch_forward(q, k, v, problem)
-    launch_backward(q, k, v, out, lse, torch.zeros_like(out), problem)
+    with (
+        tuning.force_tile(shared, tuning.find_tile(shared, q.dtype, head_dim, dropout > 0)) if shared else nullcontext()
+    ):
+        out, lse = launch_flash_forward(q, k, v, problem)
+    launch_flash_backward(q, k, v, out, lse, torch.zeros_like(out), problem)
 
 
 def describe(kernel: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lra.kernels.flash.layout import Layout
-from lra.kernels.testing import HIDING, INPUTS, LAYOUTS, STRIDES, Case
+from lra.kernels.testing import HIDING_INPUTS, INPUT_KINDS, ROW_LAYOUTS, STRIDES, Case
 
 
 def random_case(
@@ -28,7 +28,7 @@ def random_case(
         heads=rng.randint(1, 4),
         head_dim=rng.choice(head_dims),
         dtype=rng.choice(dtypes),
-        layout=rng.choice(LAYOUTS),
+        layout=rng.choice(ROW_LAYOUTS),
         strides=rng.choice(STRIDES),
         causal=rng.random() < 0.3,
         deterministic=rng.random() < 0.3,
@@ -37,7 +37,7 @@ def random_case(
         spread=rng.choice((1.0, 1.0, 4.0)),
         seed=rng.randint(0, 2**31),
     )
-    return with_inputs(case, rng.choice(("normal", rng.choice(INPUTS))))
+    return with_inputs(case, rng.choice(("normal", rng.choice(INPUT_KINDS))))
 
 
 def with_inputs(case: Case, inputs: str) -> Case:
@@ -53,7 +53,7 @@ def with_inputs(case: Case, inputs: str) -> Case:
         "nan_neighbour": not case.lengths[0] or not any(case.lengths[1:]),
         "dominant": rounded or case.dtype == torch.float32,
         "same": rounded,
-    } | dict.fromkeys(HIDING, rounded and (case.sparse is not None or case.causal))
+    } | dict.fromkeys(HIDING_INPUTS, rounded and (case.sparse is not None or case.causal))
     if inputs == "normal" or impossible.get(inputs):
         return replace(case, inputs="normal")
     return replace(case, inputs=inputs, spread=1.0)

@@ -263,10 +263,10 @@ NAMES = {
     "warpgroup_mma": product, "warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps,
     "fence_async_shared": lambda: None, "barrier": lambda: None, "prefetch_rows": lambda *_: None,
     "mbarrier": Barriers, "tma": types.SimpleNamespace(store_wait=lambda pendings: None),
-    "load_tile": Descriptor.load, "add_tile": Descriptor.add, "store_accumulator": Tile.store,
-    "keep": keep, "drop_forward": drop_forward, "drop_backward": drop_backward,
-    "score_gradient": score_gradient, "dropped_score_gradient": dropped_score_gradient,
-    "transpose_blocks": transpose_blocks, "equal": equal,
+    "load_tile_async": Descriptor.load, "add_tile_async": Descriptor.add, "store_accumulator": Tile.store,
+    "zero_dropped": keep, "drop_forward": drop_forward, "drop_backward": drop_backward,
+    "packed_score_gradient": score_gradient, "packed_dropped_score_gradient": dropped_score_gradient,
+    "transpose_blocks": transpose_blocks, "equal_mask": equal,
     "range": lambda *bounds: (tile(i, np.int32) for i in builtins.range(*map(int, bounds))),
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers import ops
-from lra.kernels.layers.api import pooled_feed_forward
-from lra.kernels.testing import compare, poisoned_empty
+from lra.kernels.layers import layer_ops
+from lra.kernels.layers.fused_layers import pooled_feed_forward
+from lra.kernels.testing import measure_error, poisoned_empty
 from lra.models.dropout import drop, keep_scale
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -78,7 +78,7 @@ def plain_feed_forward(o: Tensor, x: Tensor, *rest: Any, half: torch.dtype | Non
 def fused_feed_forward(*arguments: Any) -> tuple[Tensor]:
     o, x, *layers, rate, keys = arguments
     dropped = dropout_threshold(rate)
-    return (ops.FeedForward.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
+    return (layer_ops.FeedForwardFunction.apply(o, x, EPS, keep_scale(dropped), dropped, keys, SITE, *layers),)  # type: ignore[return-value]
 
 
 def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def plain_project(x: Tensor, *rest: Any, half: torch.dtype | None = None) -> tup
 
 
 def fused_project(dtype: torch.dtype) -> Any:
-    return lambda *given: ops.Project.apply(*given, EPS, dtype)
+    return lambda *given: layer_ops.ProjectFunction.apply(*given, EPS, dtype)
 
 
 def results(function: Any, given: list[Tensor], dy: list[Tensor], *rest: Any, **more: Any) -> list[Tensor]:
@@ -119,7 +119,7 @@ def assert_within_budget(case: Case, fused: Any, plain: Any, dtype: torch.dtype,
     rounded = results(plain, [x.float() for x in case.given], case.dy, *rest, half=dtype)
     for i, (a, e, r) in enumerate(zip(actual, exact, rounded, strict=True)):
         assert a.shape == e.shape and a.is_contiguous(), f"{i}: a sum of all gradients would take a launch for each"
-        error = compare(a.to(dtype), e, r.to(dtype))
+        error = measure_error(a.to(dtype), e, r.to(dtype))
         assert error.ok, f"result {i}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 

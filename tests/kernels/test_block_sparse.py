@@ -11,7 +11,7 @@ import torch
 from lra.kernels import block_sparse_attention, flash_attention
 from lra.kernels.block_sparse import layouts
 from lra.kernels.flash.layout import Layout
-from lra.kernels.testing import Case, check, make_inputs, run
+from lra.kernels.testing import Case, check_case, make_inputs, run_with_gradients
 from tests.kernels.cases import random_sparse_case
 from tests.sampling import sampled
 
@@ -20,7 +20,7 @@ SMALL = ((16, 16), (16, 64), (64, 16), (32, 32), (64, 64))
 
 
 def assert_within_budget(case: Case, device: torch.device) -> None:
-    for name, error in check(case, device, "triton").items():
+    for name, error in check_case(case, device, "triton").items():
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -56,8 +56,8 @@ def attend(case: Case, device: torch.device, layout: Layout | None, **changes) -
     options = {**inputs.sequences, "max_length": case.max_length, "dropout": case.dropout, "seed": inputs.seed}
     options |= {"impl": "triton", **changes}
     if layout is None:
-        return run(flash_attention, inputs, case.dtype, **options)
-    return run(block_sparse_attention, inputs, case.dtype, layout=layout, **options)
+        return run_with_gradients(flash_attention, inputs, case.dtype, **options)
+    return run_with_gradients(block_sparse_attention, inputs, case.dtype, layout=layout, **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -118,7 +118,7 @@ def test_compiles_into_one_graph(device):
         return block_sparse_attention(q, k, v, layout, deterministic=True, **options)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for eager, traced in zip(*(run(f, inputs, HALF) for f in (function, compiled)), strict=True):
+    for eager, traced in zip(*(run_with_gradients(f, inputs, HALF) for f in (function, compiled)), strict=True):
         assert torch.equal(eager, traced)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lra.kernels.flash import tuning
-from lra.kernels.table import HOPPER, kernels_of
+from lra.kernels.kernel_choices import HOPPER_GPU, list_kernels
 from tests.kernels.compiling import compiled
 
 # KiB of shared memory that a program can have (CUDA programming guide, "Compute Capabilities")
@@ -21,8 +21,8 @@ SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # instructions of the tensor cores; wgmma takes 64 rows, and a smaller tile mma
 MMA = {"mma"}
 PRODUCTS = {80: MMA, 86: MMA, 89: MMA, 90: {"wgmma", "mma"}, 100: {"tcgen05", "mma"}, 120: MMA}
-SELDOM = {"forward_again_kernel", "extreme_rows_kernel"}  # most launches find nothing to do
-HELPERS = {"delta_kernel", "prepare_kernel", "convert_kernel"}  # kernels that multiply no tiles
+SELDOM = {"forward_rescan_kernel", "extreme_rows_kernel"}  # most launches find nothing to do
+HELPERS = {"delta_kernel", "prepare_backward_kernel", "convert_dq_kernel"}  # kernels that multiply no tiles
 
 
 SHARED = ("hopper_shared", "hopper_shared_short")
@@ -70,7 +70,7 @@ def every() -> list[dict[str, Any]]:
             if dtype != "float32" and head_dim > 16:
                 cases.append(case(90, dtype, head_dim, dropout, "hopper", *flags))
     for head_dim, dropout, name in itertools.product((32, 64, 128), (0.0, 0.1), SHARED):
-        if name in kernels_of(torch.bfloat16, head_dim, dropout > 0, HOPPER):
+        if name in list_kernels(torch.bfloat16, head_dim, dropout > 0, HOPPER_GPU):
             cases.append(case(90, "bfloat16", head_dim, dropout, "hopper", shared=name))
     return [*cases, case(90, "float16", 64, 0.1), case(90, "bfloat16", 24, 0.1), *block_sparse()]
 
@@ -141,9 +141,9 @@ def test_all_compile_for_hopper(part):
 
 def test_the_shipped_tables_are_compiled():
     """A row for a head dimension that `every` leaves out would be shipped untried."""
-    for path in sorted((tuning.HERE / "tuned").glob("*.json")):
+    for path in sorted((tuning.FLASH_FOLDER / "tuned").glob("*.json")):
         assert path.name == "sm_90.json", "add what it holds to the test above"
-        for key in tuning.read(path).tiles:
+        for key in tuning.read_table(path).tiles:
             same = dict(dtype=key.dtype, head_dim=key.block_d, hopper=key.kernel.startswith("hopper_"))
             assert any(same.items() <= case.items() for case in every()), key
 

@@ -45,11 +45,11 @@ def chosen(
 @pytest.fixture(autouse=True)
 def default_tiles(monkeypatch):
     """Whatever this machine's tables say: how large tiles are decides where groups share keys."""
-    monkeypatch.setattr(tuning, "tables", lambda: [])
-    monkeypatch.setattr(device, "capability", lambda device=None: (9, 0))
-    tuning.forget()
+    monkeypatch.setattr(tuning, "load_tables", lambda: [])
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: (9, 0))
+    tuning.forget_tables()
     yield
-    tuning.forget()
+    tuning.forget_tables()
 
 
 PLAIN = "forward", "dkdv_dq"
@@ -122,7 +122,7 @@ def test_a_gpu_that_is_no_hopper_has_the_plain_kernels_alone(capability):
 )
 def test_a_forced_tile_forces_its_family_on_any_gpu(forced, kernels):
     tile = Tile(64, 64, 4, 2)
-    with tuning.forced(forced, tile) as launched:
+    with tuning.force_tile(forced, tile) as launched:
         assert chosen(gpu=OTHER, length=1000) == kernels
         assert launched == {forced}
     assert chosen(gpu=OTHER) == PLAIN
@@ -131,18 +131,18 @@ def test_a_forced_tile_forces_its_family_on_any_gpu(forced, kernels):
 @pytest.fixture
 def ptxas(monkeypatch):
     """As on a Hopper GPU whose ptxas has this version; capability and version may be changed."""
-    pytest.importorskip("lra.kernels.flash.launch")  # before Triton is told that it does not interpret
+    pytest.importorskip("lra.kernels.flash.launch_attention")  # before Triton is told that it does not interpret
     fake = SimpleNamespace(capability=(9, 0), version=(13, 4))
-    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(device, "ptxas", lambda capability: Ptxas("/ptxas", fake.version, "TRITON_PTXAS_PATH"))
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: Ptxas("/ptxas", fake.version, "TRITON_PTXAS_PATH"))
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     return fake
 
 
 def test_hopper_kernels_need_their_gpu_and_a_good_ptxas(ptxas):
     def on_hopper(**call: Any) -> bool:
-        tuning.forget()
-        return chosen(gpu=device.gpu(torch.device("cpu")), **call)[0] != "forward"
+        tuning.forget_tables()
+        return chosen(gpu=device.describe_gpu(torch.device("cpu")), **call)[0] != "forward"
 
     for ptxas.version in ((13, 4), (13, 3)):  # 13.3 is the first good one
         assert on_hopper() and not on_hopper(dtype=FP32)
@@ -153,41 +153,41 @@ def test_hopper_kernels_need_their_gpu_and_a_good_ptxas(ptxas):
 
 
 def test_a_ptxas_that_keeps_hopper_kernels_away_is_warned_of_once(ptxas, monkeypatch):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
-    monkeypatch.setitem(launch.FORWARD, "forward", lambda *_: ())
-    monkeypatch.setitem(launch.BACKWARD, "dkdv_dq", lambda *_: ())
-    launch._warn.cache_clear()
+    monkeypatch.setitem(launch_attention.FORWARD_LAUNCHERS, "forward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.BACKWARD_LAUNCHERS, "dkdv_dq", lambda *_: ())
+    launch_attention._warn.cache_clear()
     ptxas.version = 12, 8
-    tuning.forget()
+    tuning.forget_tables()
     x, none = torch.zeros(8, 1, 64, dtype=HALF), torch.empty(0, dtype=torch.int32)
     problem = Problem(none, none, 8, False, False, 1.0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # they would not run with another ptxas either
-        launch.launch_forward(x, x, x, dataclasses.replace(problem, causal=True))
+        launch_attention.launch_flash_forward(x, x, x, dataclasses.replace(problem, causal=True))
     with pytest.warns(UserWarning, match=r"ptxas 12\.8 .*nvidia-cuda-nvcc>=13\.4.*TRITON_PTXAS_PATH=/") as caught:
-        launch.launch_forward(x, x, x, problem)
-        launch.launch_backward(x, x, x, x, x, x, problem)
+        launch_attention.launch_flash_forward(x, x, x, problem)
+        launch_attention.launch_flash_backward(x, x, x, x, x, x, problem)
     assert len(caught) == 1
     ptxas.capability = 10, 0
-    tuning.forget()
+    tuning.forget_tables()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing to mend there
-        launch.launch_forward(x, x, x, problem)
+        launch_attention.launch_flash_forward(x, x, x, problem)
 
 
 def test_what_ran_is_noted_by_its_name(monkeypatch):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
-    library.forget_kernels()
+    library.clear_kernels_run()
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: None)
-    monkeypatch.setitem(launch.FORWARD, "hopper_forward", lambda *_: ())
-    monkeypatch.setitem(launch.BACKWARD, "hopper_backward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.FORWARD_LAUNCHERS, "hopper_forward", lambda *_: ())
+    monkeypatch.setitem(launch_attention.BACKWARD_LAUNCHERS, "hopper_backward", lambda *_: ())
     x, none = torch.zeros(8, 1, 32, dtype=HALF), torch.empty(0, dtype=torch.int32)
     problem = Problem(none, none, 8, False, False, 1.0, 0)
     for _ in range(2):
-        launch.launch_forward(x, x, x, problem)
-        launch.launch_backward(x, x, x, x, x, x, problem)
-    assert library.ran == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
-    library.forget_kernels()
-    assert not any(library.ran.values())
+        launch_attention.launch_flash_forward(x, x, x, problem)
+        launch_attention.launch_flash_backward(x, x, x, x, x, x, problem)
+    assert library.kernels_run == {"forward": {"hopper_forward"}, "backward": {"hopper_backward"}, "layers": set()}
+    library.clear_kernels_run()
+    assert not any(library.kernels_run.values())

@@ -14,7 +14,7 @@ from lra.kernels import flash_attention
 from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import reference_attention
 from lra.kernels.flash.tuning import Tile
-from lra.kernels.testing import INPUTS, Case, check, make_inputs, poisoned_empty, run
+from lra.kernels.testing import INPUT_KINDS, Case, check_case, make_inputs, poisoned_empty, run_with_gradients
 from tests.kernels.cases import random_case, with_inputs
 from tests.sampling import sampled
 
@@ -22,7 +22,7 @@ HALF, SINGLE = torch.float16, torch.float32  # the interpreter multiplies bfloat
 
 
 def assert_within_budget(case: Case, device: torch.device, impl: str = "triton") -> None:
-    for name, error in check(case, device, impl).items():
+    for name, error in check_case(case, device, impl).items():
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -58,7 +58,7 @@ SPECIAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities and NaN on their way
-@pytest.mark.parametrize("inputs", [name for name in INPUTS if name != "normal"])
+@pytest.mark.parametrize("inputs", [name for name in INPUT_KINDS if name != "normal"])
 def test_special_inputs(inputs, device):
     """Hidden and dominant keys, one tensor as q, k and v, small numbers, and a sequence of NaN beside others."""
     for seed, fields in enumerate(SPECIAL):
@@ -108,7 +108,7 @@ def test_any_tile_shape(tile, dtype, deterministic, causal, device):
     shapes = {"forward": given, "dkdv": flipped, "dkdv_dq": flipped, "dq": given}
     with ExitStack() as forced:
         for kernel, shape in shapes.items():
-            forced.enter_context(tuning.forced(kernel, shape))
+            forced.enter_context(tuning.force_tile(kernel, shape))
         case = Case((70, 20), dropout=0.5, causal=causal, dtype=dtype, deterministic=deterministic)
         assert_within_budget(case, device)
 
@@ -116,7 +116,7 @@ def test_any_tile_shape(tile, dtype, deterministic, causal, device):
 def attention(inputs, case: Case, **changes) -> tuple[torch.Tensor, ...]:
     options = {**inputs.sequences, "max_length": case.max_length, "dropout": case.dropout, "seed": inputs.seed}
     with poisoned_empty():
-        return run(flash_attention, inputs, case.dtype, impl="triton", **{**options, **changes})
+        return run_with_gradients(flash_attention, inputs, case.dtype, impl="triton", **{**options, **changes})
 
 
 def test_packed_and_padded_agree_bitwise(device):
@@ -253,7 +253,7 @@ def test_an_empty_sequence_owns_no_row_of_another(deterministic, device):
 def test_scale(scale, device):
     case = Case((40,))
     inputs = make_inputs(case, device)
-    exact = run(reference_attention, inputs, torch.float64, **inputs.sequences, scale=scale)
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **inputs.sequences, scale=scale)
     for got, expected in zip(attention(inputs, case, scale=scale), exact, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 

@@ -15,7 +15,7 @@ from lra.kernels.block_sparse.gather import gather_attention
 from lra.kernels.flash.layout import Layout
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.reference import reference_attention
-from lra.kernels.testing import NAMES, Case, compare, make_inputs, run
+from lra.kernels.testing import RESULT_NAMES, Case, make_inputs, measure_error, run_with_gradients
 
 CPU = torch.device("cpu")
 
@@ -47,19 +47,21 @@ def test_gather_is_the_reference(case, layout):
         "start": inputs.sequences["start"],
         "length": inputs.sequences["length"],
     }
-    exact = run(reference_attention, inputs, torch.float64, **options)
-    plain = run(reference_attention, inputs, torch.float32, **options)
-    actual = run(block_sparse_attention, inputs, torch.float32, **options, max_length=case.max_length, impl="gather")
-    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **options)
+    plain = run_with_gradients(reference_attention, inputs, torch.float32, **options)
+    actual = run_with_gradients(
+        block_sparse_attention, inputs, torch.float32, **options, max_length=case.max_length, impl="gather"
+    )
+    for name, a, e, p in zip(RESULT_NAMES, actual, exact, plain, strict=True):
         assert a.shape == e.shape and a.dtype == torch.float32 and a.is_contiguous()
-        error = compare(a, e, p)
+        error = measure_error(a, e, p)
         assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
 
     padded = case.layout == "padded"
     problem = Problem(
         options["start"], options["length"], case.max_length, padded, False, case.head_dim**-0.5, 0, layout=layout.key
     )
-    for a, e in zip(run(gather_attention, inputs, torch.float64, problem=problem), exact, strict=True):
+    for a, e in zip(run_with_gradients(gather_attention, inputs, torch.float64, problem=problem), exact, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-13)
 
 
@@ -78,8 +80,10 @@ def test_gather_of_random_layouts(seed):
         "length": inputs.sequences["length"],
         "layout": layout,
     }
-    exact = run(reference_attention, inputs, torch.float64, **options)
-    actual = run(block_sparse_attention, inputs, torch.float32, **options, max_length=case.max_length, impl="gather")
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **options)
+    actual = run_with_gradients(
+        block_sparse_attention, inputs, torch.float32, **options, max_length=case.max_length, impl="gather"
+    )
     for a, e in zip(actual, exact, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=0, atol=1e-5)
 
@@ -123,8 +127,8 @@ def test_gather_in_16_bits(dtype):
         "length": inputs.sequences["length"],
         "layout": layout,
     }
-    exact = run(reference_attention, inputs, torch.float64, **options)
-    actual = run(block_sparse_attention, inputs, dtype, **options, max_length=70, impl="gather")
+    exact = run_with_gradients(reference_attention, inputs, torch.float64, **options)
+    actual = run_with_gradients(block_sparse_attention, inputs, dtype, **options, max_length=70, impl="gather")
     for a, e in zip(actual, exact, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), e, rtol=0, atol=20 * torch.finfo(dtype).eps)

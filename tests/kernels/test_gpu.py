@@ -15,8 +15,8 @@ from lra.kernels import flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.flash import tuning
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.softmax.api import softmax_attention
-from lra.kernels.testing import Case, Inputs, check, compare, run
+from lra.kernels.softmax.materialized_attention import softmax_attention
+from lra.kernels.testing import Case, Inputs, check_case, measure_error, run_with_gradients
 from tests.kernels.cases import random_case, random_hopper_case
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def test_random_cases_for_hopper(fields, seed):
 def check_all(cases: Iterable[Case]) -> None:
     failures = []
     for case in cases:
-        for name, error in check(case, "cuda", "triton").items():
+        for name, error in check_case(case, "cuda", "triton").items():
             if not error.ok:
                 failures.append(f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}")
         torch.cuda.empty_cache()
@@ -63,7 +63,7 @@ def test_scores_far_above_those_of_the_first_tile(dtype, head_dim):
             (1000, 129, 1, 2000), head_dim=head_dim, dtype=dtype, strides="fused", dropout=dropout, spread=60.0,
             sparse=sparse,
         )  # fmt: skip
-        for name, error in check(case, "cuda", "triton").items():
+        for name, error in check_case(case, "cuda", "triton").items():
             assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -76,7 +76,7 @@ def test_groups_that_share_keys(head_dim, tile, dtype):
     """Few of the others are large enough for them. Programs take many tiles, and with the spread sweep many again."""
     lengths = tuple(random.Random(head_dim).randint(1, 2048) for _ in range(40))
     batches = ((1024,) * 24, "packed", 0), (lengths, "packed", 0), ((500, 0, 70), "padded", 300)
-    with tuning.forced("hopper_shared", tuning.Tile(*tile)) as launched:
+    with tuning.force_tile("hopper_shared", tuning.Tile(*tile)) as launched:
         check_all(
             Case(
                 rows, heads=4, head_dim=head_dim, dtype=dtype, strides="fused", dropout=dropout, spread=spread,
@@ -114,9 +114,11 @@ def test_more_than_2_to_the_31_elements(heads, d, dropout):
     options = dict(start=index[:2] * n, length=length[-2:], index=index[-2:], dropout=dropout, seed=seed)
 
     inputs = Inputs(q[last], k[last], v[last], do[last], {}, seed)
-    exact, plain = (run(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype))
+    exact, plain = (
+        run_with_gradients(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype)
+    )
     for a, e, p in zip(results, exact, plain, strict=True):
-        error = compare(a[last], e, p)
+        error = measure_error(a[last], e, p)
         assert error.ok, error
 
 
@@ -139,9 +141,11 @@ def test_more_than_2_to_the_31_weights_in_memory():
 
     q, k, v, gradient = (x[-2:].flatten(0, 1) for x in (q, k, v, do))
     inputs = Inputs(q, k, v, gradient, {}, seed)
-    exact, plain = (run(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype))
+    exact, plain = (
+        run_with_gradients(reference_attention, inputs, precision, **options) for precision in (torch.float64, dtype)
+    )
     for a, e, p in zip(results, exact, plain, strict=True):
-        error = compare(a[-2:].flatten(0, 1), e, p)
+        error = measure_error(a[-2:].flatten(0, 1), e, p)
         assert error.ok, error
 
 
@@ -178,7 +182,7 @@ def test_65536_rows_with_dropout(dtype):
         return total
 
     for actual, exact, plain in zip(results, reference(torch.float64), reference(dtype), strict=True):
-        error = compare(actual, exact, plain)
+        error = measure_error(actual, exact, plain)
         assert error.ok, error
 
 

@@ -13,7 +13,7 @@ from lra.kernels import device, flash_attention
 from lra.kernels.block_sparse.layouts import butterfly
 from lra.kernels.device import Gpu
 from lra.kernels.flash import tiles, tuning
-from lra.kernels.testing import INPUTS, Case, check, make_inputs, run
+from lra.kernels.testing import INPUT_KINDS, Case, check_case, make_inputs, run_with_gradients
 from tests.kernels.cases import with_inputs
 from tests.kernels.gluon_on_cpu import Emulated
 
@@ -32,11 +32,11 @@ def hopper(monkeypatch):
             launched.append(self.kernel.fn.__name__)
             return super().__getitem__(grid)
 
-    monkeypatch.setattr(device, "gpu", lambda device: Gpu((9, 0), 2, None))
+    monkeypatch.setattr(device, "describe_gpu", lambda device: Gpu((9, 0), 2, None))
     for module, name in (
         (forward, "hopper_forward_kernel"),
         (forward_shared, "hopper_shared_kernel"),
-        (forward_shared, "hopper_again_kernel"),
+        (forward_shared, "hopper_rescan_kernel"),
         (backward, "hopper_backward_kernel"),
         (backward, "hopper_specialized_kernel"),
     ):
@@ -59,23 +59,23 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_within_budget(case, hopper):
-    for name, error in check(case, torch.device("cpu"), "triton").items():
+    for name, error in check_case(case, torch.device("cpu"), "triton").items():
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
     specialized = case.head_dim == 64 and not case.dropout and not case.sparse
     assert hopper == ["hopper_forward_kernel", f"hopper_{'specialized' if specialized else 'backward'}_kernel"]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities and NaN on their way
-@pytest.mark.parametrize("inputs", [name for name in INPUTS if name != "normal"])
+@pytest.mark.parametrize("inputs", [name for name in INPUT_KINDS if name != "normal"])
 @pytest.mark.parametrize(("head_dim", "dropout", "shared"), [(32, 0.3, True), (32, 0.0, False), (64, 0.0, False)])
 def test_special_inputs(inputs, head_dim, dropout, shared, hopper, monkeypatch):
     """Of fp16, whose hidden keys are not extreme by themselves, those are counted as such."""
     monkeypatch.setattr(tiles, "EXTREME", tl.constexpr(256.0))
     lengths = (20, 33, 150, 9, 1)
     case = with_inputs(Case(lengths, heads=1, head_dim=head_dim, dtype=HALF, dropout=dropout, seed=1), inputs)
-    forced = tuning.forced("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
+    forced = tuning.force_tile("hopper_shared", tuning.Tile(128, 64, 8, 2)) if shared else nullcontext()
     with forced:
-        for name, error in check(case, torch.device("cpu"), "triton").items():
+        for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
     assert any(name.startswith("hopper") for name in hopper)
 
@@ -90,7 +90,7 @@ def test_the_score_of_a_key_alone_has_no_gradient(head_dim, dropout, layout, hop
     case = Case(lengths, heads=4, head_dim=head_dim, dtype=HALF, dropout=dropout, layout=layout)
     inputs = make_inputs(case, "cpu")
     options = {**inputs.sequences, "dropout": dropout, "seed": inputs.seed, "max_length": 150, "impl": "triton"}
-    _, dq, dk, dv = run(flash_attention, inputs, HALF, **options)
+    _, dq, dk, dv = run_with_gradients(flash_attention, inputs, HALF, **options)
     for first, length in zip(inputs.sequences["start"].tolist(), lengths, strict=True):
         zero = length == 1
         assert [bool(g[first : first + length].any()) for g in (dq, dk, dv)] == [not zero, not zero, True]
@@ -100,8 +100,8 @@ def test_the_score_of_a_key_alone_has_no_gradient(head_dim, dropout, layout, hop
 @pytest.mark.parametrize("stages", [2, 3])
 def test_specialized_warps_with_every_number_of_stages(stages, hopper):
     case = Case((200, 130, 1), dtype=HALF, head_dim=64)
-    with tuning.forced("hopper_specialized", tuning.Tile(64, 128, 4, stages)):
-        for name, error in check(case, torch.device("cpu"), "triton").items():
+    with tuning.force_tile("hopper_specialized", tuning.Tile(64, 128, 4, stages)):
+        for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
     assert hopper[-1] == "hopper_specialized_kernel"
 
@@ -112,8 +112,8 @@ def test_every_shape_of_tiles(columns, stages, hopper):
     """Dropout is the same whatever they are."""
     case = Case((200, 130), dtype=HALF, head_dim=32, dropout=0.3, strides="fused")
     for kernel in ("hopper_forward", "hopper_backward"):
-        with tuning.forced(kernel, tuning.Tile(64, columns, 4, stages)):
-            for name, error in check(case, torch.device("cpu"), "triton").items():
+        with tuning.force_tile(kernel, tuning.Tile(64, columns, 4, stages)):
+            for name, error in check_case(case, torch.device("cpu"), "triton").items():
                 assert error.ok, f"{kernel}, {name}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -122,16 +122,16 @@ def test_every_shape_of_tiles(columns, stages, hopper):
 def test_every_number_of_groups_that_share_keys(rows, layout, hopper):
     """With tiles in which groups have no queries, whole and partial tiles of keys, and rows that are swept again."""
     case = Case((500, 0, 130, 1), dtype=HALF, dropout=0.3, layout=layout, slack=200, spread=20.0)
-    with tuning.forced("hopper_shared", tuning.Tile(rows, 64, rows // 16, 2)):
-        for name, error in check(case, torch.device("cpu"), "triton").items():
+    with tuning.force_tile("hopper_shared", tuning.Tile(rows, 64, rows // 16, 2)):
+        for name, error in check_case(case, torch.device("cpu"), "triton").items():
             assert error.ok, f"{name}: error {error.error:.3g}, budget {error.budget:.3g}"
-    assert hopper[:2] == ["hopper_shared_kernel", "hopper_again_kernel"]
+    assert hopper[:2] == ["hopper_shared_kernel", "hopper_rescan_kernel"]
 
 
 @pytest.mark.parametrize(("threshold", "taken"), [(248, True), (249, False)])
 def test_dropout_up_to_what_fp16_can_compare(threshold, taken, hopper):
     """Above it thresholds would be NaN: the plain kernels take those."""
     case = Case((70, 130), dtype=HALF, dropout=threshold / 256)
-    for name, error in check(case, torch.device("cpu"), "triton").items():
+    for name, error in check_case(case, torch.device("cpu"), "triton").items():
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
     assert bool(hopper) == taken

@@ -14,16 +14,16 @@ from torch import library, nn
 from torch.nn import functional as F
 
 from lra.kernels import device
-from lra.kernels.dropout import MOST_DROPPED, dropout_threshold
-from lra.kernels.layers import ops, reference
-from lra.kernels.layers.api import (
-    WIDTHS,
+from lra.kernels.dropout import MAX_DROP_THRESHOLD, dropout_threshold
+from lra.kernels.layers import layer_ops, reference
+from lra.kernels.layers.fused_layers import (
+    MODEL_WIDTHS,
     on_hopper,
     project,
-    takes_embedding,
-    takes_feed_forward,
-    takes_projection,
-    takes_table,
+    supports_embedding,
+    supports_feed_forward,
+    supports_projection,
+    supports_table_gradient,
 )
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import keep_scale
@@ -78,21 +78,22 @@ def test_projection_within_budget(rows, d, pairs, dtype):
 @pytest.fixture
 def emulated(monkeypatch, rows):
     """The kernels themselves on the CPU, in the place of the operators' definition."""
-    from lra.kernels.layers import feed_forward, launch, projection, table
+    from lra.kernels.layers import embedding, feed_forward, launch_layers, projection
 
     for module, names in (
         (feed_forward, ("feed_forward_kernel", "feed_forward_backward_kernel")),
         (projection, ("project_kernel", "project_backward_kernel")),
-        (table, ("embed_kernel", "table_gradient_kernel")),
+        (embedding, ("embed_kernel", "table_gradient_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launch_layers, "count_multiprocessors", lambda device: 1)
     # fewer programs, each of which takes long here; of one row parts for two turns of the loop that adds them
     programs = 15 if rows > 1 else 165
-    for name, value in dict(SUMMING=dict.fromkeys(WIDTHS, (programs, 64, 3)), FOLDED=32, UNFOLDED=32).items():
-        monkeypatch.setattr(launch, name, value)
-    return launch
+    settings = dict.fromkeys(MODEL_WIDTHS, (programs, 64, 3))
+    for name, value in dict(SUM_SETTINGS=settings, FOLD_ROWS=32, UNFOLD_ROWS=32).items():
+        monkeypatch.setattr(launch_layers, name, value)
+    return launch_layers
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
@@ -119,7 +120,7 @@ def test_gelu_is_close_everywhere():
     with np.errstate(over="ignore"):
         below, density = (
             torch.from_numpy(np.asarray(translated(function, Language(0, 1), {})(tile(u.numpy()))))
-            for function in (feed_forward.below, feed_forward.density)
+            for function in (feed_forward.normal_cdf, feed_forward.normal_pdf)
         )
     exact = u.double().requires_grad_()
     gelu = F.gelu(exact)
@@ -161,7 +162,7 @@ def test_what_a_table_lacks_is_nan(which, rows, emulated):
     given = embedding_case(rows, 64, True, 0.3)
     given[which][:2] = torch.tensor([-1, 70])
     x = emulated.launch_embed(*given)
-    kept = reference.kept(torch.ones_like(x), given[6], 0, given[5]) != 0
+    kept = reference.drop_features(torch.ones_like(x), given[6], 0, given[5]) != 0
     assert torch.equal(x.isnan()[:2], kept[:2]) and not x[2].isnan().any()
 
 
@@ -175,7 +176,7 @@ def test_the_gradient_of_a_table(rows, lengths, d, vocabulary, padded, rate, emu
     """Of tokens alone, and with places in both layouts; some places that no sequence has."""
     given = table_case(lengths, d, vocabulary, HALF, padded, rate)
     assert len(given[0]) == (rows if not padded else len(lengths) * max(lengths))
-    monkeypatch.setattr(emulated, "multiprocessors", lambda device: 7)
+    monkeypatch.setattr(emulated, "count_multiprocessors", lambda device: 7)
     with poisoned_empty():
         actual = emulated.launch_table_gradient(*given)
     for a, e in zip(actual, reference.table_gradient(*given), strict=True):
@@ -219,15 +220,15 @@ def test_pooled_kernels_compute_the_definition(lengths, padded, d, f, rows, rate
 
 @pytest.mark.parametrize("lengths", RAGGED)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("d", MODEL_WIDTHS)
 def test_the_sums_of_rows(lengths, padded, d, device):
-    from lra.kernels.layers.launch import launch_pool
+    from lra.kernels.layers.launch_layers import launch_pool
 
     given = sequences(lengths, d, padded, device)
     where: Any = (given.start, given.length)
     with poisoned_empty():
         actual = launch_pool(given.x.half(), *where, given.padded_length)
-    for a, e in zip(actual, reference.pool(given.x.half(), *where), strict=True):
+    for a, e in zip(actual, reference.pool_rows(given.x.half(), *where), strict=True):
         torch.testing.assert_close(a, e, atol=1e-4, rtol=1e-5)
 
 
@@ -243,23 +244,23 @@ def test_operators_keep_their_contracts():
     case = feed_forward_case(70, 64, 128, HALF)
     o, x, *layers = case.given
     dropout: Any = (dropout_threshold(0.1), case.keys, SITE)
-    library.opcheck(ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
-    _, *kept = ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
-    library.opcheck(ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.feed_forward, (o, x, *layers, EPS, 1.1, *dropout))
+    _, *kept = layer_ops.feed_forward(o, x, *layers, EPS, 1.1, *dropout)
+    library.opcheck(layer_ops.feed_forward_backward, (case.dy[0], o, *kept, *layers[2:5], 1.1, *dropout))
     given = sequences((40, 0, 30), 64, False)
     where = given.start, given.length, 0
-    library.opcheck(ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
-    _, *kept = ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
-    library.opcheck(ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
+    library.opcheck(layer_ops.pooled_feed_forward, (o, x, *layers, *where, EPS, EPS, 1.1, *dropout))
+    _, *kept = layer_ops.pooled_feed_forward(o, x, *layers, *where, EPS, EPS, 1.1, *dropout)
+    library.opcheck(layer_ops.pooled_feed_forward_backward, (given.dy, o, *kept, *layers[2:5], 1.1, *dropout))
 
     x, *norm, weight, bias = project_case(70, 64, HALF).given
     cos, sin = angles(70, 16)
-    library.opcheck(ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
-    q, k, v, *kept = ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
-    library.opcheck(ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
-    library.opcheck(ops.embed, embedding_case(70, 64, True, 0.1))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, given.start, given.length, 50, *dropout))
-    library.opcheck(ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, None, None, 0, *dropout))
+    library.opcheck(layer_ops.project, (x, *norm, weight, bias, cos, sin, EPS, HALF))
+    q, k, v, *kept = layer_ops.project(x, *norm, weight, bias, cos, sin, EPS, HALF)
+    library.opcheck(layer_ops.project_backward, (q, k, v, x, *kept, *norm, weight, cos, sin))
+    library.opcheck(layer_ops.embed, embedding_case(70, 64, True, 0.1))
+    for places in ((given.start, given.length, 50), (None, None, 0)):
+        library.opcheck(layer_ops.table_gradient, (x, torch.arange(70) % 9, 9, HALF, *places, *dropout))
 
 
 @pytest.mark.parametrize("which", ["feed_forward", "project", "pooled"])
@@ -296,29 +297,31 @@ def test_what_the_kernels_take(monkeypatch):
     refusals: list[str | None] = [None]
     monkeypatch.setattr(device, "hopper_refusal", lambda capability: refusals[-1])
 
-    def follows(o: Any = BF16, x: Any = FP32, d: int = WIDTHS[-1], f: int = 2 * WIDTHS[-1], dropped: int = 26) -> bool:
-        return takes_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f), dropped)  # type: ignore[arg-type]
+    def follows(o: Any = BF16, x: Any = FP32, d: int = 128, f: int = 256, dropped: int = 26) -> bool:
+        return supports_feed_forward(OnGPU(o), OnGPU(x), nn.Linear(d, f), dropped)  # type: ignore[arg-type]
 
-    def precedes(x: Any = FP32, d: int = WIDTHS[-1], of: int = 3, head_dim: int = 16, rotary: Any = None) -> bool:
-        return takes_projection(OnGPU(x), nn.Linear(d, of * d), head_dim, rotary)  # type: ignore[arg-type]
+    def precedes(x: Any = FP32, d: int = MODEL_WIDTHS[-1], of: int = 3, head_dim: int = 16, rotary: Any = None) -> bool:
+        return supports_projection(OnGPU(x), nn.Linear(d, of * d), head_dim, rotary)  # type: ignore[arg-type]
 
-    assert follows() and follows(o=HALF) and all(follows(d=d, f=f * d) for d in WIDTHS for f in (1, 2))
+    assert follows() and follows(o=HALF) and all(follows(d=d, f=f * d) for d in MODEL_WIDTHS for f in (1, 2))
     assert follows(d=64, f=704) and not follows(d=64, f=768) and not follows(f=512)  # what shared memory holds
-    assert follows(dropped=MOST_DROPPED) and not follows(dropped=MOST_DROPPED + 1)  # compared as fp16 magnitudes
+    assert follows(dropped=MAX_DROP_THRESHOLD)  # compared as fp16 magnitudes
+    assert not follows(dropped=MAX_DROP_THRESHOLD + 1)
     assert not any([follows(o=FP32), follows(x=BF16), follows(d=96), follows(d=32, f=64), follows(f=192)])
     assert not precedes(), "without autocast the products are in fp32"
     with torch.autocast("cpu", BF16):
-        assert all(precedes(d=d) for d in WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
+        assert all(precedes(d=d) for d in MODEL_WIDTHS) and precedes(head_dim=32, rotary=()) and precedes(head_dim=64)
         assert not any([precedes(x=BF16), precedes(d=96), precedes(of=2), precedes(head_dim=16, rotary=())])
-    assert not takes_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
-    assert not takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED + 1)  # type: ignore[arg-type]
-    assert takes_table(OnGPU(FP32, 64), BF16, MOST_DROPPED)  # type: ignore[arg-type]
-    assert takes_embedding(OnGPU(FP32, 64), MOST_DROPPED) and not takes_embedding(OnGPU(FP32, 64), MOST_DROPPED + 1)  # type: ignore[arg-type]
-    assert all(takes_embedding(OnGPU(FP32, d)) for d in WIDTHS)  # type: ignore[arg-type]
+    assert not supports_feed_forward(torch.zeros(2, 64, dtype=BF16), torch.zeros(2, 64), nn.Linear(64, 128))
+    assert not supports_table_gradient(OnGPU(FP32, 64), BF16, MAX_DROP_THRESHOLD + 1)  # type: ignore[arg-type]
+    assert supports_table_gradient(OnGPU(FP32, 64), BF16, MAX_DROP_THRESHOLD)  # type: ignore[arg-type]
+    assert supports_embedding(OnGPU(FP32, 64), MAX_DROP_THRESHOLD)  # type: ignore[arg-type]
+    assert not supports_embedding(OnGPU(FP32, 64), MAX_DROP_THRESHOLD + 1)  # type: ignore[arg-type]
+    assert all(supports_embedding(OnGPU(FP32, d)) for d in MODEL_WIDTHS)  # type: ignore[arg-type]
     others = OnGPU(BF16, 64), OnGPU(FP32, 96), torch.zeros(1, 64)
-    assert not any(takes_embedding(table) for table in others)  # type: ignore[arg-type]
+    assert not any(supports_embedding(table) for table in others)  # type: ignore[arg-type]
     refusals.append("ptxas 12.8 is known to miscompile for Hopper")
-    assert not follows() and not takes_embedding(OnGPU(FP32, 64))  # type: ignore[arg-type]
+    assert not follows() and not supports_embedding(OnGPU(FP32, 64))  # type: ignore[arg-type]
     with torch.autocast("cpu", BF16):
         assert not precedes()
 
@@ -368,24 +371,25 @@ def test_kernels_compile():
 
 
 def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.layers import launch
+    from lra.kernels.layers import launch_layers
     from tests.kernels.aot import choose
 
     choose(90, hopper=True)
     dtype, rows, d = getattr(torch, case["dtype"]), 256, case["d"]
     x, *norm, weight, bias = project_case(rows, d, dtype).given
     cos, sin = angles(rows, case["pairs"])
-    q, k, v, *kept = launch.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
+    q, k, v, *kept = launch_layers.launch_project(x, *norm, weight, bias, cos, sin, EPS, dtype)
     o, x, *layers = feed_forward_case(rows, d, case["f"], dtype).given
     keys = torch.zeros(rows, dtype=torch.int32) if case["rate"] else None
     numbers: Any = (keep_scale(dropout_threshold(case["rate"])), dropout_threshold(case["rate"]), keys, SITE)
-    _, *of_forward = launch.launch_feed_forward(o, x, *layers, EPS, *numbers)
-    launch.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
+    _, *of_forward = launch_layers.launch_feed_forward(o, x, *layers, EPS, *numbers)
+    launch_layers.launch_feed_forward_backward(x, o, *of_forward, *layers[2:5], *numbers)
     given = sequences((rows - 7, 7), d, False)
-    _, *of_pooled = launch.launch_pooled_feed_forward(o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
-    launch.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
-    launch.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
-    launch.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
+    pooling = given.start, given.length, 0, EPS, EPS
+    _, *of_pooled = launch_layers.launch_pooled_feed_forward(o, x, *layers, *pooling, *numbers)
+    launch_layers.launch_pooled_feed_forward_backward(given.dy, o, *of_pooled, *layers[2:5], *numbers)
+    launch_layers.launch_project_backward(q, k, v, x, *kept, *norm, weight, cos, sin)
+    launch_layers.launch_embed(*embedding_case(rows, d, bool(case["pairs"]), case["rate"]))
     for vocabulary, places in ((256, 0), (18, rows)):
         ids, where = torch.zeros(rows, dtype=torch.int32), (given.start, given.length, places)
-        launch.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])
+        launch_layers.launch_table_gradient(x, ids, vocabulary, dtype, *where, *numbers[1:])

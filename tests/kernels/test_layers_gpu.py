@@ -12,8 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers import ops, reference
-from lra.kernels.layers.api import WIDTHS, feed_forward, project, takes_feed_forward, takes_projection
+from lra.kernels.layers import layer_ops, reference
+from lra.kernels.layers.fused_layers import (
+    MODEL_WIDTHS,
+    feed_forward,
+    project,
+    supports_feed_forward,
+    supports_projection,
+)
 from lra.kernels.testing import poisoned_empty
 from lra.models.dropout import drop, keep_scale
 from lra.models.positions import rotate
@@ -52,7 +58,7 @@ def test_feed_forward_of_many_rows(d, f, rate, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("pairs", [0, 16, 32])
-@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("d", MODEL_WIDTHS)
 def test_projection_of_many_rows(d, pairs, dtype):
     case = project_case(50_001, d, dtype, "cuda")
     assert_within_budget(case, fused_project(dtype), plain_project, dtype, *angles(50_001, pairs, "cuda"))
@@ -75,7 +81,7 @@ def test_the_gradients_of_tables_of_many_rows(d, vocabulary, padded, rate):
     """Twice the same, bit by bit."""
     given = table_case((2000, 1, 0, 777, 4096, *range(100, 1124, 32)), d, vocabulary, BF16, padded, rate, "cuda")
     with poisoned_empty():
-        first, second = ops.table_gradient(*given), ops.table_gradient(*given)
+        first, second = layer_ops.table_gradient(*given), layer_ops.table_gradient(*given)
     for a, again, e in zip(first, second, reference.table_gradient(*given), strict=True):
         assert torch.equal(a, again)
         torch.testing.assert_close(a, e, atol=2e-3, rtol=1e-4)
@@ -87,7 +93,7 @@ def test_the_gradients_of_tables_of_many_rows(d, vocabulary, padded, rate):
 def test_what_is_looked_up_for_many_rows(d, placed, rate):
     given = embedding_case(30_001, d, placed, rate, "cuda")
     with poisoned_empty():
-        actual = ops.embed(*given)
+        actual = layer_ops.embed(*given)
     torch.testing.assert_close(actual, reference.embed(*given), atol=0, rtol=1e-6)
 
 
@@ -98,16 +104,16 @@ def test_kernels_compute_the_definition_of_any_number_of_rows(rows):
     o, x, *layers = case.given
     numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
     with poisoned_empty():
-        y, *kept = ops.feed_forward(o, x, *layers, EPS, *numbers)
+        y, *kept = layer_ops.feed_forward(o, x, *layers, EPS, *numbers)
         backward = (case.dy[0], o, *kept, *layers[2:5], *numbers)
-        first, second = ops.feed_forward_backward(*backward), ops.feed_forward_backward(*backward)
+        first, second = layer_ops.feed_forward_backward(*backward), layer_ops.feed_forward_backward(*backward)
     expected = reference.feed_forward(o, x, *layers, EPS, *numbers)[0], *reference.feed_forward_backward(*backward)
     for a, e in zip((y, *first), expected, strict=True):
         assert (a.float() - e.float()).norm() < 5e-3 * e.float().norm()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("d", MODEL_WIDTHS)
 @pytest.mark.parametrize("lengths", [(1,), (60, 3), (100, 0, 29), (20_000, 7, 64)])
 def test_pooled_kernels_compute_the_definition_of_any_number_of_rows(lengths, d):
     """Likewise."""
@@ -117,9 +123,9 @@ def test_pooled_kernels_compute_the_definition_of_any_number_of_rows(lengths, d)
     numbers: Any = (keep_scale(dropout_threshold(0.1)), dropout_threshold(0.1), case.keys, SITE)
     forward = (o, x, *layers, given.start, given.length, 0, EPS, EPS, *numbers)
     with poisoned_empty():
-        sums, *kept = ops.pooled_feed_forward(*forward)
+        sums, *kept = layer_ops.pooled_feed_forward(*forward)
         backward = (given.dy, o, *kept, *layers[2:5], *numbers)
-        first, second = (ops.pooled_feed_forward_backward(*backward) for _ in range(2))
+        first, second = (layer_ops.pooled_feed_forward_backward(*backward) for _ in range(2))
     expected = reference.pooled_feed_forward(*forward)[:2], reference.pooled_feed_forward_backward(*backward)
     for a, e in zip((sums, kept[0], *first), (*expected[0], *expected[1]), strict=True):
         assert (a.float() - e.float()).norm() <= 5e-3 * e.float().norm()
@@ -141,7 +147,7 @@ def test_modules_are_taken_under_autocast(rate):
     keys, rotary = feed_forward_case(999, d, f, BF16, "cuda").keys, angles(999, 16, "cuda")
     o, x = torch.randn(999, d, device="cuda", dtype=BF16), torch.randn(999, d, device="cuda")
     with torch.autocast("cuda", BF16):
-        assert takes_feed_forward(o, x, up) and takes_projection(x, qkv, 32, rotary)
+        assert supports_feed_forward(o, x, up) and supports_projection(x, qkv, 32, rotary)
         dropped, scale = dropout_threshold(rate), keep_scale(dropout_threshold(rate))
         actual = feed_forward(o, x, out, norm, up, down, scale=scale, threshold=dropped, keys=keys, site=SITE)
         z = x + drop(out(o), rate, keys, SITE)

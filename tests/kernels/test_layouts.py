@@ -18,7 +18,7 @@ from PIL import Image
 
 from lra.kernels import block_sparse_attention
 from lra.kernels.block_sparse import layouts
-from lra.kernels.flash.layout import END, FULL, NONE, Layout, find
+from lra.kernels.flash.layout import FULL, LIST_END, NONE, Layout, find_layout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "block-sparse.md").read_text(encoding="utf-8")
@@ -228,13 +228,13 @@ def tiles(seen: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, to
 def decode(visits: Any) -> tuple[list[list[list[tuple[int, bool]]]], int]:
     """(tile, whether its block is set) for each head and tile of the other side; what follows END must be END."""
     assert visits.entries.dtype == torch.int32 and visits.entries.is_contiguous()
-    assert visits.entries.shape[2] == visits.longest
+    assert visits.entries.shape[2] == visits.max_visits
     found = []
     for head in visits.entries.tolist():
-        lists = [[x for x in row if x != END] for row in head]
+        lists = [[x for x in row if x != LIST_END] for row in head]
         assert all(row[: len(real)] == real for row, real in zip(head, lists, strict=True))
         found.append([[(x // 2, bool(x % 2)) for x in row] for row in lists])
-    return found, visits.longest
+    return found, visits.max_visits
 
 
 def test_union_is_the_union():
@@ -253,7 +253,7 @@ def test_union_is_the_union():
 def test_equal_content_shares_its_lists():
     one, same = layouts.butterfly(100, 16, globals=2), layouts.butterfly(112, 16, globals=2)
     assert one is not same and one.key == same.key and one.visits(16, 8, CPU) is same.visits(16, 8, CPU)
-    assert torch.equal(find(one.key).blocks, one.blocks)
+    assert torch.equal(find_layout(one.key).blocks, one.blocks)
     others = [
         layouts.butterfly(100, 16, globals=3), layouts.butterfly(100, 16, globals=2, causal=True),
         layouts.butterfly(100, 16, globals=2, band=0), layouts.butterfly(100, (16, 8), globals=2),
@@ -390,7 +390,7 @@ def test_a_layout_keeps_its_own_blocks():
     blocks[:] = True
     assert Layout(torch.eye(4, dtype=torch.bool)[None], (16, 16)).density() == 0.25
     fresh = Layout(torch.eye(4, dtype=torch.bool)[None], (16, 16))
-    assert find(fresh.key).density() == 0.25
+    assert find_layout(fresh.key).density() == 0.25
 
 
 def test_a_call_needs_a_layout():

@@ -112,16 +112,16 @@ def test_batched_form_compiles(device):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_strided_inputs_reach_the_kernels_uncopied(traced, device, monkeypatch):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
     seen: list[tuple[int, tuple[int, ...]]] = []
-    launch_forward = launch.launch_forward
+    launch_forward = launch_attention.launch_flash_forward
 
     def spy(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         seen.extend((x.data_ptr(), x.stride()) for x in (q, k, v))
         return launch_forward(q, k, v, problem)
 
-    monkeypatch.setattr(launch, "launch_forward", spy)
+    monkeypatch.setattr(launch_attention, "launch_flash_forward", spy)
     case = Case((12, 9), strides="fused")
     inputs = make_inputs(case, device)
     qkv = torch.stack(inputs[:3], 1)
@@ -174,7 +174,7 @@ def pytorchs_mode():
 
 @pytest.mark.parametrize(("asked", "mode"), [(False, False), (True, False), (False, True)])
 def test_deterministic_reaches_both_kernels(asked, mode, device, monkeypatch, pytorchs_mode):
-    from lra.kernels.flash import launch
+    from lra.kernels.flash import launch_attention
 
     seen = []
 
@@ -185,8 +185,8 @@ def test_deterministic_reaches_both_kernels(asked, mode, device, monkeypatch, py
 
         return launch_and_note
 
-    for name in ("launch_forward", "launch_backward"):
-        monkeypatch.setattr(launch, name, spy(getattr(launch, name)))
+    for name in ("launch_flash_forward", "launch_flash_backward"):
+        monkeypatch.setattr(launch_attention, name, spy(getattr(launch_attention, name)))
     pytorchs_mode(mode)
     qkv = torch.randn(3, 1, 8, 1, 16, device=device, requires_grad=True)
     flash_attention(*qkv, impl="triton", deterministic=asked).sum().backward()

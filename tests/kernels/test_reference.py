@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.flash.reference import draw, keep_mask, philox, reference_attention
+from lra.kernels.flash.reference import draw_words, keep_mask, philox, reference_attention
 
 # Random123's known-answer tests of philox4x32-7 and -10: rounds, counter, key, result
 KNOWN_ANSWERS = [
@@ -42,7 +42,7 @@ DRAWS = [
 
 @pytest.mark.parametrize(("key", "row", "column", "result"), DRAWS)
 def test_draw_known_answers(key, row, column, result):
-    assert draw(words(key), torch.tensor(row), torch.tensor(column)) == words(result)
+    assert draw_words(words(key), torch.tensor(row), torch.tensor(column)) == words(result)
 
 
 # The 16 weights of a draw, in the order of its bytes when halves are rotated: word, then column and row within it.
@@ -65,7 +65,7 @@ def test_keep_mask_places_seed_index_head_row_and_column():
     row += 16 * (0x05A308D3 // 8) + 0x05A308D3 % 8
     column += 32 * (0x043F6A8A // 8) + 0x043F6A8A % 8
     key = philox((index, head, torch.tensor(0), torch.tensor(0)), words("a4093822 299f31d0"))
-    drawn = draw(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A8A))
+    drawn = draw_words(key, torch.tensor(0x05A308D3), torch.tensor(0x043F6A8A))
     halves = [f"{half:016b}" for word in drawn for half in (int(word) & 0xFFFF, int(word) >> 16)]
     stream = b"".join(int(bits[1:] + bits[0], 2).to_bytes(2, "little") for bits in halves)
     for threshold in (0x1E, 0x4A, 0xD2):

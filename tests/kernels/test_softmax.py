@@ -9,11 +9,19 @@ import torch
 from torch import Tensor, library
 
 from lra.kernels.block_sparse import layouts
-from lra.kernels.block_sparse.api import block_sparse_attention
-from lra.kernels.flash.api import flash_attention
+from lra.kernels.block_sparse.sparse_attention import block_sparse_attention
+from lra.kernels.flash.dense_attention import flash_attention
 from lra.kernels.flash.reference import keep_mask, reference_attention
-from lra.kernels.softmax.api import softmax_attention
-from lra.kernels.testing import NAMES, Case, Inputs, compare, make_inputs, poisoned_empty, run
+from lra.kernels.softmax.materialized_attention import softmax_attention
+from lra.kernels.testing import (
+    RESULT_NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    measure_error,
+    poisoned_empty,
+    run_with_gradients,
+)
 from tests.kernels.compiling import compiled
 from tests.sampling import sampled
 
@@ -29,17 +37,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, start: Tensor, length: Tensor, n:
 def results(inputs: Inputs, case: Case, impl: str = "triton", **changes: Any) -> tuple[Tensor, ...]:
     options = {**inputs.sequences, "n": case.max_length, "dropout": case.dropout, "seed": inputs.seed}
     with poisoned_empty():
-        return run(attend, inputs, case.dtype, impl=impl, **{**options, **changes})
+        return run_with_gradients(attend, inputs, case.dtype, impl=impl, **{**options, **changes})
 
 
 def assert_within_budget(case: Case, device: torch.device | str, impl: str = "triton", **changes: Any) -> None:
     inputs = make_inputs(case, device)
     actual = results(inputs, case, impl, **changes)
     options = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed, **changes}
-    exact, plain = (run(reference_attention, inputs, dtype, **options) for dtype in (torch.float64, case.dtype))
-    for name, a, e, p in zip(NAMES, actual, exact, plain, strict=True):
+    exact, plain = (
+        run_with_gradients(reference_attention, inputs, dtype, **options) for dtype in (torch.float64, case.dtype)
+    )
+    for name, a, e, p in zip(RESULT_NAMES, actual, exact, plain, strict=True):
         assert a.shape == inputs.q.shape and a.dtype == case.dtype and a.is_contiguous(), f"{name} {a.shape} {a.dtype}"
-        error = compare(a, e, p)
+        error = measure_error(a, e, p)
         assert error.ok, f"{name} of {case}: error {error.error:.3g}, budget {error.budget:.3g}"
 
 
@@ -71,9 +81,9 @@ def test_plain_path_within_budget(case):
 @pytest.mark.parametrize("columns", sampled([32, 64]))
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
-    from lra.kernels.softmax import kernels
+    from lra.kernels.softmax import softmax_kernels
 
-    monkeypatch.setattr(kernels, "MAX_COLUMNS", columns)
+    monkeypatch.setattr(softmax_kernels, "MAX_COLUMNS", columns)
     assert_within_budget(padded((2 * columns + 3, columns, 17), heads=1, dtype=dtype, dropout=0.3), device)
 
 
@@ -177,7 +187,8 @@ def test_compiled_equals_eager(impl, device):
         inputs = make_inputs(case, device)
         options: dict[str, Any] = dict(dropout=case.dropout, seed=inputs.seed, impl=impl, **inputs.sequences)
         eager, traced = (
-            run(function, inputs, case.dtype, n=case.max_length, **options) for function in (attend, compiled)
+            run_with_gradients(function, inputs, case.dtype, n=case.max_length, **options)
+            for function in (attend, compiled)
         )
         assert all(map(torch.equal, eager, traced))
 
@@ -271,17 +282,17 @@ def test_kernels_compile_without_spills():
 
 
 def launch_case(case: dict[str, Any]) -> None:
-    from lra.kernels.softmax.kernels import launch_backward, launch_forward
-    from lra.kernels.softmax.ops import side
+    from lra.kernels.softmax.softmax_kernels import launch_softmax_backward, launch_softmax_forward
+    from lra.kernels.softmax.softmax_ops import padded_side
     from tests.kernels.aot import choose
 
     choose(case["arch"], hopper=False)
-    scores = torch.zeros(2, 1, side(case["n"]), side(case["n"]), dtype=getattr(torch, case["dtype"]))
+    scores = torch.zeros(2, 1, padded_side(case["n"]), padded_side(case["n"]), dtype=getattr(torch, case["dtype"]))
     sequences = torch.zeros(2, dtype=torch.int32)
     problem = (sequences, 0.125, round(256 * case["dropout"]))
     random = (torch.tensor(0), sequences) if case["dropout"] else (None, None)
-    launch_forward(scores, *problem, *random)
-    launch_backward(scores, scores, *problem, *random)
+    launch_softmax_forward(scores, *problem, *random)
+    launch_softmax_backward(scores, scores, *problem, *random)
 
 
 @pytest.mark.gpu

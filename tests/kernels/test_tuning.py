@@ -16,10 +16,10 @@ from lra.errors import UsageError
 from lra.kernels import device
 from lra.kernels.device import Ptxas
 from lra.kernels.flash import tuning
-from lra.kernels.flash.tuning import Key, Table, Tile
-from lra.kernels.testing import Case, Error, check
+from lra.kernels.flash.tuning import Tile, TileKey, TileTable
+from lra.kernels.testing import BudgetedError, Case, check_case
 
-KEY = Key("forward", "bfloat16", 64, False)
+KEY = TileKey("forward", "bfloat16", 64, False)
 FORWARD = ["kernels=forward", "dtypes=bfloat16", "head_dims=64", "dropout=false"]
 GOOD, OLD = Ptxas("/new/ptxas", (13, 4), "TRITON_PTXAS_PATH"), Ptxas("/old/ptxas", (12, 8), "TRITON_PTXAS_PATH")
 
@@ -31,19 +31,19 @@ def gpu(monkeypatch, tmp_path):
     fake = SimpleNamespace(capability=(9, 0), ptxas=GOOD, shipped=tmp_path / "tuned" / "sm_90.json")
     fake.user = tmp_path / "lra" / "tiles" / "NVIDIA-Test.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning, "HERE", tmp_path)
-    monkeypatch.setattr(device, "capability", lambda device=None: fake.capability)
-    monkeypatch.setattr(device, "ptxas", lambda capability: fake.ptxas)
-    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tuning, "FLASH_FOLDER", tmp_path)
+    monkeypatch.setattr(device, "compute_capability", lambda device=None: fake.capability)
+    monkeypatch.setattr(device, "find_ptxas", lambda capability: fake.ptxas)
+    monkeypatch.setattr(device, "count_multiprocessors", lambda device: 132)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     for name, value in dict(is_available=True, is_initialized=True, current_device=0).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for name in ("init", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test")
-    tuning.forget()
+    tuning.forget_tables()
     yield fake
-    tuning.forget()
+    tuning.forget_tables()
 
 
 def table(path, tiles, **changes):
@@ -51,40 +51,40 @@ def table(path, tiles, **changes):
 
     measured = {"gpu": "NVIDIA Test", "date": "2026-01-02T03:04:05Z", "command": "lra tune", "ptxas": "13.4"}
     measured |= {"versions": {"triton": triton.__version__}}
-    changes = {"measured": measured, "sources": tuning.sources()} | changes
+    changes = {"measured": measured, "sources": tuning.hash_kernels()} | changes
     rows = tiles, dict.fromkeys(tiles, 12.5), {key: {} for key in tiles}
-    tuning.write(Table(path, changes["measured"], changes["sources"], *rows))
-    tuning.forget()
+    tuning.write_table(TileTable(path, changes["measured"], changes["sources"], *rows))
+    tuning.forget_tables()
 
 
 def forward_tile(dtype=torch.bfloat16, block_d=64, dropout=False):
-    return tuning.tile("forward", dtype, block_d, dropout)
+    return tuning.find_tile("forward", dtype, block_d, dropout)
 
 
 def test_measured_here_comes_before_shipped_before_default(gpu):
-    default = tuning.default("forward", torch.bfloat16, 64, False)
+    default = tuning.default_tile("forward", torch.bfloat16, 64, False)
     assert forward_tile() == default
     table(gpu.shipped, {KEY: Tile(16, 32, 4, 1), KEY._replace(dropout=True): Tile(16, 64, 4, 1)})
     assert forward_tile() == (16, 32, 4, 1)
     table(gpu.user, {KEY: Tile(32, 32, 4, 1)})
     assert forward_tile() == forward_tile(torch.float16) == (32, 32, 4, 1)
     assert forward_tile(dropout=True) == (16, 64, 4, 1)  # the user's table has no such row
-    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32, False)
-    assert forward_tile(torch.float32) == tuning.default("forward", torch.float32, 64, False)
+    assert forward_tile(block_d=32) == tuning.default_tile("forward", torch.bfloat16, 32, False)
+    assert forward_tile(torch.float32) == tuning.default_tile("forward", torch.float32, 64, False)
 
 
 def test_tables_are_read_once(gpu, monkeypatch):
     table(gpu.shipped, {KEY: Tile(16, 32, 4, 1)})
     forward_tile()
-    monkeypatch.setattr(tuning, "read", lambda path: pytest.fail("a table is read at every launch"))
+    monkeypatch.setattr(tuning, "read_table", lambda path: pytest.fail("a table is read at every launch"))
     assert forward_tile() == (16, 32, 4, 1)
-    assert forward_tile(block_d=32) == tuning.default("forward", torch.bfloat16, 32, False)
+    assert forward_tile(block_d=32) == tuning.default_tile("forward", torch.bfloat16, 32, False)
 
 
 def test_other_gpus_do_not_take_a_shipped_table(gpu):
     table(gpu.shipped, {KEY: Tile(16, 32, 4, 1)})
     gpu.capability = (8, 0)
-    assert forward_tile() == tuning.default("forward", torch.bfloat16, 64, False)
+    assert forward_tile() == tuning.default_tile("forward", torch.bfloat16, 64, False)
 
 
 @pytest.mark.parametrize("what", ["version", "sources"])
@@ -93,7 +93,7 @@ def test_an_outdated_table_is_named_and_not_used(gpu, what):
     table(gpu.user, {KEY: Tile(16, 32, 4, 1)}, **({"measured": versions} if what == "version" else {"sources": "0"}))
     reason = {"version": "with Triton 2.0, and this is", "sources": "kernels have changed"}[what]
     with pytest.warns(UserWarning, match=rf"NVIDIA-Test.json is not used: .*{reason}.*lra tune") as caught:
-        assert forward_tile() == tuning.default("forward", torch.bfloat16, 64, False)
+        assert forward_tile() == tuning.default_tile("forward", torch.bfloat16, 64, False)
         forward_tile(dropout=True)
     assert len(caught) == 1
 
@@ -129,15 +129,15 @@ def test_an_unwritable_table_is_an_error(gpu):
 
 
 def test_the_shipped_tables_are_sound():
-    for path in (tuning.HERE / "tuned").glob("*.json"):
-        shipped = tuning.read(path)
+    for path in (tuning.FLASH_FOLDER / "tuned").glob("*.json"):
+        shipped = tuning.read_table(path)
         assert shipped.tiles and shipped.measured["command"].startswith("lra tune")
 
 
 def test_every_kernel_has_a_default():
     for kernel, dropout in itertools.product(tuning.KERNELS, (False, True)):
         for block_d in (16, 32, 64, 128):
-            assert tuning.default(kernel, torch.bfloat16, block_d, dropout).columns % 16 == 0
+            assert tuning.default_tile(kernel, torch.bfloat16, block_d, dropout).columns % 16 == 0
     assert [tuning.block_dim(d) for d in (1, 16, 17, 40, 64, 128)] == [16, 16, 32, 64, 64, 128]
 
 
@@ -152,19 +152,19 @@ def test_the_command_prints_every_trial(bench):
 def test_the_ptxas_is_the_one_that_triton_calls(monkeypatch):
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     for capability, arch in (((8, 0), 80), ((9, 0), 90), ((10, 0), 100)):
-        used = device.ptxas(capability)
+        used = device.find_ptxas(capability)
         assert used.path == compiler.get_ptxas(arch).path and used.version >= (12, 0)
-    ours = device.ptxas((8, 0))
-    monkeypatch.setenv(ours.variable, device.ptxas((10, 0)).path)
-    assert device.ptxas((8, 0)).version == device.ptxas((10, 0)).version
+    ours = device.find_ptxas((8, 0))
+    monkeypatch.setenv(ours.variable, device.find_ptxas((10, 0)).path)
+    assert device.find_ptxas((8, 0)).version == device.find_ptxas((10, 0)).version
 
 
 def test_a_forced_tile_is_launched(device):
-    with tuning.forced("forward", Tile(32, 16, 4, 1)) as launched:
+    with tuning.force_tile("forward", Tile(32, 16, 4, 1)) as launched:
         assert not launched
-        errors = check(Case((40,), heads=1, head_dim=16), device, "triton")
+        errors = check_case(Case((40,), heads=1, head_dim=16), device, "triton")
         assert launched == {"forward"} and all(error.ok for error in errors.values())
-    assert tuning.tile("forward", torch.float32, 16, False) != (32, 16, 4, 1)
+    assert tuning.find_tile("forward", torch.float32, 16, False) != (32, 16, 4, 1)
 
 
 @pytest.fixture
@@ -173,14 +173,14 @@ def bench(gpu, monkeypatch):
 
     def errors(case, device, impl):
         (kernel, tile), *_ = tuning.forced_tiles.items()
-        tuning.tile(kernel, torch.bfloat16, 64, False)
+        tuning.find_tile(kernel, torch.bfloat16, 64, False)
         assert case.deterministic == (kernel in ("dkdv", "dq"))
         if tile.stages == 3:
             raise RuntimeError("out of resource: shared memory\nand more")
         error = 9.0 if tile.rows == 64 or (case.causal and tile.columns == 128) else 0.0
-        return {"out": Error(0.0, 1.0), "dq": Error(error, 1.0)}
+        return {"out": BudgetedError(0.0, 1.0), "dq": BudgetedError(error, 1.0)}
 
-    monkeypatch.setattr(tuner, "check", errors)
+    monkeypatch.setattr(tuner, "check_case", errors)
     monkeypatch.setattr(tuner, "time_tile", lambda key, head_dim, tile: 1000.0 / tile.warps / tile.columns)
     return gpu
 
@@ -189,7 +189,7 @@ def test_the_fastest_right_tile_is_kept(bench):
     trials: list[tuner.Trial] = []
     assert tuner.tune_tiles(FORWARD, trials.append) == bench.user
     tried = [trial.tile for trial in trials if not trial.fault.startswith("causal")]
-    assert tried == tuner.candidate_tiles(KEY) and tried[0] == tuning.default("forward", torch.bfloat16, 64, False)
+    assert tried == tuner.candidate_tiles(KEY) and tried[0] == tuning.default_tile("forward", torch.bfloat16, 64, False)
     for trial in trials:
         if trial.tile.stages == 3:
             assert trial.fault == "RuntimeError: out of resource: shared memory"
@@ -197,19 +197,19 @@ def test_the_fastest_right_tile_is_kept(bench):
             assert trial.fault == "dq is wrong by 9 > 1"
     (causal,) = [trial for trial in trials if trial.fault.startswith("causal: dq is wrong")]
     assert causal.tile.columns == 128  # the fastest, were it right
-    written = tuning.read(bench.user)
+    written = tuning.read_table(bench.user)
     assert written.tiles == {KEY: (128, 64, 8, 2)} and written.measured["gpu"] == "NVIDIA Test"
     assert forward_tile() == (128, 64, 8, 2)  # at once
 
 
 def test_a_row_that_is_measured_later_states_its_own_date_command_and_commit(bench):
     tuner.tune_tiles(FORWARD)
-    begun = tuning.read(bench.user)
+    begun = tuning.read_table(bench.user)
     assert begun.made == {KEY: {}}
     begun.measured["date"] = "2026-01-01"
-    tuning.write(begun)
+    tuning.write_table(begun)
     tuner.tune_tiles(["kernels=dq", *FORWARD[1:]])
-    found = tuning.read(bench.user)
+    found = tuning.read_table(bench.user)
     (later,) = found.tiles.keys() - {KEY}
     assert found.measured == begun.measured and found.made[KEY] == {}
     assert found.made[later]["made"].keys() == {"date", "command", "commit"}
@@ -226,10 +226,10 @@ def test_the_fastest_of_the_right_tiles_is_chosen(monkeypatch):
 def test_measuring_in_parts_keeps_the_other_rows(bench):
     for dropout in ("false", "true"):
         tuner.tune_tiles([*FORWARD[:3], f"dropout={dropout}"])
-    assert set(tuning.read(bench.user).tiles) == {KEY, KEY._replace(dropout=True)}
+    assert set(tuning.read_table(bench.user).tiles) == {KEY, KEY._replace(dropout=True)}
     table(bench.user, {KEY._replace(block_d=16): Tile(16, 32, 4, 1)}, sources="of other kernels")
     tuner.tune_tiles(["kernels=dq", "dtypes=bfloat16", "head_dims=128", "dropout=false"])
-    assert all(key.kernel == "dq" for key in tuning.read(bench.user).tiles)
+    assert all(key.kernel == "dq" for key in tuning.read_table(bench.user).tiles)
 
 
 def test_without_a_right_candidate_there_is_no_row(bench, monkeypatch, tmp_path):
@@ -279,8 +279,8 @@ def test_without_a_gpu_nothing_is_measured():
 def test_tuning_writes_a_table_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trials: list[tuner.Trial] = []
-    written = tuning.read(tuner.tune_tiles(FORWARD, trials.append))
+    written = tuning.read_table(tuner.tune_tiles(FORWARD, trials.append))
     assert any(trial.microseconds for trial in trials)
-    assert written.path == tuning.user_table(torch.cuda.get_device_name())
+    assert written.path == tuning.user_table_path(torch.cuda.get_device_name())
     assert forward_tile() == written.tiles[KEY]
-    tuning.forget()
+    tuning.forget_tables()

@@ -8,7 +8,7 @@ import torch
 from lra.batch import Batch
 from lra.bench.cases import make_batch
 from lra.kernels import effective_dropout
-from lra.models.dropout import drop, mix, row_keys
+from lra.models.dropout import drop, mix_bits, row_keys
 
 LENGTHS, FEATURES = (300, 0, 700, 24), 256
 
@@ -77,8 +77,8 @@ def test_bf16_stays_bf16():
 
 def test_the_hash_is_a_bijection_that_spreads_every_bit():
     x = torch.arange(-(1 << 16), 1 << 16, dtype=torch.int32)
-    assert len(mix(x).unique()) == len(x)
+    assert len(mix_bits(x).unique()) == len(x)
     for bit in range(31):
-        changed = mix(x) ^ mix(x ^ (1 << bit))
+        changed = mix_bits(x) ^ mix_bits(x ^ (1 << bit))
         flips = torch.stack([(changed >> b & 1).double().mean() for b in range(32)])
         assert (flips - 0.5).abs().max() < 0.05

@@ -81,8 +81,8 @@ def test_on_a_cpu_places_are_added_too():
 @pytest.mark.parametrize("padded", [False, True])
 def test_places_are_added_and_their_gradients_summed(padded, fused, monkeypatch):
     """By the kernel's definition, and by what is done where it is not taken."""
-    monkeypatch.setattr(embedding, "takes_table", lambda *_: fused)
-    monkeypatch.setattr(embedding, "takes_embedding", lambda *_: fused)
+    monkeypatch.setattr(embedding, "supports_table_gradient", lambda *_: fused)
+    monkeypatch.setattr(embedding, "supports_embedding", lambda *_: fused)
     length = torch.tensor([5, 0, 9, 4], dtype=torch.int32)
     start = 9 * torch.arange(4).int() if padded else (length.cumsum(0) - length).int()
     place = torch.arange(9).repeat(4) if padded else torch.cat([torch.arange(n) for n in length.tolist()])
@@ -103,7 +103,7 @@ def test_places_are_added_and_their_gradients_summed(padded, fused, monkeypatch)
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_the_kernel_gives_the_gradient_of_any_number_of_rows(monkeypatch):
     """Its definition, that is, on a CPU; compiled once."""
-    monkeypatch.setattr(embedding, "takes_table", lambda *_: True)
+    monkeypatch.setattr(embedding, "supports_table_gradient", lambda *_: True)
     table, added = torch.randn(7, 6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
 
     def look(ids, keys):

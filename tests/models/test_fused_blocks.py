@@ -12,7 +12,7 @@ from torch import Tensor
 from lra.batch import Batch
 from lra.bench.cases import make_batch
 from lra.config.schema import ModelConfig
-from lra.kernels.layers.api import on_hopper, takes_feed_forward, takes_projection
+from lra.kernels.layers.fused_layers import on_hopper, supports_feed_forward, supports_projection
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS
 from lra.models.transformer import Encoder
@@ -117,7 +117,7 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
     if not on_hopper():
         pytest.skip("the kernels are for Hopper")
     calls: list[bool] = []
-    for takes in (takes_projection, takes_feed_forward):
+    for takes in (supports_projection, supports_feed_forward):
         monkeypatch.setattr(
             transformer, takes.__name__, lambda *given, takes=takes: calls.append(takes(*given)) or calls[-1]
         )

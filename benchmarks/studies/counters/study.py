@@ -26,7 +26,7 @@ from lra.bench.traffic import read_kernels, run_ncu, why_no_counters
 from lra.errors import UsageError
 from lra.kernels import flash_attention
 from lra.kernels.dropout import dropout_threshold
-from lra.kernels.layers.api import feed_forward
+from lra.kernels.layers.fused_layers import feed_forward
 from lra.models.dropout import keep_scale
 
 SIZE, LENGTH, HEADS, ROWS = 16, 4096, 8, 262144

@@ -32,7 +32,7 @@ from lra.errors import UsageError
 from lra.kernels import device
 from lra.kernels.flash import tuning
 from lra.kernels.flash.dispatch import shared_kernel
-from lra.kernels.testing import NAMES, Case, check
+from lra.kernels.testing import RESULT_NAMES, Case, check_case
 from lra.training.run_directory import write_text as replace_file
 from tests.kernels.cases import random_case, random_hopper_case, random_sparse_case
 
@@ -52,7 +52,7 @@ class Outcome:
 
     number: int
     case: Case
-    ratios: tuple[float | None, ...]  # one for each of NAMES; None where it is not finite or the case failed
+    ratios: tuple[float | None, ...]  # one for each of RESULT_NAMES; None where it is not finite or the case failed
     error: str | None = None  # why the case gave no numbers
 
     @property
@@ -69,7 +69,7 @@ def draw(number: int, kind: str) -> Case:
 def sharing_keys(case: Case) -> Iterator[None]:
     """Inside, the forward is `hopper_shared` with its tile for the case, however few rows there are."""
     kernel = shared_kernel(case.max_length)
-    with tuning.forced(kernel, tuning.tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
+    with tuning.force_tile(kernel, tuning.find_tile(kernel, case.dtype, case.head_dim, case.dropout > 0)) as launched:
         yield
     if kernel not in launched:
         raise RuntimeError(f"{kernel} did not run")
@@ -81,13 +81,13 @@ def measure(number: int, case: Case, kind: str = "flash", device: str = "cuda") 
         if device == "cuda":
             torch.cuda.set_device(number % torch.cuda.device_count())
         with sharing_keys(case) if kind == SHARED else nullcontext():
-            errors = check(case, device, "triton")
+            errors = check_case(case, device, "triton")
     except Exception as error:  # whatever a compiler or a driver raises
         return _failure(number, case, error)
     finally:
         if device == "cuda":
             torch.cuda.empty_cache()  # the workers share the GPU
-    return Outcome(number, case, tuple(_ratio(errors[name].error, errors[name].budget) for name in NAMES))
+    return Outcome(number, case, tuple(_ratio(errors[name].error, errors[name].budget) for name in RESULT_NAMES))
 
 
 def survey(cases: Sequence[Case], workers: int, kind: str) -> list[Outcome]:
@@ -111,7 +111,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     by_dtype = {}
     for name in dict.fromkeys(_dtype(case) for case in cases):
         these = [outcome for outcome in outcomes if _dtype(outcome.case) == name]
-        worst = {what: _worst([outcome.ratios[i] for outcome in these]) for i, what in enumerate(NAMES)}
+        worst = {what: _worst([outcome.ratios[i] for outcome in these]) for i, what in enumerate(RESULT_NAMES)}
         failed = sum(not outcome.ok for outcome in these)
         by_dtype[name] = {"cases": len(these), "worst": worst, "failures": failed}
     return {
@@ -129,11 +129,11 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "dtypes": by_dtype,
         "failures": [
             {"number": outcome.number, "case": str(outcome.case), "error": outcome.error}
-            | dict(zip(NAMES, outcome.ratios, strict=True))
+            | dict(zip(RESULT_NAMES, outcome.ratios, strict=True))
             for outcome in outcomes
             if not outcome.ok
         ],
-        "ratios": {what: [_round(outcome.ratios[i]) for outcome in outcomes] for i, what in enumerate(NAMES)},
+        "ratios": {what: [_round(outcome.ratios[i]) for outcome in outcomes] for i, what in enumerate(RESULT_NAMES)},
     }
 
 
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise UsageError("PyTorch finds no GPU, and the compiled kernels need one: run it on a machine that has one")
     made_with = environment.describe()
-    ptxas = device.dotted(device.ptxas(device.capability()).version)  # some miscompile
+    ptxas = device.format_version(device.find_ptxas(device.compute_capability()).version)  # some miscompile
     result = {"environment": made_with, "ptxas": ptxas}
     cases = [draw(number, given.kind) for number in range(given.cases)]
     result |= summarise(survey(cases, given.workers, given.kind))
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _failure(number: int, case: Case, error: Exception) -> Outcome:
-    return Outcome(number, case, (None,) * len(NAMES), f"{type(error).__name__}: {error}")
+    return Outcome(number, case, (None,) * len(RESULT_NAMES), f"{type(error).__name__}: {error}")
 
 
 def _ratio(error: float, budget: float) -> float | None:

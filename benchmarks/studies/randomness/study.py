@@ -34,7 +34,7 @@ from lra import environment
 from lra.bench.output import write_measurement
 from lra.errors import UsageError
 from lra.kernels.flash.reference import LOW_32_BITS, ROW_FACTORS, philox
-from lra.kernels.layers.reference import SITES
+from lra.kernels.layers.reference import SITE_STRIDE
 from lra.models.dropout import sequence_keys
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -64,7 +64,7 @@ def widths(word: int) -> tuple[int, ...]:
 def build(testu01: Path, program: Path) -> None:
     given = {
         "ROW_FACTORS": ",".join(f"{factor}u" for factor in ROW_FACTORS),
-        "SITES": f"{SITES}u", "SITES_OF_MODEL": SITES_OF_MODEL,
+        "SITES": f"{SITE_STRIDE}u", "SITES_OF_MODEL": SITES_OF_MODEL,
     }  # fmt: skip
     libraries = ["-ltestu01", "-lprobdist", "-lmylib", "-lm"]
     defined = [f"-D{name}={value}" for name, value in given.items()]

@@ -1,1 +1,1 @@
-"""Block-sparse FlashAttention (arXiv 2205.14135, Algorithm 5): the dense kernels, which visit the tiles of a layout."""
+"""Block-sparse FlashAttention (arXiv 2205.14135, Algorithm 5): the dense kernels visit only the tiles of a layout."""

@@ -1,11 +1,12 @@
-"""The patterns of block-sparse attention. Each function gives a `Layout` of n tokens, and `|` unites them.
+"""Patterns of block-sparse attention. Each function returns a `Layout` of n tokens, and `|` unites layouts.
 
     python -m lra.kernels.block_sparse.layouts butterfly n=64                             # draws butterfly-64.png
     python -m lra.kernels.block_sparse.layouts butterfly+local n=4096 block=128 width=2   # and both united
 
-A block is a number, the side of a square, or a pair of queries and keys of which one divides the other: the pattern is
-then made of squares with the longer side. A number of tokens that is no multiple of the block is rounded up. Every
-pattern also takes the rules of `Layout`: `band`, `globals` and `causal`. What is out of range is a ValueError.
+A block is a number, the side of a square, or a pair (queries, keys) of which one divides the other. The pattern of a
+pair consists of squares with the longer side. The number of tokens is rounded up to a multiple of the block. Every
+pattern also has the rules of `Layout` as options: `band`, `globals` and `causal`. A number out of range raises a
+ValueError.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ Block = int | tuple[int, int]
 
 
 def butterfly(n: int, block: Block = 128, factors: int | None = None, **rules: Any) -> Layout:
-    """Block a sees b = a and b = a xor 2^i for i < factors, all by default.
+    """Block a sees b = a and b = a xor 2^i for i < factors. All factors are used by default.
 
-    The flat block butterfly of Pixelated Butterfly (Dao et al. 2022, arXiv 2112.00029). A number of blocks that is no
-    power of two is cut from the next one.
+    This is the flat block butterfly of Pixelated Butterfly (Dao et al. 2022, arXiv 2112.00029). If the number of blocks
+    is no power of two, the pattern is a part of that of the next power of two.
     """
     most = count_factors(n, block)
     factors = most if factors is None else factors
     _check_range("factors", factors, 0, most)
     a, b = _pairs(n, block)
     difference = a ^ b
-    # 0 or a power of two: without its lowest bit nothing is left
+    # true for 0 and for a power of two: nothing is left without the lowest bit
     return _layout((difference & (difference - 1) == 0) & (difference < 2**factors), block, **rules)
 
 
 def count_factors(n: int, block: Block = 128) -> int:
-    """Factors of the whole butterfly: the logarithm of the number of blocks, rounded up."""
+    """The factors of the complete butterfly: the logarithm to base 2 of the number of blocks, rounded up."""
     return (_count(n, block) - 1).bit_length()
 
 
@@ -52,7 +53,7 @@ def fit_factors(n: int, block: Block, density: float, rest: Layout | None = None
     """The most factors with which the butterfly, united with `rest`, shows at most `density` of the n^2 pairs.
 
     Raises:
-        ValueError: none has so few pairs; the message says how many are the fewest.
+        ValueError: the butterfly without factors already shows more pairs. The message gives its density.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density must be more than 0 and at most 1, got {density}")
@@ -107,8 +108,10 @@ def bigbird(
     n: int, block: Block = 128, width: int = 1, first: int = 1, random: int = 3,
     heads: int = 1, seed: int = 0, **rules: Any,
 ) -> Layout:  # fmt: skip
-    """Block a sees a - width to a + width and `random` others, of each head its own; `first` blocks see all and are
-    seen by all (Zaheer et al. 2020, arXiv 2007.14062)."""
+    """Block a sees a - width to a + width, and `random` others that differ between heads.
+
+    The first `first` blocks see all and are seen by all. BigBird (Zaheer et al. 2020, arXiv 2007.14062).
+    """
     for name, value, least in (("width", width, 0), ("first", first, 0), ("random", random, 0), ("heads", heads, 1)):
         _check_range(name, value, least)
     a, b = _pairs(n, block)
@@ -122,7 +125,7 @@ def bigbird(
 PATTERNS: dict[str, Callable[..., Layout]] = {
     f.__name__: f for f in (butterfly, local, window, fixed, strided, bigbird)
 }
-RULES = ("band", "globals", "causal")
+RULE_NAMES = ("band", "globals", "causal")
 
 
 def _sides(block: Block) -> tuple[int, int]:
@@ -133,19 +136,19 @@ def _sides(block: Block) -> tuple[int, int]:
 
 
 def _count(n: int, block: Block) -> int:
-    """Squares along a side of a pattern."""
+    """The number of squares along a side of a pattern."""
     _check_range("n", n, 1)
     return -(-n // max(_sides(block)))
 
 
 def _pairs(n: int, block: Block) -> tuple[Tensor, Tensor]:
-    """Numbers of the squares of queries, as a column, and of keys."""
+    """The numbers of the squares of queries, as a column, and those of keys, as a row."""
     a = torch.arange(_count(n, block))
     return a[:, None], a
 
 
 def _layout(squares: Tensor, block: Block, **rules: Any) -> Layout:
-    """A pattern of squares, `[count, count]` or `[H, count, count]`, divided into blocks."""
+    """A layout from a pattern of squares, `[count, count]` or `[H, count, count]`, which are divided into blocks."""
     rows, columns = _sides(block)
     blocks = squares if squares.dim() == 3 else squares[None]
     blocks = blocks.repeat_interleave(max(1, columns // rows), 1).repeat_interleave(max(1, rows // columns), 2)
@@ -157,10 +160,10 @@ def _check_range(name: str, value: int, least: int, most: int | None = None) -> 
         raise ValueError(f"{name} must be {f'at least {least}' if most is None else f'{least} to {most}'}, got {value}")
 
 
-def draw(layout: Layout, path: str, pixels: int = 512) -> None:
-    """A PNG file of the blocks of each head: dark where a block is seen whole, lighter where a part of it is.
+def save_picture(layout: Layout, path: str, pixels: int = 512) -> None:
+    """Write a PNG picture of the blocks of each head. Full blocks are dark, partial blocks are lighter.
 
-    Queries go down and keys to the right; the longer side has about so many pixels.
+    Queries go down and keys go right. The longer side has about `pixels` pixels.
     """
     from PIL import Image
 
@@ -175,12 +178,12 @@ def draw(layout: Layout, path: str, pixels: int = 512) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Layout, int, str]:
-    """The layout that the arguments name, its tokens and the file to draw it into."""
+    """(Layout, its tokens, the file of its picture) from the arguments of the command line."""
     names, given = (arguments[0] if arguments else "").split("+"), dict[str, str]()
     for name in names:
         if name not in PATTERNS:
             raise UsageError(f"unknown pattern '{name}': choose from {', '.join(PATTERNS)}, or several joined by +")
-    takes = {name: {*inspect.signature(PATTERNS[name]).parameters, *RULES} - {"rules"} for name in names}
+    takes = {name: {*inspect.signature(PATTERNS[name]).parameters, *RULE_NAMES} - {"rules"} for name in names}
     known = sorted({"out"}.union(*takes.values()))
     for argument in arguments[1:]:
         option, equals, value = argument.partition("=")
@@ -219,11 +222,11 @@ def _value(option: str, text: str) -> int | bool | tuple[int, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`PATTERN[+PATTERN] [n=TOKENS] [block=ROWSxCOLUMNS] [option=…] [out=FILE]`: by default 64 tokens, a block each."""
+    """`PATTERN[+PATTERN] [n=TOKENS] [block=ROWSxCOLUMNS] [option=…] [out=FILE]`. By default n=64 and block=1."""
     try:
         layout, n, out = _parse(arguments)
         try:
-            draw(layout, out)
+            save_picture(layout, out)
         except OSError as error:
             raise UsageError(f"cannot write {out} ({error.strerror}): name a .png in a folder of yours") from None
     except UsageError as error:

@@ -14,6 +14,6 @@ and every result is bitwise the same again. In fp32 rounding decides: weights ar
 are in fp64, and a score is up to four shorter sums. In every dtype a query that sees a single key gets no gradient.
 """
 
-from lra.kernels.flash.api import flash_attention
+from lra.kernels.flash.dense_attention import flash_attention
 
 __all__ = ["flash_attention"]

@@ -1,9 +1,9 @@
 """Backward: Algorithm 4 of FlashAttention (arXiv 2205.14135).
 
-First delta = rowsum(dO * O) (its D_i, appendix B.2). Then a program for each tile of keys runs over the queries, sums
-its dK and dV and adds its share of dQ to memory, in any order. If the result must be deterministic it leaves dQ alone,
-and a program for each tile of queries runs over the keys: every score is computed twice. Both recompute the softmax
-from q, k and the saved statistics of its rows.
+The first kernel computes delta = rowsum(dO * O) (the paper's D_i, appendix B.2). Then a program for each tile of keys
+loops over the queries. It sums its dK and dV, and adds its share of dQ to memory, in any order. If the gradients must
+be deterministic, it does not touch dQ. Another program for each tile of queries then loops over the keys, so that every
+score is computed twice. Both recompute the softmax from q, k and the saved statistics of the rows.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lra.kernels.flash import tuning
-from lra.kernels.flash.dispatch import Choice
+from lra.kernels.flash.dispatch import KernelChoice
 from lra.kernels.flash.gradients import sum_over_keys, sum_over_queries
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import (
     LOG2_E,
+    accumulator_type,
     dropout_key,
     head_pointer,
     load_delta,
@@ -30,7 +31,6 @@ from lra.kernels.flash.tiles import (
     program_tile,
     sequence_tile,
     store_rows,
-    sum_type,
     visit_list,
 )
 from lra.kernels.flash.tuning import block_dim
@@ -48,7 +48,7 @@ def delta_kernel(
     out_row = heads * D
     out_MD = load_rows(head_pointer(out_ptr, 0, head, out_row, D), rows_M, total, out_row, 1, D, BLOCK_D)
     do_MD = load_rows(head_pointer(do_ptr, 0, head, do_row, do_head), rows_M, total, do_row, do_d, D, BLOCK_D)
-    SUM: tl.constexpr = sum_type(out_MD.dtype)
+    SUM: tl.constexpr = accumulator_type(out_MD.dtype)
     delta_M = tl.sum(out_MD.to(SUM) * do_MD.to(SUM), 1).to(tl.float32)
     tl.store(head_pointer(delta_ptr, 0, head, 1, total) + rows_M, delta_M, mask=rows_M < total)
 
@@ -60,7 +60,7 @@ def dkdv_kernel(
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, MAX_VISITS: tl.constexpr, DROPOUT: tl.constexpr,
     ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
@@ -78,20 +78,20 @@ def dkdv_kernel(
     if DROPOUT:
         key = dropout_key(tl.load(seed_ptr), tl.load(index_ptr + b), head)
 
-    begin = first_column if CAUSAL and not LONGEST else 0
+    begin = first_column if CAUSAL and not MAX_VISITS else 0
     end = length
-    if LONGEST:
+    if MAX_VISITS:
         visits_ptr, end = visit_list(
-            visits_ptr, layouts, tiles, head, first_column // BLOCK_N, length, BLOCK_M, LONGEST
+            visits_ptr, layouts, tiles, head, first_column // BLOCK_N, length, BLOCK_M, MAX_VISITS
         )
-    begin = tl.where(first_column < length, begin, end)  # a tile of padding has only zeros to store
+    begin = tl.where(first_column < length, begin, end)  # a tile of padding only stores zeros
     row = heads * D
     if ADD_DQ:
         dq_ptr = head_pointer(dq_ptr, start, head, row, D)
     dk_ND, dv_ND = sum_over_queries(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         k_ND, v_ND, q_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, visits_ptr, key, first_column, begin, end,
         start, length, head, heads, total, q_row, q_d, do_row, do_d, scale, scale_log2, 1.0, threshold,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT, ADD_DQ, False,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, MAX_VISITS, DROPOUT, ADD_DQ, False,
     )  # fmt: skip
 
     store_rows(head_pointer(dk_ptr, start, head, row, D), dk_ND * scale, columns_N, length, owned, row, D, BLOCK_D)
@@ -106,7 +106,7 @@ def dq_kernel(
     q_row, q_head, q_d, k_row, k_head, k_d, v_row, v_head, v_d, do_row, do_head, do_d,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, LONGEST: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr, MAX_VISITS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_row = sequence_tile(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
         tl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_M
@@ -129,21 +129,21 @@ def dq_kernel(
     if CAUSAL:
         end = tl.minimum(length, first_row + BLOCK_M)
     end = tl.where(first_row < length, end, 0)
-    if LONGEST:
-        visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, LONGEST)
+    if MAX_VISITS:
+        visits_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first_row // BLOCK_M, end, BLOCK_N, MAX_VISITS)
     dq_MD = sum_over_keys(
         q_MD, do_MD, top_M, norm_M, delta_M, k_ptr, v_ptr, visits_ptr, key, first_row, end, length,
         k_row, k_d, v_row, v_d, scale_log2, threshold,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, LONGEST, DROPOUT,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, BAND, GLOBALS, MAX_VISITS, DROPOUT,
     )  # fmt: skip
     row = heads * D
     store_rows(head_pointer(dq_ptr, start, head, row, D), dq_MD * scale, rows_M, length, owned, row, D, BLOCK_D)
 
 
 def launch_plain_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch.launch_backward`."""
+    """The plain kernels for `launch_attention.launch_flash_backward`."""
     total, heads, head_dim = q.shape
     block_d, dropout, adds = block_dim(head_dim), problem.threshold > 0, choice.kernel == "dkdv_dq"
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
@@ -161,18 +161,18 @@ def launch_plain_backward(
         D=head_dim, BLOCK_D=block_d, ROWS=DELTA_ROWS, enable_fp_fusion=True,
     )  # fmt: skip
     tile = choice.tile
-    *visits, longest = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
+    *visits, max_visits = problem.visits(tile.rows, tile.columns, q.device, by_key=True)
     dkdv_kernel[(triton.cdiv(problem.max_length, tile.columns) * heads * problem.size,)](
         q, k, v, do, softmax, delta, dk, dv, dq_sum, *sequences, *visits, *strides, *scalars, **shared,
-        LONGEST=longest, ADD_DQ=adds, **tile.options(),
+        MAX_VISITS=max_visits, ADD_DQ=adds, **tile.options(),
     )  # fmt: skip
     if dq_sum is not None:
         return dq_sum.to(q.dtype), dk, dv
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tile = tuning.tile("dq", q.dtype, block_d, dropout, problem.pattern)
-    *visits, longest = problem.visits(tile.rows, tile.columns, q.device)
+    tile = tuning.find_tile("dq", q.dtype, block_d, dropout, problem.pattern)
+    *visits, max_visits = problem.visits(tile.rows, tile.columns, q.device)
     dq_kernel[(triton.cdiv(problem.max_length, tile.rows) * heads * problem.size,)](
-        q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, LONGEST=longest,
+        q, k, v, do, softmax, delta, dq, *sequences, *visits, *strides, *scalars, **shared, MAX_VISITS=max_visits,
         **tile.options(),
     )  # fmt: skip
     return dq, dk, dv

@@ -1,7 +1,7 @@
-"""Which kernel computes a pass of attention, with which tile, and why. Nothing else decides it.
+"""The choice of the kernel and the tile for a pass of attention, with a reason. No other file decides it.
 
-There are two families. The plain Triton kernels run everywhere and take every call. The Gluon kernels are for Hopper
-GPUs, where they are faster, and take most calls in 16 bits.
+There are two families. The plain Triton kernels run everywhere and compute every call. The Gluon kernels are faster,
+run on Hopper GPUs only, and compute most calls in 16 bits.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import torch
 from torch import Tensor
 
 from lra.kernels.device import Gpu
-from lra.kernels.dropout import MOST_DROPPED
+from lra.kernels.dropout import MAX_DROP_THRESHOLD
 from lra.kernels.flash import tuning
 from lra.kernels.flash.problem import Problem
-from lra.kernels.flash.tuning import SHORT, Tile, block_dim, forced_tiles
+from lra.kernels.flash.tuning import SHORT_LENGTH, Tile, block_dim, forced_tiles
 
 HOPPER_HEAD_DIMS = (32, 64, 128)
 
 
-class Choice(NamedTuple):
-    """The kernel of one pass. The tile is that of the current device."""
+class KernelChoice(NamedTuple):
+    """The kernel of one pass, and its tile on the current device."""
 
-    kernel: str  # one of tuning.KERNELS; "dkdv" stands for itself and "dq", which follows it
+    kernel: str  # one of tuning.KERNELS; "dkdv" means "dkdv" and then "dq"
     tile: Tile
     reason: str  # one line
 
 
-def choose_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> Choice:
-    """The kernel for the result of `[T, H, D]` tensors, whose device must be the current one."""
+def choose_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> KernelChoice:
+    """The kernel for the result of `[T, H, D]` tensors. Their device must be the current one."""
     kernel, reason = _forward(problem, q, k, v, gpu)
-    return Choice(kernel, _tile(kernel, problem, q), reason)
+    return KernelChoice(kernel, _tile(kernel, problem, q), reason)
 
 
-def choose_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> Choice:
-    """The kernel for the gradients, likewise."""
+def choose_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> KernelChoice:
+    """The kernel for the gradients of `[T, H, D]` tensors. Their device must be the current one."""
     kernel, reason = _backward(problem, q, k, v, gpu)
-    return Choice(kernel, _tile(kernel, problem, q), reason)
+    return KernelChoice(kernel, _tile(kernel, problem, q), reason)
 
 
 def _tile(kernel: str, problem: Problem, q: Tensor) -> Tile:
     layout = None if kernel.startswith("hopper_shared") else problem.pattern
-    return tuning.tile(kernel, q.dtype, block_dim(q.shape[2]), problem.threshold > 0, layout)
+    return tuning.find_tile(kernel, q.dtype, block_dim(q.shape[2]), problem.threshold > 0, layout)
 
 
 def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tuple[str, str]:
@@ -56,8 +56,8 @@ def _forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tup
     if problem.pattern is not None:
         return "hopper_forward", "groups of warps share keys only where every query sees every key"
     length, dropout = problem.max_length, problem.threshold > 0
-    if q.shape[2] == 64 and not (dropout and length > SHORT):
-        return "hopper_forward", f"at d = 64 sharing keys gains only with dropout and above {SHORT:,} tokens"
+    if q.shape[2] == 64 and not (dropout and length > SHORT_LENGTH):
+        return "hopper_forward", f"at d = 64 sharing keys gains only with dropout and above {SHORT_LENGTH:,} tokens"
     shared = shared_kernel(length)
     rows = _tile(shared, problem, q).rows
     if 8 * rows * math.ceil(length / rows) > 9 * length:
@@ -83,23 +83,26 @@ def _backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, gpu: Gpu) -> tu
 
 
 def shared_kernel(length: int) -> str:
-    """Under which name the tiles of the kernel whose groups share keys are, for sequences of this length."""
-    return "hopper_shared_short" if length <= SHORT else "hopper_shared"
+    """The name of the kernel whose groups share keys, for sequences of this length. Each name has its own tiles."""
+    return "hopper_shared_short" if length <= SHORT_LENGTH else "hopper_shared"
 
 
-def contiguous_heads(x: Tensor) -> bool:
-    """Whether TMA can read `[T, H, D]` as `[T, H * D]`: a row's heads side by side, rows at multiples of 16 bytes."""
-    apart = x.stride(0) > 0 and x.stride(0) % 8 == 0  # 0: one row, expanded, as a sum's gradient is
-    return x.stride()[1:] == (x.shape[2], 1) and apart and x.data_ptr() % 16 == 0
+def has_contiguous_heads(x: Tensor) -> bool:
+    """Whether TMA can read `[T, H, D]` as `[T, H * D]`.
+
+    The heads of a row must lie side by side, and rows must begin at multiples of 16 bytes.
+    """
+    aligned = x.stride(0) > 0 and x.stride(0) % 8 == 0  # the expanded gradient of a sum has stride 0
+    return x.stride()[1:] == (x.shape[2], 1) and aligned and x.data_ptr() % 16 == 0
 
 
 def _hopper_obstacle(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], gpu: Gpu) -> str | None:
-    """Why the plain kernels run; None where the ones for Hopper do."""
+    """Why the plain kernels run; None where Hopper's kernels run."""
     layout, (q, *_) = problem.pattern, tensors
     if problem.causal:
         return "Hopper's kernels have no causal mask"
-    if problem.threshold > MOST_DROPPED:
-        return f"Hopper's kernels drop at most {MOST_DROPPED} of 256 weights"
+    if problem.threshold > MAX_DROP_THRESHOLD:
+        return f"Hopper's kernels drop at most {MAX_DROP_THRESHOLD} of 256 weights"
     if layout is not None and layout.ruled:
         return "Hopper's kernels know no rules inside a block, such as a band"
     if layout is not None and any(side % 64 for side in layout.block):
@@ -115,6 +118,6 @@ def _hopper_obstacle(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], g
         return gpu.refusal
     if not q.numel():
         return "there are no rows"
-    if not all(map(contiguous_heads, tensors)):
+    if not all(map(has_contiguous_heads, tensors)):
         return "Hopper's kernels read rows whose heads lie side by side, at multiples of 16 bytes"
     return None

@@ -1,4 +1,4 @@
-"""Which keys a query sees, in blocks, and what the kernels read of it: the tiles that each program visits."""
+"""Block-sparse layouts: which keys a query sees, and the lists of tiles that the kernels read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NONE, PARTIAL, FULL = 0, 1, 2
-END = 2**30  # fills the lists of visits: past every tile
+LIST_END = 2**30  # fills the ends of the lists of visits; it lies past every tile
 
 
 class Visits(NamedTuple):
-    """The tiles to visit, for each head and each tile of the other side."""
+    """For each head, and each tile of queries or of keys, the tiles of the other side that it visits."""
 
-    entries: Tensor | None  # int32 [H or 1, tiles, longest]: 2 * tile + (is its block set), ascending, then END
+    entries: Tensor | None  # int32 [H or 1, tiles, max_visits]: 2 * tile + (is its block set), ascending, then END
     layouts: int  # H or 1
     tiles: int
-    longest: int  # a power of two; 0: there is no layout, and every tile is visited
+    max_visits: int  # a power of two; 0: there is no layout, and every tile is visited
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Query i of head h sees key j if `blocks[h, i // R, j // C]`, or if a rule says so, and never j > i if causal.
+    """Query i of head h sees key j if `blocks[h, i // R, j // C]` is set or a rule shows it; if causal, never j > i.
 
-    Positions count within a sequence, whose length is at most `size`. With `[1, rows, columns]` all heads are alike;
-    else head h of a call has the layout h % H. Layouts of one size are united with `|`.
+    Positions count from the start of a sequence, whose length is at most `size`. Blocks `[1, rows, columns]` serve all
+    heads; with H of them, head h of a call uses number h % H. `|` unites layouts of one size.
 
     Raises:
         ValueError: a query sees no key at all, or an argument is out of range.
@@ -38,21 +38,21 @@ class Layout:
 
     blocks: Tensor  # bool [H or 1, rows, columns], on the CPU
     block: tuple[int, int]  # R queries by C keys
-    band: int | None = None  # |i - j| <= band is seen
-    globals: int = 0  # tokens before this one see all and are seen by all
+    band: int | None = None  # query i sees key j if |i - j| <= band
+    globals: int = 0  # the first `globals` tokens see all and are seen by all
     causal: bool = False
-    key: int = field(init=False)  # identity of the content, by which operators know it
+    key: int = field(init=False)  # a hash of the content; operators find the layout by it
 
     def __post_init__(self) -> None:
         if self.blocks.dim() != 3 or self.blocks.dtype != torch.bool or self.blocks.device.type != "cpu":
             raise ValueError("blocks must be a bool tensor [H or 1, rows, columns] on the CPU")
-        object.__setattr__(self, "blocks", self.blocks.clone())  # nobody else's: the key is that of its content
+        object.__setattr__(self, "blocks", self.blocks.clone())  # a copy: the key is a hash of it
         if min(self.block) < 1 or self.globals < 0 or (self.band is not None and self.band < 0):
             raise ValueError("block sizes must be positive, band and globals not negative")
         if not self.blocks.numel():
             raise ValueError(f"blocks must have a head, a row and a column at least, got {list(self.blocks.shape)}")
         if self.band is None and not self.globals:  # either shows a key to every query
-            # what the first query of a row sees are the first keys of blocks, or none
+            # the first query of a row of blocks sees the first key of some block, or no key at all
             first = (torch.arange(0, size, side) for size, side in zip(self.size, self.block, strict=True))
             blind = ~self.token_mask(*first).any(2)
             if bool(blind.any()):
@@ -65,18 +65,18 @@ class Layout:
         _known.setdefault(key, self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, perhaps from another process."""
+        """Register a copy, which may come from another process."""
         self.__dict__.update(state)
         _known.setdefault(self.key, self)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Queries and keys that it covers; sequences may be shorter."""
+        """The numbers of queries and keys that it covers. Sequences may be shorter."""
         return self.blocks.shape[1] * self.block[0], self.blocks.shape[2] * self.block[1]
 
     @property
     def ruled(self) -> bool:
-        """Whether some block may be seen in part."""
+        """Whether a block may be visible in part."""
         return self.causal or self.band is not None or self.globals > 0
 
     def __or__(self, other: Layout) -> Layout:
@@ -93,7 +93,7 @@ class Layout:
         )
 
     def token_mask(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """bool `[H or 1, rows, columns]`, whether the queries `rows` see the keys `columns`: the definition."""
+        """bool `[H or 1, rows, columns]`: whether the queries `rows` see the keys `columns`. It defines the layout."""
         i, j = rows.cpu()[:, None], columns.cpu()[None, :]
         seen = self.blocks[:, i // self.block[0], j // self.block[1]]
         if self.band is not None:
@@ -105,7 +105,8 @@ class Layout:
     def kinds(self, rows: int, columns: int) -> Tensor:
         """int8 `[H or 1, ceil, ceil]`: whether tiles of `rows` by `columns` tokens are NONE, PARTIAL or FULL.
 
-        Each rule is looked at alone: a PARTIAL tile may be one that several show whole together, or causality hides.
+        The method looks at one rule at a time. So a PARTIAL tile may be fully visible by several rules together, or
+        hidden by causality.
         """
         some = _coarse(self.blocks, self.block, (rows, columns), torch.any)
         every = _coarse(self.blocks, self.block, (rows, columns), torch.all)
@@ -124,7 +125,7 @@ class Layout:
         return torch.where(every, FULL, torch.where(some, PARTIAL, NONE)).to(torch.int8)
 
     def density(self, n: int | None = None) -> float:
-        """Share of the n^2 pairs of a sequence of n tokens that are seen; n is the whole size by default."""
+        """The visible share of the n^2 pairs of a sequence of n tokens. n is the full size by default."""
         n = min(self.size) if n is None else n
         if not 1 <= n <= min(self.size):
             raise ValueError(f"the layout covers 1 to {min(self.size)} tokens, not {n}")
@@ -132,12 +133,12 @@ class Layout:
         row, side = i // self.block[0], self.block[1]
         keys_before, is_set = pad(self.blocks.cumsum(2) * side, (1, 0)), pad(self.blocks, (0, 1))
 
-        def shown(end: Tensor) -> Tensor:  # [H or 1, n]: keys before `end` that blocks show to each query
+        def shown(end: Tensor) -> Tensor:  # [H or 1, n]: the keys before `end` that blocks show to each query
             return keys_before[:, row, end // side] + is_set[:, row, end // side] * (end % side)
 
         end = i + 1 if self.causal else torch.full_like(i, n)
-        first = torch.where(i < self.globals, end, end.clamp(max=self.globals))  # keys 0 to `first` by globals
-        low = high = first  # and `low` to `high` by the band
+        first = torch.where(i < self.globals, end, end.clamp(max=self.globals))  # globals show the keys 0 to `first`
+        low = high = first  # the band shows the keys `low` to `high`
         if self.band is not None:
             low = first.maximum(i - self.band)
             high = low.maximum(end.minimum(i + self.band + 1))
@@ -145,9 +146,9 @@ class Layout:
         return int(seen.sum()) / (len(self.blocks) * n * n)
 
     def visits(self, rows: int, columns: int, device: torch.device, by_key: bool = False) -> Visits:
-        """The tiles of `columns` keys that each of `rows` queries visits, or by key the other way round.
+        """The tiles of `columns` keys that each tile of `rows` queries visits, or by key the other way round.
 
-        A tile must lie within a block. The lists are built once and stay on the device.
+        Tiles must divide blocks. The lists are built once and stay on the device.
         """
         place = (self.key, rows, columns, device, by_key)
         if place not in _visits:
@@ -158,31 +159,33 @@ class Layout:
         if self.block[0] % rows or self.block[1] % columns:
             raise ValueError(f"tiles of {rows} by {columns} do not divide blocks of {self.block[0]} by {self.block[1]}")
         seen = self.kinds(rows, columns) != NONE
-        whole = self.blocks.repeat_interleave(self.block[0] // rows, 1).repeat_interleave(self.block[1] // columns, 2)
+        is_set = self.blocks.repeat_interleave(self.block[0] // rows, 1).repeat_interleave(self.block[1] // columns, 2)
         if by_key:
-            seen, whole = seen.transpose(1, 2), whole.transpose(1, 2)
-        entries = torch.where(seen, 2 * torch.arange(seen.shape[2]) + whole, END)
+            seen, is_set = seen.transpose(1, 2), is_set.transpose(1, 2)
+        entries = torch.where(seen, 2 * torch.arange(seen.shape[2]) + is_set, LIST_END)
         count = max(1, int(seen.sum(2).max()))
-        longest = 1 << (count - 1).bit_length()
-        entries = pad(entries.sort(2).values[:, :, :longest], (0, max(0, longest - entries.shape[2])), value=END)
+        max_visits = 1 << (count - 1).bit_length()
+        entries = pad(
+            entries.sort(2).values[:, :, :max_visits], (0, max(0, max_visits - entries.shape[2])), value=LIST_END
+        )
         return Visits(entries.to(device, torch.int32).contiguous(), *entries.shape)
 
 
-EVERY = Visits(None, 0, 0, 0)
+ALL_TILES = Visits(None, 0, 0, 0)
 
-# By content: layers with equal layouts share the lists. All stay for as long as the process runs, as a graph or a
-# backward that comes later knows a layout by its key alone.
+# Layouts and lists by content: layers with equal layouts share the lists. They stay until the process ends, because a
+# captured graph or a later backward knows only the key of a layout.
 _known: dict[int, Layout] = {}
 _visits: dict[tuple[int, int, int, torch.device, bool], Visits] = {}
 
 
-def find(key: int) -> Layout:
+def find_layout(key: int) -> Layout:
     """The layout with this `key`."""
     return _known[key]
 
 
 def _coarse(blocks: Tensor, block: tuple[int, int], tile: tuple[int, int], combine: Callable[..., Tensor]) -> Tensor:
-    """Whether any, or all, of the blocks that each tile meets are set."""
+    """Whether any, or all, of the blocks that a tile overlaps are set, for each tile."""
     for dim in (1, 2):
         length = blocks.shape[dim] * block[dim - 1]
         starts = torch.arange(0, length, tile[dim - 1])

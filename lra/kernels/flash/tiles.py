@@ -1,9 +1,9 @@
-"""Device functions that attention kernels share: where a program works, loads and stores, masks, one tile of scores.
+"""Device functions that attention kernels share: places of programs, loads and stores, masks, one tile of scores.
 
 Shape suffixes: M query rows, N key columns (rows of k and v), D head dimension. A raw score is q k^T without the scale.
-A weight is exp2((raw - maximum) * scale_log2), where `scale_log2` is the scale times log2(e): exp2 is the instruction
-that the hardware has. The difference comes before the product, so that no score is too large: a product may overflow
-for scores near the largest float, and its rounding alone would make weights infinite from 2^31 on.
+A weight is exp2((raw - maximum) * scale_log2), where `scale_log2` is the scale times log2(e), because the hardware has
+an instruction for exp2. The difference comes before the product, so that no score is too large: near the largest float
+the product could overflow, and from 2^31 on its rounding alone would make weights infinite.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -19,53 +19,53 @@ from lra.kernels.flash.reference import PHILOX_ROUNDS, ROW_FACTORS
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 R0, R1, R2, R3 = map(tl.constexpr, ROW_FACTORS)
 LOG2_E = 1.4426950408889634
-# Scores in base 2 beyond it are extreme: from 2^15 on, half a unit in the last place of fp32 is more than 2^-10, and a
-# weight of 16 bits is off by as much if its row's log-sum-exp is one number.
+# Scores in base 2 beyond this number are extreme. From 2^15 on, half a unit in the last place of fp32 is more than
+# 2^-10. A 16-bit weight has that error if a single number holds the log-sum-exp of its row.
 EXTREME = tl.constexpr(2.0**15)
 
 
 @triton.jit
 def program_tile(program, tiles, heads):
-    """(tile, head, sequence) of a program; tiles of one head are neighbours, so that they share K and V in L2."""
+    """(Tile, head, sequence) of a program. Tiles of one head are neighbours, so that they share K and V in L2."""
     return program % tiles, program // tiles % heads, program // tiles // heads
 
 
 @triton.jit
 def sequence_tile(program, start_ptr, length_ptr, max_length, padded_length, heads, ROWS: tl.constexpr):
-    """(head, sequence, its first row, its length, the rows it owns, where in it the program's tile of ROWS begins)."""
+    """(Head, sequence, its first row, its length, its owned rows, where the program's tile of ROWS begins in it)."""
     tile, head, b = program_tile(program, tl.cdiv(max_length, ROWS), heads)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     length = tl.load(length_ptr + b)
     return head, b, tl.load(start_ptr + b), length, tl.maximum(length, padded_length), tile * ROWS
 
 
 @triton.jit
-def visit_list(visits_ptr, layouts, tiles, head, tile, end, SIZE: tl.constexpr, LONGEST: tl.constexpr):
-    """(a tile's list of `layout.Visits`, where a loop in steps of SIZE ends that visits its tiles before `end`)."""
-    visits_ptr += (head % layouts * tiles + tile) * LONGEST
-    before = tl.load(visits_ptr + tl.arange(0, LONGEST)) < 2 * tl.cdiv(end, SIZE)
+def visit_list(visits_ptr, layouts, tiles, head, tile, end, SIZE: tl.constexpr, MAX_VISITS: tl.constexpr):
+    """(A tile's list of `layout.Visits`, the end of a loop in steps of SIZE over its listed tiles before `end`)."""
+    visits_ptr += (head % layouts * tiles + tile) * MAX_VISITS
+    before = tl.load(visits_ptr + tl.arange(0, MAX_VISITS)) < 2 * tl.cdiv(end, SIZE)
     return visits_ptr, tl.sum(before.to(tl.int32)) * SIZE
 
 
 @triton.jit
-def visited(list_ptr, place, SIZE: tl.constexpr, LONGEST: tl.constexpr):
-    """(where the tile begins that is visited at this place of the loop, whether it lies in a block of the layout)."""
-    whole = True
-    if LONGEST:
+def visited_tile(list_ptr, place, SIZE: tl.constexpr, MAX_VISITS: tl.constexpr):
+    """(Where the tile at this place of the loop begins, whether it lies in a set block of the layout)."""
+    is_full_tile = True
+    if MAX_VISITS:
         entry = tl.load(list_ptr + place // SIZE)
         place = entry // 2 * SIZE
-        whole = entry % 2 == 1
-    return place, whole
+        is_full_tile = entry % 2 == 1
+    return place, is_full_tile
 
 
 @triton.jit
 def head_pointer(pointer, row, head, stride_row, stride_head):
-    """Where row `row` of head `head` begins. In 64 bits: a batch can have more than 2^31 elements."""
+    """Where row `row` of head `head` begins. The offset has 64 bits: a batch can have more than 2^31 elements."""
     return pointer + tl.cast(row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
 
 
 @triton.jit
 def load_rows(pointer, rows, end, stride_row, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[len(rows), BLOCK_D]`; zeros, never read, from row `end` and from column D on."""
+    """`[len(rows), BLOCK_D]`. From row `end` and from column D on it is zero, and memory is not read."""
     d = tl.arange(0, BLOCK_D)
     offset = rows.to(tl.int64)[:, None] * stride_row + d.to(tl.int64)[None, :] * stride_d
     return tl.load(pointer + offset, mask=(rows < end)[:, None] & (d < D)[None, :], other=0.0)
@@ -73,7 +73,7 @@ def load_rows(pointer, rows, end, stride_row, stride_d, D: tl.constexpr, BLOCK_D
 
 @triton.jit
 def store_rows(pointer, tile, rows, length, owned, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the rows that the sequence owns; those past its length become zeros, whatever `tile` holds there."""
+    """Store the rows that the sequence owns. Rows past its length become zeros, whatever `tile` holds there."""
     d = tl.arange(0, BLOCK_D)
     offset = rows.to(tl.int64)[:, None] * stride_row + d[None, :]
     values = tl.where((rows < length)[:, None], tile, 0.0).to(pointer.dtype.element_ty)
@@ -82,21 +82,21 @@ def store_rows(pointer, tile, rows, length, owned, stride_row, D: tl.constexpr, 
 
 @triton.jit
 def add_rows(pointer, tile, rows, length, stride_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add to the sequence's own rows, which other programs add to at the same time."""
+    """Add to the real rows of the sequence. Other programs add to them at the same time."""
     d = tl.arange(0, BLOCK_D)
     offset = rows.to(tl.int64)[:, None] * stride_row + d[None, :]
     tl.atomic_add(pointer + offset, tile, mask=(rows < length)[:, None] & (d < D)[None, :], sem="relaxed")
 
 
 @triton.jit
-def visible(row, column, length, whole, CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr):
-    """Whether a query row sees a key column. The arguments broadcast, so this serves a tile and its transpose.
+def visible_mask(row, column, length, is_full_tile, CAUSAL: tl.constexpr, BAND: tl.constexpr, GLOBALS: tl.constexpr):
+    """Whether a query row sees a key column. The arguments broadcast, so they may be a tile's or its transpose's.
 
-    The rules BAND and GLOBALS of `layout.Layout` count in tiles that are not `whole`.
+    A full tile lies in a set block. The rules BAND and GLOBALS of `layout.Layout` decide on all others.
     """
     seen = column < length
     if BAND is not None or GLOBALS > 0:
-        rule = whole
+        rule = is_full_tile
         if BAND is not None:
             rule = rule | (tl.abs(row - column) <= BAND)
         if GLOBALS > 0:
@@ -108,8 +108,8 @@ def visible(row, column, length, whole, CAUSAL: tl.constexpr, BAND: tl.constexpr
 
 
 @triton.jit
-def alone(row, length, CAUSAL: tl.constexpr):
-    """Whether a query sees one column only. Its weight is 1 whatever the score, so the score has no gradient."""
+def sees_single_key(row, length, CAUSAL: tl.constexpr):
+    """Whether a query sees a single column. Its weight is 1 whatever the score, so the score has no gradient."""
     single = (row * 0 + length) == 1
     if CAUSAL:
         single = single | (row == 0)
@@ -118,13 +118,13 @@ def alone(row, length, CAUSAL: tl.constexpr):
 
 @triton.jit
 def dropout_key(seed, index, head):
-    """Four words, those of `reference.keep_mask`."""
+    """The four words of a head's key, as in `reference.keep_mask`."""
     return tl.philox(seed, index, head, 0, 0, ROUNDS)
 
 
 @triton.jit
-def stir(x, y, z, w):
-    """As `reference._stir`."""
+def mix_round(x, y, z, w):
+    """One round of `reference._mix_round`."""
     x += y * w
     y += z * x
     z += x * y
@@ -133,33 +133,33 @@ def stir(x, y, z, w):
 
 
 @triton.jit
-def swap(word):
-    """Its halves."""
+def swap_halves(word):
+    """A word with its halves swapped."""
     return (word >> 16) | (word << 16)
 
 
 @triton.jit
-def stirred(x, y, z, w):
-    """Twice, the halves of words being swapped in between."""
-    x, y, z, w = stir(x, y, z, w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    return stir(swap(x), swap(y), swap(z), swap(w))
+def mix_words(x, y, z, w):
+    """Two rounds, with the halves of the words swapped in between."""
+    x, y, z, w = mix_round(x, y, z, w)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    return mix_round(swap_halves(x), swap_halves(y), swap_halves(z), swap_halves(w))
 
 
 @triton.jit
-def draw(key, rows, columns):
-    """Four words at each (row, column), as `reference.draw`; the arguments broadcast."""
+def draw_words(key, rows, columns):
+    """Four words at each (row, column), as in `reference.draw_words`. The arguments broadcast."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
     x, y, z, w = rows * R0 + k0, rows * R1 + k1, rows * R2 + k2, rows * R3 + k3
-    return stirred(columns * z + x, columns * w + y, columns * x + z, columns * y + w)
+    return mix_words(columns * z + x, columns * w + y, columns * x + z, columns * y + w)
 
 
 @triton.jit
-def draw_down(key, rows, columns):
-    """The same words, by products with the row: a loop over rows keeps what depends on columns alone."""
+def draw_words_by_row(key, rows, columns):
+    """The same words, by products with the row. A loop over rows keeps the factors that depend on columns alone."""
     k0, k1, k2, k3 = key
     rows, columns = rows.to(tl.uint32), columns.to(tl.uint32)
-    return stirred(
+    return mix_words(
         rows * (columns * R2 + R0) + (columns * k2 + k0),
         rows * (columns * R3 + R1) + (columns * k3 + k1),
         rows * (columns * R0 + R2) + (columns * k0 + k2),
@@ -172,17 +172,17 @@ def keep_tile(
     key, first_row, first_column, threshold,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Dropout mask `[BLOCK_M, BLOCK_N]`, or its transpose, of a tile that begins at multiples of 16.
+    """The dropout mask of a tile, `[BLOCK_M, BLOCK_N]` or transposed. The tile begins at multiples of 16.
 
-    The same function of (seed, index, head, row, column) as `reference.keep_mask`: four words for 16 scores.
+    It is the function of (seed, index, head, row, column) that `reference.keep_mask` defines: four words for 16 scores.
     """
     BLOCKS: tl.constexpr = (BLOCK_N + 31) // 32
-    WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a draw: two if the tile is 16 columns wide
+    WORDS: tl.constexpr = BLOCK_N // BLOCKS // 8  # of the four of a draw; two if the tile is 16 columns wide
     rows = first_row // 16 * 8 + tl.arange(0, BLOCK_M // 2)
     columns = first_column // 32 * 8 + 2 * tl.arange(0, BLOCKS * 4)
-    w0, w1, w2, w3 = draw(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    w0, w1, w2, w3 = draw_words(key, rows[:, None], columns[None, :])  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     if WORDS == 4:
-        # join adds a last dimension: the outer join selects the low bit of the word's number, the inner one the high
+        # join adds a last dimension; the outer join is for the low bit of the word's number, the inner one for the high
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     else:
         second = first_column % 32 == 16
@@ -201,11 +201,12 @@ def keep_tile(
 
 @triton.jit
 def store_softmax(softmax_ptr, top, sums, start, head, heads, total, rows, length, dtype: tl.constexpr):
-    """Store of score rows what the backward makes their weights of: the maximum, and what normalises them.
+    """Store the statistics from which the backward recomputes weights: each row's maximum and its normaliser.
 
-    The latter is the logarithm of the sum relative to the maximum in 16 bits, where it is part of an exponent and costs
-    no operation. fp32 has the sum's reciprocal: a logarithm near 10 is rounded by several times what a weight is. A row
-    whose scores are all -inf, or that sees no key, gets a maximum of +inf: then all its weights are 0.
+    With 16-bit inputs the normaliser is the logarithm of the sum relative to the maximum. It is part of an exponent and
+    costs no operation. With fp32 it is the reciprocal of the sum, because rounding a logarithm near 10 costs several
+    times the error of a weight. A row whose scores are all -inf, or that sees no key, gets the maximum +inf, so that
+    all its weights are 0.
     """
     real = rows < length
     top = tl.where(top == float("-inf"), float("inf"), top)
@@ -216,7 +217,7 @@ def store_softmax(softmax_ptr, top, sums, start, head, heads, total, rows, lengt
 
 @triton.jit
 def load_softmax(softmax_ptr, start, head, heads, total, rows, length):
-    """What `store_softmax` stored; past the length +inf and 0, which make every weight 0."""
+    """The statistics of `store_softmax`. Past the length they are +inf and 0, which make every weight 0."""
     real = rows < length
     top = tl.load(head_pointer(softmax_ptr, start, head, 1, total) + rows, mask=real, other=float("inf"))
     norm = tl.load(head_pointer(softmax_ptr, start, heads + head, 1, total) + rows, mask=real, other=0.0)
@@ -230,49 +231,49 @@ def load_delta(delta_ptr, start, head, total, rows, length):
 
 @triton.jit
 def is_extreme(top, scale_log2):
-    """Whether scores of rows with these maxima are `EXTREME`."""
+    """Whether rows with these maxima have scores beyond `EXTREME`."""
     return (tl.abs(top) < float("inf")) & (tl.abs(top * scale_log2) > EXTREME)
 
 
 @triton.jit
-def halves(x):
-    """The even and the odd columns."""
+def split_columns(x):
+    """(The even columns, the odd columns)."""
     return tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
 
 
 @triton.jit
-def dot_halves(a_MD, b_ND):
-    """a b^T, summed over the even and the odd d apart. fma: as a sum they would become one chain again."""
-    even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-    even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+def dot_split_columns(a_MD, b_ND):
+    """a b^T, as one sum over the even d and one over the odd d. tl.fma keeps the compiler from merging the two."""
+    even_a, odd_a = split_columns(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+    even_b, odd_b = split_columns(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
     s = tl.dot(even_a, tl.trans(even_b), input_precision="ieee")
     return tl.fma(tl.dot(odd_a, tl.trans(odd_b), input_precision="ieee"), 1.0, s)
 
 
 @triton.jit
-def products(a_MD, b_ND):
-    """a b^T, one product of two rows for each score. In fp32 as up to four sums, which round less than one of all d."""
+def score_products(a_MD, b_ND):
+    """The raw scores a b^T. In fp32 they are made of up to four sums, which round less than a single sum over d."""
     D: tl.constexpr = a_MD.shape[1]
     if a_MD.dtype == tl.float32 and D >= 64:  # tl.dot needs 16 of each
-        even_a, odd_a = halves(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        even_b, odd_b = halves(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
-        s = dot_halves(even_a, even_b) + dot_halves(odd_a, odd_b)
+        even_a, odd_a = split_columns(a_MD)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        even_b, odd_b = split_columns(b_ND)  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
+        s = dot_split_columns(even_a, even_b) + dot_split_columns(odd_a, odd_b)
     elif a_MD.dtype == tl.float32 and D == 32:
-        s = dot_halves(a_MD, b_ND)
+        s = dot_split_columns(a_MD, b_ND)
     else:
         s = tl.dot(a_MD, tl.trans(b_ND), input_precision="ieee")
     return s
 
 
 @triton.constexpr_function
-def sum_type(dtype):
-    """What sums over tiles are kept in: in fp32 thousands of tiles would round more than plain PyTorch does."""
+def accumulator_type(dtype):
+    """The type of sums over tiles. In fp32, a sum of thousands of fp32 tiles would round more than plain PyTorch."""
     return tl.float64 if dtype == tl.float32 else tl.float32
 
 
 @triton.jit
 def add_dot(acc, a, b):
-    """acc + a b, where acc has the `sum_type` of the inputs."""
+    """acc + a b, where acc has the `accumulator_type` of the inputs."""
     if acc.dtype == tl.float64:
         acc += tl.dot(a, b, input_precision="ieee")
     else:
@@ -281,22 +282,23 @@ def add_dot(acc, a, b):
 
 
 @triton.jit
-def attend(
+def update_softmax(
     q_MD, k_ND, v_ND, top_M, total_M, acc_MD, seen_MN, keep_MN, scale_log2,
-    DROPOUT: tl.constexpr, SPARSE: tl.constexpr, ANY: tl.constexpr,
+    DROPOUT: tl.constexpr, SPARSE: tl.constexpr, ANY_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the running softmax (Algorithm 1, lines 9 to 12, normalised only at the end).
+    """Add one tile of keys to the running softmax (Algorithm 1, lines 9 to 12; normalised only at the end).
 
-    `top` is the maximum raw score so far, `total` the sum of the weights relative to it and `acc` the same sum weighted
-    by v. Dropout leaves `total` alone: it applies to the normalised weights. SPARSE: a row may see nothing so far. ANY
-    scores are right, -inf and huge ones, for one operation more on each of them; else `unfit` tells where not.
+    `top` is the maximum raw score so far, `total` the sum of the weights relative to it, and `acc` the same sum
+    weighted by v. Dropout does not change `total`: it applies to the normalised weights. SPARSE: a row may have seen no
+    key yet. ANY_SCORES: the result is also right for -inf and huge scores, at one more operation on each. Without it
+    `is_softmax_wrong` tells which rows are wrong.
     """
-    raw_MN = tl.where(seen_MN, products(q_MD, k_ND), float("-inf"))
+    raw_MN = tl.where(seen_MN, score_products(q_MD, k_ND), float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(raw_MN, 1))
     base_M = new_top_M
-    if SPARSE or ANY:
+    if SPARSE or ANY_SCORES:
         base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-    if ANY:
+    if ANY_SCORES:
         p_MN = tl.exp2((raw_MN - base_M[:, None]) * scale_log2)
     else:
         p_MN = tl.exp2(raw_MN * scale_log2 - (base_M * scale_log2)[:, None])  # one fused operation, so one rounding
@@ -309,7 +311,7 @@ def attend(
 
 
 @triton.jit
-def unfit(top, total, scale_log2):
-    """Whether `attend` without ANY got the softmax of rows wrong. NaN is wrong, too; a row may see nothing."""
+def is_softmax_wrong(top, total, scale_log2):
+    """Whether `update_softmax` without ANY_SCORES got a row wrong. NaN is wrong; a row that sees nothing is right."""
     fit = (total >= 0.5) & (total < float("inf")) & (is_extreme(top, scale_log2) == 0)
     return (fit | ((top == float("-inf")) & (total == 0.0))) == 0

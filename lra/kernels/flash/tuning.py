@@ -1,7 +1,7 @@
-"""Which tile of scores a kernel works on. Which kernel runs is decided in dispatch.py.
+"""The tile of scores that a kernel works on. dispatch.py decides which kernel runs.
 
-A tile is looked up in what `lra tune` measured on this machine, then in the table that is shipped for the GPU, then in
-`default`, which is right everywhere and fastest nowhere. Nothing is measured at a first call.
+`find_tile` looks into the table that `lra tune` measured on this machine, then into the table that is shipped for the
+GPU. Without a row there, it takes `default_tile`, which works everywhere but is not the fastest. No call measures.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ KERNELS = (
     "forward", "dkdv", "dq", "dkdv_dq",
     "hopper_forward", "hopper_shared", "hopper_shared_short", "hopper_backward", "hopper_specialized",
 )  # fmt: skip
-SHORT = 1024  # rows of a sequence up to which `hopper_shared_short` is meant
-DTYPES = ("bfloat16", "float32")  # of the tables: float16 has bfloat16's size and speed, and takes its tiles
-HERE = Path(__file__).parent
+SHORT_LENGTH = 1024  # rows; `hopper_shared_short` is for sequences up to this length
+TABLE_DTYPES = ("bfloat16", "float32")  # float16 has bfloat16's size and speed, and uses its tiles
+FLASH_FOLDER = Path(__file__).parent
 
 
 class Tile(NamedTuple):
-    """Tile of scores that a program works on at a time, and how.
+    """The tile of scores that a program works on at a time, and its warps and stages.
 
-    All are powers of two but the stages, and the rows and warps of `hopper_shared`: 64 and 4 for each group.
+    All numbers are powers of two, except the stages, and the rows and warps of `hopper_shared`: 64 and 4 for each
+    group.
     """
 
     rows: int  # queries
@@ -47,14 +48,14 @@ class Tile(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, Any]:
-        """As arguments of a launch. Fusing a * b + c is the default of some Triton versions only."""
+        """Its arguments for a launch. Not every version of Triton fuses a * b + c by default."""
         return dict(
             BLOCK_M=self.rows, BLOCK_N=self.columns, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
         )
 
 
-class Key(NamedTuple):
-    """What a tile is measured for."""
+class TileKey(NamedTuple):
+    """The case that a tile is measured for."""
 
     kernel: str  # one of KERNELS
     dtype: str  # one of DTYPES
@@ -62,21 +63,21 @@ class Key(NamedTuple):
     dropout: bool
 
 
-class Table(NamedTuple):
-    """Measured tiles, as a file has them."""
+class TileTable(NamedTuple):
+    """The measured tiles of one file."""
 
     path: Path
     measured: dict[str, Any]  # environment.describe() of the measurement, and its ptxas
     sources: str  # `sources()` of the kernels that were measured
-    tiles: dict[Key, Tile]
-    microseconds: dict[Key, float]  # of the pass with that tile
-    made: dict[Key, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.session_of`
+    tiles: dict[TileKey, Tile]
+    microseconds: dict[TileKey, float]  # the time of the pass with that tile
+    made: dict[TileKey, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.session_of`
 
 
-def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
-    """The tile of `kernel`, one of KERNELS, on the current device: q's device must be the current one.
+def find_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
+    """The tile of `kernel`, one of KERNELS, on the current device, which must be the device of q.
 
-    With a layout it is cut so that it lies within a block, and so that its rules find registers.
+    With a layout the tile is cut so that it lies within a block, and so that registers have room for the rules.
     """
     if kernel in forced_tiles:
         _asked.add(kernel)
@@ -88,16 +89,16 @@ def tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: L
     rows, columns = layout.block
     if layout.ruled:
         narrow = dtype != torch.float32 and block_d * (1 + dropout) <= 64
-        most = 32 if dtype == torch.float32 or device.capability()[0] in (8, 12) else 64
+        most = 32 if dtype == torch.float32 or device.compute_capability()[0] in (8, 12) else 64
         rows, columns, found = math.gcd(rows, most), math.gcd(columns, most), found._replace(warps=4 if narrow else 8)
     return found._replace(rows=math.gcd(found.rows, rows), columns=math.gcd(found.columns, columns))
 
 
 @contextmanager
-def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
-    """Inside, `kernel` has this tile, and passes run on its family of kernels: Hopper's or the plain ones.
+def force_tile(kernel: str, tile: Tile) -> Iterator[set[str]]:
+    """Inside, `kernel` has this tile, and passes run on its family of kernels, Hopper's or the plain ones.
 
-    The set has the kernel once it has been launched.
+    The set contains the kernel after its launch.
     """
     forced_tiles[kernel] = tile
     _asked.clear()
@@ -107,7 +108,7 @@ def forced(kernel: str, tile: Tile) -> Iterator[set[str]]:
         del forced_tiles[kernel]
 
 
-forced_tiles: dict[str, Tile] = {}  # not a context variable: autograd calls the backward from a thread of its own
+forced_tiles: dict[str, Tile] = {}  # no context variable, because autograd calls the backward in another thread
 _asked: set[str] = set()
 
 
@@ -116,10 +117,10 @@ def block_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
-    """A tile for the current device if there is no table for it: it fits, and is not the fastest."""
-    narrow, generation = block_d <= 64, device.capability()[0]
-    if dtype == torch.float32:  # exact products run on the ordinary units, from registers
+def default_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
+    """A tile for the current device without a table. It fits, but is not the fastest."""
+    narrow, generation = block_d <= 64, device.compute_capability()[0]
+    if dtype == torch.float32:  # exact products run on the ordinary units and read registers
         if kernel != "forward" or generation == 10:  # with 64 rows Triton 3.6 takes the tensor cores there, in TF32
             return Tile(32, 32, 8, 2)
         return Tile(64, 32, 8, 2) if narrow else Tile(32, 16, 8, 2)
@@ -141,54 +142,60 @@ def default(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Til
     }[kernel]
 
 
-def tables() -> list[Table]:
-    """The tables for the current device, the one to look into first in front."""
+def load_tables() -> list[TileTable]:
+    """The tables for the current device, in the order in which `find_tile` looks into them."""
     found = []
     if torch.cuda.is_initialized():
-        path = user_table(torch.cuda.get_device_name())
+        path = user_table_path(torch.cuda.get_device_name())
         if path.exists():
-            table = read(path)
-            if reason := outdated(table):
+            table = read_table(path)
+            if reason := outdated_reason(table):
                 warnings.warn(f"{path} is not used: {reason}; lra tune measures anew", stacklevel=2)
             else:
                 found.append(table)
-    major, minor = device.capability()
-    path = HERE / "tuned" / f"sm_{major}{minor}.json"
-    return [*found, read(path)] if path.exists() else found
+    major, minor = device.compute_capability()
+    path = FLASH_FOLDER / "tuned" / f"sm_{major}{minor}.json"
+    return [*found, read_table(path)] if path.exists() else found
 
 
-def user_table(gpu: str) -> Path:
-    """Where `lra tune` keeps what it measured: in the user's cache folder, for each model of GPU."""
+def user_table_path(gpu: str) -> Path:
+    """The file for the measurements of `lra tune` on this model of GPU, in the user's cache folder."""
     return environment.cache_root() / "tiles" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', gpu)}.json"
 
 
-def outdated(table: Table) -> str | None:
-    """Why a user's table says nothing about the kernels of today; None where it does."""
+def outdated_reason(table: TileTable) -> str | None:
+    """Why a user's table does not describe the present kernels; None where it does."""
     import triton
 
     before = table.measured["versions"]["triton"]
     if before != triton.__version__:
         return f"it was measured with Triton {before}, and this is {triton.__version__}"
-    return None if table.sources == sources() else "the kernels have changed since it was measured"
+    return None if table.sources == hash_kernels() else "the kernels have changed since it was measured"
 
 
-def sources() -> str:
-    """Identity of the kernels: a hash of the files that hold any."""
-    files = [file.read_bytes() for file in sorted([*HERE.rglob("*.py"), *HERE.parent.glob("hopper.py")])]
+def hash_kernels() -> str:
+    """A hash of the files that hold kernels."""
+    files = [
+        file.read_bytes() for file in sorted([*FLASH_FOLDER.rglob("*.py"), *FLASH_FOLDER.parent.glob("hopper.py")])
+    ]
     kernels = [text for text in files if re.search(rb"^@(triton|gluon)\.jit", text, re.MULTILINE)]
     return hashlib.sha256(b"".join(kernels)).hexdigest()[:16]
 
 
-def read(path: Path) -> Table:
-    """UsageError if the file is not what `write` wrote."""
+def read_table(path: Path) -> TileTable:
+    """Read a table. A file that `write_table` did not write raises a UsageError."""
     try:
         content = read_json(path)
-        table = Table(path, content["measured"], content["sources"], {}, {}, {})
+        table = TileTable(path, content["measured"], content["sources"], {}, {}, {})
         for row in content["tiles"]:
-            key = Key(*(row[name] for name in Key._fields))
+            key = TileKey(*(row[name] for name in TileKey._fields))
             chosen = Tile(*(row[name] for name in Tile._fields))
             sizes = (key.block_d, *chosen, row["microseconds"])
-            if key.kernel not in KERNELS or key.dtype not in DTYPES or not all(n > 0 and is_number(n) for n in sizes):
+            if (
+                key.kernel not in KERNELS
+                or key.dtype not in TABLE_DTYPES
+                or not all(n > 0 and is_number(n) for n in sizes)
+            ):
                 raise ValueError(f"no kernel has the row {row}")
             table.tiles[key], table.microseconds[key] = chosen, row["microseconds"]
             table.made[key] = {"made": row["made"]} if "made" in row else {}
@@ -199,8 +206,8 @@ def read(path: Path) -> Table:
         raise UsageError(f"{path} is broken ({error}): delete it, or measure anew with lra tune") from error
 
 
-def write(table: Table) -> None:
-    """Replaces the file in one step, a line for each row."""
+def write_table(table: TileTable) -> None:
+    """Replace the table's file in one step. It has a line for each row."""
     head = json.dumps({"measured": table.measured, "sources": table.sources}, indent=2).removesuffix("\n}")
     rows = (
         {**key._asdict(), **table.tiles[key]._asdict(), "microseconds": table.microseconds[key]} | table.made[key]
@@ -216,9 +223,9 @@ def write(table: Table) -> None:
         raise UsageError(f"cannot write {table.path} ({error.strerror}): name another file with out=") from error
 
 
-def forget() -> None:
-    """Read the tables, and ask for the GPU, anew: after a table was written."""
-    for cached in (_tile, _tables, device.gpu):
+def forget_tables() -> None:
+    """Forget cached tables and facts of the GPU. Call it after a table was written."""
+    for cached in (_tile, _tables, device.describe_gpu):
         cached.cache_clear()
 
 
@@ -228,12 +235,12 @@ def _current_device() -> int | None:
 
 @functools.cache
 def _tile(device: int | None, kernel: str, dtype: torch.dtype, block_d: int, dropout: bool) -> Tile:
-    """`device` is the current one, here so that each has its own."""
-    key = Key(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
+    """The tile for the current device. `device` is only a key of the cache."""
+    key = TileKey(kernel, "float32" if dtype == torch.float32 else "bfloat16", block_d, dropout)
     known = (table.tiles[key] for table in _tables(device) if key in table.tiles)
-    return next(known, default(kernel, dtype, block_d, dropout))
+    return next(known, default_tile(kernel, dtype, block_d, dropout))
 
 
 @functools.cache
-def _tables(device: int | None) -> list[Table]:
-    return tables()
+def _tables(device: int | None) -> list[TileTable]:
+    return load_tables()

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["padded_length"])
 def pool_kernel(x_ptr, start_ptr, length_ptr, sums_ptr, of_row_ptr, padded_length, D: tl.constexpr, M: tl.constexpr):
-    """`sums_ptr`: `[shares, B, D]`; `of_row_ptr`: each row's sequence, -1 past its length."""
+    """Sum the rows of each sequence. `sums_ptr`: `[shares, B, D]`. `of_row_ptr`: each row's sequence or -1."""
     b, d, m = tl.program_id(1), tl.arange(0, D), tl.arange(0, M)
     start, length = tl.load(start_ptr + b).to(tl.int64), tl.load(length_ptr + b)
     owned = tl.maximum(length, padded_length)

@@ -1,8 +1,8 @@
-"""Weights as the kernels take them, and their gradients: sums over all rows of a batch.
+"""Weights in the form that the kernels read, and their gradients, which are sums over all rows of a batch.
 
-Three linear layers at a time, in one launch, because each is small. Their weights `[N, K]` are cut into square tiles
-of the model's width, SIDE, row by row, one layer's after another's. NORMED has a bit for each layer that follows the
-norm: it is given unit * gain + shift, which becomes part of its weights, as the scale of what dropout keeps does.
+A launch works on three linear layers, because each is small. Their weights `[N, K]` are cut into square tiles, whose
+side SIDE is the model's width: row by row, one layer after another. NORMED has a bit for each layer that follows the
+norm. Its input is xhat * gain + shift: gain and shift become parts of its weights, as dropout's scale does.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -15,22 +15,22 @@ import triton.language as tl
 
 
 @triton.jit
-def pick(layer, a, b, c):
-    """What belongs to a layer, number 0, 1 or 2."""
+def select_layer(layer, a, b, c):
+    """The argument that belongs to layer 0, 1 or 2."""
     return tl.where(layer == 1, b, tl.where(layer == 2, c, a))
 
 
 @triton.jit
-def located(
+def locate_tile(
     tile, N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: its layer, that one's N and K, and the tile's first row and column there."""
+    """(The layer of a tile, the layer's N, its K, the tile's first row in it, its first column in it)."""
     first: tl.constexpr = (N // SIDE) * (K // SIDE)
     second: tl.constexpr = first + (N1 // SIDE) * (K1 // SIDE)
     layer = (tile >= first).to(tl.int32) + (tile >= second).to(tl.int32)
-    tile -= pick(layer, 0, first, second)
-    n, k = pick(layer, N, N1, N2), pick(layer, K, K1, K2)
+    tile -= select_layer(layer, 0, first, second)
+    n, k = select_layer(layer, N, N1, N2), select_layer(layer, K, K1, K2)
     return layer, n, k, tile // (k // SIDE) * SIDE, tile % (k // SIDE) * SIDE
 
 
@@ -41,22 +41,24 @@ def fold_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, R: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Weights in 16 bits and biases, with gain and shift in those of NORMED, and dropout's scale.
+    """16-bit weights and biases that include dropout's scale and, for layers in NORMED, gain and shift.
 
-    The first layer's result is scaled; of the third, what it is given and its result.
+    The scale applies to the output of the first layer, and to the input and the output of the third.
     """
-    layer, _, k, n0, k0 = located(tl.program_id(1), N, K, N1, K1, N2, K2, SIDE)
+    layer, _, k, n0, k0 = locate_tile(tl.program_id(1), N, K, N1, K1, N2, K2, SIDE)
     n, side = n0 + tl.program_id(0) * R + tl.arange(0, R), k0 + tl.arange(0, SIDE)
     at = n[:, None] * k + side[None, :]
     normed = (((NORMED >> layer) & 1) == 1) & (side >= 0)
     gain = tl.load(gain_ptr + side, mask=normed, other=1.0)
     shift = tl.load(shift_ptr + side, mask=normed, other=0.0)
-    weight = tl.load(pick(layer, weight_ptr, weight1_ptr, weight2_ptr) + at)
-    half = weight * gain[None, :] * pick(layer, scale, 1.0, scale * scale)
-    tl.store(pick(layer, half_ptr, half1_ptr, half2_ptr) + at, half.to(half_ptr.dtype.element_ty))
+    weight = tl.load(select_layer(layer, weight_ptr, weight1_ptr, weight2_ptr) + at)
+    half = weight * gain[None, :] * select_layer(layer, scale, 1.0, scale * scale)
+    tl.store(select_layer(layer, half_ptr, half1_ptr, half2_ptr) + at, half.to(half_ptr.dtype.element_ty))
     if k0 == 0:  # a NORMED layer's K is SIDE
-        bias = tl.load(pick(layer, bias_ptr, bias1_ptr, bias2_ptr) + n) + tl.sum(weight * shift[None, :], 1)
-        tl.store(pick(layer, folded_ptr, folded1_ptr, folded2_ptr) + n, bias * pick(layer, scale, 1.0, scale))
+        bias = tl.load(select_layer(layer, bias_ptr, bias1_ptr, bias2_ptr) + n) + tl.sum(weight * shift[None, :], 1)
+        tl.store(
+            select_layer(layer, folded_ptr, folded1_ptr, folded2_ptr) + n, bias * select_layer(layer, scale, 1.0, scale)
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -65,21 +67,22 @@ def sum_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, M: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """dyᵀ x of each layer, and dyᵀ 1 for the biases, which is a product of the same kind; of a part of the rows.
+    """dyᵀ x of each layer for a part of the rows, and dyᵀ 1 for the biases, which is a product of the same kind.
 
     `sums_ptr`: `[parts, tiles, SIDE, SIDE + ONES]`.
     """
     part, tile = tl.program_id(0), tl.program_id(1)
     sums_ptr += (part * tl.num_programs(1) + tile) * (SIDE * (SIDE + ONES))
-    layer, n, k, n0, k0 = located(tile, N, K, N1, K1, N2, K2, SIDE)
+    layer, n, k, n0, k0 = locate_tile(tile, N, K, N1, K1, N2, K2, SIDE)
     side, spare, m = tl.arange(0, SIDE), tl.arange(0, ONES), tl.arange(0, M)
-    dy_ptr = pick(layer, dy_ptr, dy1_ptr, dy2_ptr) + n0
-    x_ptr = pick(layer, x_ptr, x1_ptr, x2_ptr) + k0
+    dy_ptr = select_layer(layer, dy_ptr, dy1_ptr, dy2_ptr) + n0
+    x_ptr = select_layer(layer, x_ptr, x1_ptr, x2_ptr) + k0
 
     weight = tl.zeros([SIDE, SIDE], tl.float32)
     bias = tl.zeros([SIDE, ONES], tl.float32)
     ones = tl.full([M, ONES], 1.0, dy_ptr.dtype.element_ty)
-    for row in range(part * M, rows, tl.num_programs(0) * M):  # upwards: the kernel before wrote the first rows last
+    # upwards, because the previous kernel wrote the first rows last
+    for row in range(part * M, rows, tl.num_programs(0) * M):
         first, real = tl.cast(row, tl.int64), (row + m < rows)[:, None]
         dy = tl.load(dy_ptr + first * n + m[:, None] * n + side[None, :], mask=real, other=0.0)
         x = tl.load(x_ptr + first * k + m[:, None] * k + side[None, :], mask=real, other=0.0)
@@ -97,12 +100,12 @@ def unfold_kernel(
     N: tl.constexpr, K: tl.constexpr, N1: tl.constexpr, K1: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
     SIDE: tl.constexpr, ONES: tl.constexpr, R: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what `fold_kernel` was given, from those sums, P parts at a time.
+    """The gradients of the inputs of `fold_kernel`, from the sums of `sum_kernel`, P parts at a time.
 
     `norms_ptr`: `[2, SIDE, programs]`, each program's share of the gradients of gain and shift.
     """
     chunk, tile = tl.program_id(0), tl.program_id(1)
-    layer, _, k, n0, k0 = located(tile, N, K, N1, K1, N2, K2, SIDE)
+    layer, _, k, n0, k0 = locate_tile(tile, N, K, N1, K1, N2, K2, SIDE)
     r, side, p = chunk * R + tl.arange(0, R), tl.arange(0, SIDE), tl.arange(0, P)
     size = tl.num_programs(1) * (SIDE * (SIDE + ONES))
     sums_ptr += tile * (SIDE * (SIDE + ONES)) + r * (SIDE + ONES)
@@ -119,12 +122,14 @@ def unfold_kernel(
     normed = (((NORMED >> layer) & 1) == 1) & (side >= 0)
     gain = tl.load(gain_ptr + side, mask=normed, other=1.0)[None, :]
     shift = tl.load(shift_ptr + side, mask=normed, other=0.0)[None, :]
-    weight = tl.load(pick(layer, weight_ptr, weight1_ptr, weight2_ptr) + at, mask=normed[None, :], other=0.0)
+    weight = tl.load(select_layer(layer, weight_ptr, weight1_ptr, weight2_ptr) + at, mask=normed[None, :], other=0.0)
     count = tl.num_programs(0) * tl.num_programs(1)
     norms_ptr += tile * tl.num_programs(0) + chunk + tl.arange(0, SIDE) * count
     tl.store(norms_ptr, tl.sum(weight * dweight, 0))
     tl.store(norms_ptr + SIDE * count, tl.sum(weight * dbias[:, None], 0))
-    dweight = (dweight * gain + dbias[:, None] * shift) * pick(layer, scale, 1.0, scale * scale)
-    tl.store(pick(layer, dweight_ptr, dweight1_ptr, dweight2_ptr) + at, dweight)
+    dweight = (dweight * gain + dbias[:, None] * shift) * select_layer(layer, scale, 1.0, scale * scale)
+    tl.store(select_layer(layer, dweight_ptr, dweight1_ptr, dweight2_ptr) + at, dweight)
     if k0 == 0:
-        tl.store(pick(layer, dbias_ptr, dbias1_ptr, dbias2_ptr) + n, dbias * pick(layer, scale, 1.0, scale))
+        tl.store(
+            select_layer(layer, dbias_ptr, dbias1_ptr, dbias2_ptr) + n, dbias * select_layer(layer, scale, 1.0, scale)
+        )

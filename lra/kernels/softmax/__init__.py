@@ -1,1 +1,1 @@
-"""Exact attention with the scores in memory; scale, mask, softmax and dropout are one kernel (arXiv 1909.08053)."""
+"""Exact attention with the scores in memory. One kernel does scale, mask, softmax and dropout (arXiv 1909.08053)."""

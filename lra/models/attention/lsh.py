@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.kernels.library import define
+from lra.kernels.library import define_operator
 
 
 def pad_rows(x: Tensor, batch: Batch, size: int) -> Tensor:
@@ -38,7 +38,7 @@ def sort_rows(hashes_BHRM: Tensor, batch: Batch) -> Tensor:
 
 
 # `argsort`, which torch.compile does not see: up to 512 numbers it would sort in a kernel that takes long to compile
-stable_order = define(
+stable_order = define_operator(
     "stable_order", "(Tensor x) -> Tensor",
     lambda x: x.contiguous().argsort(stable=True), lambda x: x.new_empty(x.shape, dtype=torch.int64),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.kernels.softmax.api import softmax_attention
+from lra.kernels.softmax.materialized_attention import softmax_attention
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
 

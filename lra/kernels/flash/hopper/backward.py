@@ -1,9 +1,8 @@
 """Backward for Hopper GPUs in Gluon: dK, dV and dQ in one pass over the scores, with products kept in flight.
 
-As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and shares of dQ are added to
-memory by TMA, too. Scores are transposed, `[N, M]`: so the weights and their gradients lie in registers as the products
-with dO and Q, which give dV and dK, want them. A pass by `hopper_specialized` has its main part in
-backward_specialized.py.
+As in flash/backward.py a program owns a tile of keys. Tiles of queries arrive by TMA, and TMA also adds shares of dQ to
+memory. Scores are transposed, `[N, M]`. So the weights and their gradients lie in registers as the products with dO and
+Q need them, which give dV and dK. The main kernel of a `hopper_specialized` pass is in backward_specialized.py.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -27,55 +26,55 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lra.kernels import device
-from lra.kernels.device import multiprocessors
-from lra.kernels.flash.dispatch import Choice, contiguous_heads
+from lra.kernels.device import count_multiprocessors
+from lra.kernels.flash.dispatch import KernelChoice, has_contiguous_heads
 from lra.kernels.flash.hopper.backward_specialized import hopper_specialized_kernel
-from lra.kernels.flash.hopper.finish import finish
+from lra.kernels.flash.hopper.extreme_rows import finish_dq
 from lra.kernels.flash.hopper.tiles import (
     draw_backward,
     dropout_key,
-    dropped_score_gradient,
     load_statistics,
-    place_of,
-    score_gradient,
+    packed_dropped_score_gradient,
+    packed_score_gradient,
+    query_place,
+    query_shift,
     scored_keys,
     sequence_tile,
-    shift_of,
     spread_backward,
-    store_tile,
+    store_owned_tile,
     visit_list,
-    visited,
+    visited_tile,
 )
 from lra.kernels.flash.problem import Problem
 from lra.kernels.flash.tiles import LOG2_E, is_extreme
 from lra.kernels.hopper import (
-    add_tile,
+    add_tile_async,
+    advance_slot,
+    allocate_barriers,
     barrier,
-    describe,
     drop_backward,
-    following,
-    keep_barriers,
-    load_tile,
-    new_barriers,
+    invalidate_barriers,
+    load_tile_async,
+    make_descriptor,
     product_layout,
     store_accumulator,
-    without_others,
-    zero_past,
+    zero_rows_past,
+    zero_tile_past,
 )
 
-FLAT_ROWS = 64
+PREPARED_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["heads", "total", "threshold"])
-def prepare_kernel(
+def prepare_backward_kernel(
     out_ptr, do_ptr, softmax_ptr, stats_ptr, dq_ptr, taken_ptr, do_row, do_head, heads, total, scale_log2, threshold,
     D: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Zeros for the sum of dQ and the count of taken tiles, and two statistics of each row of scores, of T * H rows.
+    """Store zeros for the sum of dQ and the count of claimed tiles, and two statistics of each of the T * H rows.
 
-    With the keep rate r of dropout they are the log-sum-exp + log2(r), so that weights come out divided by r and dP
-    needs no factor, and -r * delta, where delta = rowsum(dO * O). Of extreme rows the former is +inf, so that their
-    weights come out as 0: `finish` adds what they contribute.
+    With the keep rate r of dropout the statistics are log-sum-exp + log2(r) and -r * delta, where
+    delta = rowsum(dO * O). By the first, weights come out divided by r, and dP needs no factor. For extreme rows it is
+    +inf, so that their weights are 0: `finish_dq` adds the contribution of these rows.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -98,9 +97,9 @@ def prepare_kernel(
 
 
 @gluon.jit
-def row_of(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, LONGEST: gl.constexpr):
-    """Where the tile begins that is visited as number `t`."""
-    return gl.where(t == 0, last, visited(list_ptr, place_of(t, n, shift), n, BLOCK_M, LONGEST))
+def visited_row(list_ptr, t, n, last, shift, BLOCK_M: gl.constexpr, MAX_VISITS: gl.constexpr):
+    """Where the tile begins that is visited as number `t`, from 0."""
+    return gl.where(t == 0, last, visited_tile(list_ptr, query_place(t, n, shift), n, BLOCK_M, MAX_VISITS))
 
 
 @gluon.jit(do_not_specialize=["layouts", "tiles", "heads", "total", "max_length", "padded_length", "threshold"])
@@ -108,16 +107,16 @@ def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_ptr, dq_desc, dk_ptr, dv_ptr,
     start_ptr, length_ptr, seed_ptr, index_ptr, visits_ptr, layouts, tiles,
     heads, total, max_length, padded_length, scale, scale_log2, threshold,
-    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LONGEST: gl.constexpr,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MAX_VISITS: gl.constexpr,
     DROPOUT: gl.constexpr, OVERLAP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     head, b, start, length, owned, first_column = sequence_tile(
         gl.program_id(0), start_ptr, length_ptr, max_length, padded_length, heads, BLOCK_N
     )
-    # loads that wait for one another no more than they must: before the return, which waits for the length
+    # these loads come before the return, which waits for the length, so that they do not wait for one another
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
-    if LONGEST:
-        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, LONGEST, num_warps)
+    if MAX_VISITS:
+        visits_ptr, n = visit_list(visits_ptr, layouts, tiles, head, first_column // BLOCK_N, n, MAX_VISITS, num_warps)
     if DROPOUT:
         seed = gl.load(seed_ptr)
         index = gl.load(index_ptr + b)
@@ -128,7 +127,7 @@ def hopper_backward_kernel(
     if DROPOUT:
         key = dropout_key(seed, index, head)
 
-    gl.static_assert(STAGES == 2 or STAGES == 3)  # a tile of queries is fetched while the one before is still read
+    gl.static_assert(STAGES == 2 or STAGES == 3)  # one tile of queries is fetched while the previous one is still read
     dtype: gl.constexpr = q_desc.dtype
     scores: gl.constexpr = product_layout(BLOCK_M, num_warps)  # [N, M]
     sums: gl.constexpr = product_layout(D, num_warps)  # [N, D]
@@ -137,10 +136,10 @@ def hopper_backward_kernel(
     )  # [M, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
-    BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of queries and of one of dO, which arrive together
-    # What registers have room for: K and V, which leaves shared memory's bandwidth to the other operand; the next
-    # tile's scores while this one's dQ is stored (where these are not begun, its row statistics come as late, too);
-    # its log-sum-exps while products of this one are in flight.
+    BYTES: gl.constexpr = 2 * BLOCK_M * D * 2  # of a tile of Q and one of dO, which arrive together
+    # Three uses of registers, where they have room. HOLD_KV: K and V, which leaves the bandwidth of shared memory to
+    # the other operand. AHEAD: the next tile's scores while this tile's dQ is stored; without it the next tile's
+    # statistics come as late. LSE_AHEAD: the next tile's log-sum-exps while products of this tile are in flight.
     HOLD_KV: gl.constexpr = D == 64 or (D == 32 and not DROPOUT)
     AHEAD: gl.constexpr = D == 64 or (D == 32 and DROPOUT)
     LSE_AHEAD: gl.constexpr = D != 64
@@ -157,35 +156,35 @@ def hopper_backward_kernel(
         dtype, [BLOCK_N, BLOCK_M], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     )
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, D], dq_desc.layout)
-    k_ready, ready = new_barriers(1), new_barriers(STAGES)
+    k_ready, ready = allocate_barriers(1), allocate_barriers(STAGES)
 
     column = head * D
     scored = scored_keys(length)
     dk = gl.zeros([BLOCK_N, D], gl.float32, sums)
     dv = gl.zeros([BLOCK_N, D], gl.float32, sums)
     if n > 0:
-        # The last tile of queries, which alone may be partial, comes first. Then the others in order.
+        # The last tile of queries comes first, because it alone may be partial. The others follow in order.
         mbarrier.expect(k_ready.index(0), 2 * BLOCK_N * D * 2)
-        load_tile(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
-        load_tile(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
-        last = visited(visits_ptr, n - 1, n, BLOCK_M, LONGEST)
-        shift = shift_of(first_column, n, max_length, BLOCK_N)
+        load_tile_async(k_desc, [start + first_column, column], k_ready.index(0), k_tile)
+        load_tile_async(v_desc, [start + first_column, column], k_ready.index(0), v_tile)
+        last = visited_tile(visits_ptr, n - 1, n, BLOCK_M, MAX_VISITS)
+        shift = query_shift(first_column, n, max_length, BLOCK_N)
         for i in gl.static_range(STAGES):
-            from_row = start + row_of(visits_ptr, i, n, last, shift, BLOCK_M, LONGEST)
+            from_row = start + visited_row(visits_ptr, i, n, last, shift, BLOCK_M, MAX_VISITS)
             mbarrier.expect(ready.index(i), BYTES, pred=i < n)
-            load_tile(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
-            load_tile(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
+            load_tile_async(q_desc, [from_row, column], ready.index(i), q_smem.index(i), pred=i < n)
+            load_tile_async(do_desc, [from_row, column], ready.index(i), do_smem.index(i), pred=i < n)
         stats_ptr += head.to(gl.int64) * total + start
         row = gl.arange(0, BLOCK_M, row_layout)
         lse, delta = load_statistics(stats_ptr, heads, total, last + row, length)
         mbarrier.wait(k_ready.index(0), 0)
         partial = first_column + BLOCK_N > length
         if partial:
-            zero_past(k_tile, length - first_column, num_warps)
+            zero_tile_past(k_tile, length - first_column, num_warps)
         mbarrier.wait(ready.index(0), 0)
         if last + BLOCK_M > length:
-            zero_past(q_smem.index(0), length - last, num_warps)
-            zero_past(do_smem.index(0), length - last, num_warps)
+            zero_tile_past(q_smem.index(0), length - last, num_warps)
+            zero_tile_past(do_smem.index(0), length - last, num_warps)
         if HOLD_KV:
             k_a = k_tile.load(gl.DotOperandLayout(0, scores, 2))
             v_a = v_tile.load(gl.DotOperandLayout(0, scores, 2))
@@ -202,12 +201,12 @@ def hopper_backward_kernel(
             drawn = draw_backward(key, last, first_column, BLOCK_M, BLOCK_N, num_warps)
         s = warpgroup_mma(k_a, q_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
         slot, phase, before = 0, 0, STAGES - 1
-        barrier()  # or one would be in the loop
+        barrier()  # without it the compiler would put one into the loop
         if LSE_AHEAD:
             lse_M = lse_smem.load(column_layout)[None, :]
-        first_row, next_row = last, row_of(visits_ptr, 1, n, last, shift, BLOCK_M, LONGEST)
+        first_row, next_row = last, visited_row(visits_ptr, 1, n, last, shift, BLOCK_M, MAX_VISITS)
         for t in range(n):
-            next_slot, next_phase = following(slot, phase, STAGES)
+            next_slot, next_phase = advance_slot(slot, phase, STAGES)
             if AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             q_tile = q_smem.index(slot)
@@ -215,7 +214,7 @@ def hopper_backward_kernel(
             q_next = q_smem.index(next_slot)
             if DROPOUT:
                 dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            else:  # less delta, which costs nothing so
+            else:  # the accumulator starts with -delta, so that the subtraction costs nothing
                 minus_delta = delta_smem.load(column_layout)[None, :].broadcast_to([BLOCK_N, BLOCK_M])
                 dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), minus_delta, is_async=True)
             if not LSE_AHEAD:
@@ -226,25 +225,25 @@ def hopper_backward_kernel(
                 kept = drop_backward(p, spread_backward(drawn, scores), threshold)
             minus_delta_M = delta_smem.load(column_layout)[None, :] if DROPOUT else lse_M
             dp = warpgroup_mma_wait(0, deps=[dp])
-            ds = dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else score_gradient(p, dp)
-            ds_smem.store(ds)  # before dV's product begins: the fence waits for it
+            ds = packed_dropped_score_gradient(kept, p, dp, minus_delta_M) if DROPOUT else packed_score_gradient(p, dp)
+            ds_smem.store(ds)  # before dV's product begins, because the fence waits for it
             p_a = gl.convert_layout(kept, weights)
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
             if partial:
-                zero_past(ds_smem, scored - first_column, num_warps)
+                zero_tile_past(ds_smem, scored - first_column, num_warps)
             fence_async_shared()
             tma.store_wait(0)
-            mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill of the next round
+            mbarrier.expect(ready.index(slot), BYTES, pred=t + STAGES < n)  # for the refill in the next round
             dq = warpgroup_mma(ds_smem.permute((1, 0)), k_tile, no_dq, use_acc=False, is_async=True)
             if not AHEAD:
                 next_lse, next_delta = load_statistics(stats_ptr, heads, total, next_row + row, length)
             ds_a = gl.convert_layout(ds, weights)
             dk_next = warpgroup_mma(ds_a, q_tile, dk, is_async=True)
-            refill = (t > 0) & (t - 1 + STAGES < n)  # the tile before this one is done with
-            after_row = row_of(visits_ptr, t + 2, n, last, shift, BLOCK_M, LONGEST)
+            refill = (t > 0) & (t - 1 + STAGES < n)  # the previous tile is no longer needed
+            after_row = visited_row(visits_ptr, t + 2, n, last, shift, BLOCK_M, MAX_VISITS)
             refill_row = start + (next_row if STAGES == 2 else after_row)
-            load_tile(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
-            load_tile(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
+            load_tile_async(q_desc, [refill_row, column], ready.index(before), q_smem.index(before), pred=refill)
+            load_tile_async(do_desc, [refill_row, column], ready.index(before), do_smem.index(before), pred=refill)
             if AHEAD:
                 mbarrier.wait(ready.index(next_slot), next_phase, pred=t + 1 < n)
                 s_next = warpgroup_mma(k_a, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -252,12 +251,12 @@ def hopper_backward_kernel(
             else:
                 dq = warpgroup_mma_wait(1, deps=[dq])
             if first_row + BLOCK_M > length:
-                dq = without_others(dq, length - first_row)
+                dq = zero_rows_past(dq, length - first_row)
             store_accumulator(dq_smem, dq)
             lse_smem.store(next_lse)
             delta_smem.store(next_delta.to(DELTA))
             fence_async_shared()
-            add_tile(dq_desc, [start + first_row, column], dq_smem)
+            add_tile_async(dq_desc, [start + first_row, column], dq_smem)
             if LSE_AHEAD:
                 lse_M = lse_smem.load(column_layout)[None, :]
             if not AHEAD:
@@ -271,46 +270,48 @@ def hopper_backward_kernel(
             first_row, next_row = next_row, after_row
         tma.store_wait(0)
 
-    store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
-    store_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
-    keep_barriers(k_ready)
-    keep_barriers(ready)
+    store_owned_tile(dk_ptr, dk * scale, first_column, start, scored, owned, heads, head, dtype, num_warps)
+    store_owned_tile(dv_ptr, dv, first_column, start, length, owned, heads, head, dtype, num_warps)
+    invalidate_barriers(k_ready)
+    invalidate_barriers(ready)
 
 
 def launch_hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: Choice
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem, choice: KernelChoice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `launch.launch_backward`. dQ is summed in fp32, in any order."""
+    """Hopper's kernels for `launch_attention.launch_flash_backward`. They sum dQ in fp32, in any order."""
     total, heads, head_dim = q.shape
-    if not contiguous_heads(do):  # such as the expanded gradient of a sum
+    if not has_contiguous_heads(do):  # for example the expanded gradient of a sum
         do = do.contiguous()
-    dropout, overlap = problem.threshold > 0, device.overlap(q.device)
+    dropout, overlap = problem.threshold > 0, device.overlap_options(q.device)
     stats = torch.empty_like(softmax)
     taken = torch.empty(1, dtype=torch.int32, device=q.device)
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
-    prepare_kernel[(triton.cdiv(total * heads, FLAT_ROWS),)](
+    prepare_backward_kernel[(triton.cdiv(total * heads, PREPARED_ROWS),)](
         out, do, softmax, stats, dq_sum, taken, do.stride(0), do.stride(1), heads, total, problem.scale * LOG2_E,
-        problem.threshold, D=head_dim, ROWS=FLAT_ROWS, OVERLAP=overlap["OVERLAP"],
+        problem.threshold, D=head_dim, ROWS=PREPARED_ROWS, OVERLAP=overlap["OVERLAP"],
     )  # fmt: skip
     rows, columns, warps, stages = choice.tile
     tiles = triton.cdiv(problem.max_length, columns) * heads * problem.size
     scales = problem.scale, problem.scale * LOG2_E
     if choice.kernel == "hopper_specialized":
-        hopper_specialized_kernel[(min(tiles, multiprocessors(q.device)),)](
-            describe(q, rows), describe(k, columns // 2), describe(v, columns // 2), describe(do, rows),
-            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, taken,
+        hopper_specialized_kernel[(min(tiles, count_multiprocessors(q.device)),)](
+            make_descriptor(q, rows), make_descriptor(k, columns // 2), make_descriptor(v, columns // 2),
+            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
+            problem.start, problem.length, taken,
             tiles, heads, total, problem.max_length, problem.padded_length, *scales,
             D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, num_warps=warps, **overlap,
         )  # fmt: skip
     else:
-        *visits, longest = problem.visits(rows, columns, q.device, by_key=True)
+        *visits, max_visits = problem.visits(rows, columns, q.device, by_key=True)
         hopper_backward_kernel[(tiles,)](
-            describe(q, rows), describe(k, columns), describe(v, columns), describe(do, rows),
-            stats, describe(dq_sum, rows), dk, dv, problem.start, problem.length, problem.seed, problem.index,
-            *visits, heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
-            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, LONGEST=longest, DROPOUT=dropout,
+            make_descriptor(q, rows), make_descriptor(k, columns), make_descriptor(v, columns),
+            make_descriptor(do, rows), stats, make_descriptor(dq_sum, rows), dk, dv,
+            problem.start, problem.length, problem.seed, problem.index, *visits,
+            heads, total, problem.max_length, problem.padded_length, *scales, problem.threshold,
+            D=head_dim, BLOCK_M=rows, BLOCK_N=columns, STAGES=stages, MAX_VISITS=max_visits, DROPOUT=dropout,
             num_warps=min(warps, columns // 16), **overlap,
-            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three, four on a multiprocessor
+            maxnreg=(168 if dropout else 128) if head_dim == 32 else None,  # three or four programs on a multiprocessor
         )  # fmt: skip
-    return finish(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv
+    return finish_dq(q, k, v, do, softmax, stats, dq_sum, dk, dv, problem), dk, dv

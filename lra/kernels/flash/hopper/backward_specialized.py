@@ -1,9 +1,9 @@
-"""Backward for Hopper GPUs at d = 64 where every query sees every key: warps that each do one part of it.
+"""Backward for Hopper GPUs at d = 64 where every query sees every key, with specialised warps.
 
-A program takes tiles of 128 keys one after another. Four warps fetch tiles of queries by TMA, two groups of four have
-64 keys each, and four more multiply what both hand them, the gradients of the scores, with all 128 keys and add the
-share of dQ to memory. So queries and dQ travel half as often as in backward.py, and no group waits for another
-but for what it needs.
+A program works on one tile of 128 keys after another. Four warps fetch tiles of queries by TMA. Two groups of four
+warps have 64 keys each, and compute dK, dV and the gradients of the scores. Four more warps multiply these gradients
+with all 128 keys, and add the share of dQ to memory. So queries and dQ travel half as often as in backward.py, and a
+group only waits for data that it needs.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -28,57 +28,57 @@ from lra.kernels.flash.hopper.tiles import (
     Sequences,
     load_statistics,
     owned_tile,
-    place_of,
-    score_gradient,
+    packed_score_gradient,
+    query_place,
+    query_shift,
     scored_keys,
-    shift_of,
-    store_tile,
+    store_owned_tile,
 )
 from lra.kernels.hopper import (
-    add_tile,
+    add_tile_async,
+    advance_slot,
+    allocate_barriers,
+    await_tile,
     barrier,
-    following,
-    leave_head,
-    load_tile,
-    new_barriers,
-    next_tile,
-    pass_on,
+    claim_tile,
+    load_tile_async,
     product_layout,
+    publish_tile,
+    skip_head,
     store_accumulator,
-    take_tile,
-    without_others,
-    zero_past,
+    zero_rows_past,
+    zero_tile_past,
 )
 
-GROUP = gl.constexpr(4)  # warps
-HALVES = gl.constexpr(2)
+GROUP_WARPS = gl.constexpr(4)
+HALVES = gl.constexpr(2)  # of a tile of keys
 BUFFERS = gl.constexpr(2)  # of keys, of gradients of scores, of shares of dQ
 
 
-class Keys(NamedTuple):
-    """Shared memory for tiles of K and V, and the barriers of each buffer."""
+class KeyBuffers(NamedTuple):
+    """Shared memory for tiles of K and V, with the barriers of each buffer."""
 
     k: Any  # [BUFFERS * HALVES, KEYS, D]
     v: Any
-    number: Any  # [BUFFERS, 1]: the tile's
+    number: Any  # [BUFFERS, 1]: the number of the tile in a buffer
     ready: Any  # completes when the buffer is filled
     freed: Any  # completes when both halves, and the warps that add to dQ, have read it
 
 
-class Queries(NamedTuple):
-    """Shared memory for tiles of Q and dO with two statistics of each row, and the barriers of each slot."""
+class QueryBuffers(NamedTuple):
+    """Shared memory for tiles of Q and dO and two statistics of each row, with the barriers of each slot."""
 
     q: Any  # [STAGES, BLOCK_M, D]
     do: Any
     lse: Any  # [STAGES, BLOCK_M]
     delta: Any
     ready: Any  # completes when Q and dO have arrived
-    stats_ready: Any  # completes when the statistics are stored and rows of others are blanked out
+    stats_ready: Any  # completes when the statistics are stored and the rows of other sequences are zeroed
     freed: Any  # completes when both halves of the keys have read the slot
 
 
-class ScoreGradients(NamedTuple):
-    """Shared memory for the gradients of scores, and the barriers of each buffer."""
+class GradientBuffers(NamedTuple):
+    """Shared memory for the gradients of scores, with the barriers of each buffer."""
 
     ds: Any  # [BUFFERS * HALVES, KEYS, BLOCK_M]
     ready: Any  # completes when both halves of the keys have stored theirs
@@ -86,21 +86,21 @@ class ScoreGradients(NamedTuple):
 
 
 @gluon.jit
-def visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(how many tiles of queries a tile of keys visits, from which on): for `place_of`."""
+def query_visits(first_column, length, max_length, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(The number of tiles of queries that a tile of keys visits, the shift for `query_place`)."""
     n = gl.where(first_column < length, gl.cdiv(length, BLOCK_M), 0)
-    return n, shift_of(first_column, n, max_length, BLOCK_N)
+    return n, query_shift(first_column, n, max_length, BLOCK_N)
 
 
 @gluon.jit
-def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
-    """Tiles of keys that no program has taken yet, and what is multiplied with them, as far ahead as there is room."""
+def fetch_backward_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries):
+    """Fetch tiles of keys that no program has claimed, and their tiles of queries, as far ahead as there is room."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
     KEYS: gl.constexpr = keys.k.shape[1]
     BLOCK_N: gl.constexpr = HALVES * KEYS
     D: gl.constexpr = queries.q.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [GROUP_WARPS], [0])
     row = gl.arange(0, BLOCK_M, layout)
     slot, phase = 0, 1
     buffer, kv_phase = 0, 1
@@ -108,82 +108,86 @@ def fetch_tiles(q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, to
     while tile < tiles:
         head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
         if first_column < owned:  # else it is empty
-            n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+            n, shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
             column = head * D
             mbarrier.wait(keys.freed.index(buffer), kv_phase)
-            pass_on(tile, keys.number.index(buffer), GROUP)
+            publish_tile(tile, keys.number.index(buffer), GROUP_WARPS)
             mbarrier.expect(keys.ready.index(buffer), 2 * BLOCK_N * D * 2, pred=n > 0)
             mbarrier.arrive(keys.ready.index(buffer), count=1, pred=n == 0)
             for half in gl.static_range(HALVES):
                 place = [start + first_column + half * KEYS, column]
-                load_tile(k_desc, place, keys.ready.index(buffer), keys.k.index(HALVES * buffer + half), pred=n > 0)
-                load_tile(v_desc, place, keys.ready.index(buffer), keys.v.index(HALVES * buffer + half), pred=n > 0)
+                load_tile_async(
+                    k_desc, place, keys.ready.index(buffer), keys.k.index(HALVES * buffer + half), pred=n > 0
+                )
+                load_tile_async(
+                    v_desc, place, keys.ready.index(buffer), keys.v.index(HALVES * buffer + half), pred=n > 0
+                )
             head_stats_ptr = stats_ptr + head.to(gl.int64) * total + start
             for t in range(n):
-                first_row = place_of(t, n, shift) * BLOCK_M
+                first_row = query_place(t, n, shift) * BLOCK_M
                 place = [start + first_row, column]
                 mbarrier.wait(queries.freed.index(slot), phase)
                 mbarrier.expect(queries.ready.index(slot), 2 * BLOCK_M * D * 2)
-                load_tile(q_desc, place, queries.ready.index(slot), queries.q.index(slot))
-                load_tile(do_desc, place, queries.ready.index(slot), queries.do.index(slot))
+                load_tile_async(q_desc, place, queries.ready.index(slot), queries.q.index(slot))
+                load_tile_async(do_desc, place, queries.ready.index(slot), queries.do.index(slot))
                 lse, delta = load_statistics(head_stats_ptr, sequences.heads, total, first_row + row, length)
                 queries.lse.index(slot).store(lse)
                 queries.delta.index(slot).store(delta)
-                if t == 0:  # the last tile of queries, which alone may be partial
+                if t == 0:  # the last tile of queries; it alone may be partial
                     if first_row + BLOCK_M > length:
                         mbarrier.wait(queries.ready.index(slot), phase ^ 1)
-                        zero_past(queries.q.index(slot), length - first_row, GROUP)
-                        zero_past(queries.do.index(slot), length - first_row, GROUP)
+                        zero_tile_past(queries.q.index(slot), length - first_row, GROUP_WARPS)
+                        zero_tile_past(queries.do.index(slot), length - first_row, GROUP_WARPS)
                     if first_column + BLOCK_N > length:
                         mbarrier.wait(keys.ready.index(buffer), kv_phase ^ 1)
                         for half in gl.static_range(HALVES):
                             past = length - first_column - half * KEYS
-                            zero_past(keys.k.index(HALVES * buffer + half), past, GROUP)
+                            zero_tile_past(keys.k.index(HALVES * buffer + half), past, GROUP_WARPS)
                 barrier()
                 mbarrier.arrive(queries.stats_ready.index(slot), count=1)
-                slot, phase = following(slot, phase, STAGES)
-            buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
+                slot, phase = advance_slot(slot, phase, STAGES)
+            buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
         else:
-            leave_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
-        tile = take_tile(taken_ptr)
+            skip_head(taken_ptr, tile, sequences.max_length, BLOCK_N)
+        tile = claim_tile(taken_ptr)
     mbarrier.wait(keys.freed.index(buffer), kv_phase)
-    pass_on(-1, keys.number.index(buffer), GROUP)
+    publish_tile(-1, keys.number.index(buffer), GROUP_WARPS)
     mbarrier.arrive(keys.ready.index(buffer), count=1)
 
 
 @gluon.jit
-def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
-    """dK and dV of one half of the keys, and the gradients of their scores."""
+def sum_key_gradients(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, HALF: gl.constexpr):
+    """Compute dK and dV of one half of the keys, and the gradients of their scores."""
     STAGES: gl.constexpr = queries.q.shape[0]
     BLOCK_M: gl.constexpr = queries.q.shape[1]
     KEYS: gl.constexpr = keys.k.shape[1]
     BLOCK_N: gl.constexpr = HALVES * KEYS
     D: gl.constexpr = queries.q.shape[2]
     dtype: gl.constexpr = keys.k.dtype
-    scores: gl.constexpr = product_layout(BLOCK_M, GROUP)  # [N, M]
-    sums: gl.constexpr = product_layout(D, GROUP)  # [N, D]
+    scores: gl.constexpr = product_layout(BLOCK_M, GROUP_WARPS)  # [N, M]
+    sums: gl.constexpr = product_layout(D, GROUP_WARPS)  # [N, D]
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     column_layout: gl.constexpr = gl.SliceLayout(0, scores)
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     slot, phase = 0, 0
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     while tile >= 0:
         head, _b, start, length, owned, first_column = owned_tile(tile, sequences, BLOCK_N)
-        n, _shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+        n, _shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         first_column += HALF * KEYS
         partial, scored = first_column + KEYS > length, scored_keys(length)
         mbarrier.wait(queries.ready.index(slot), phase, pred=n > 0)
         mbarrier.wait(queries.stats_ready.index(slot), phase, pred=n > 0)
-        # in registers, which leaves shared memory's bandwidth to the other operand
+        # K and V stay in registers, which leaves the bandwidth of shared memory to the other operand
         k_a = keys.k.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
         v_a = keys.v.index(HALVES * buffer + HALF).load(gl.DotOperandLayout(0, scores, 2))
         dk = gl.zeros([KEYS, D], gl.float32, sums)
         dv = gl.zeros([KEYS, D], gl.float32, sums)
         s = warpgroup_mma(k_a, queries.q.index(slot).permute((1, 0)), no_scores, use_acc=False)
         for t in range(n):
-            next_slot, next_phase = following(slot, phase, STAGES)
+            next_slot, next_phase = advance_slot(slot, phase, STAGES)
             q_tile = queries.q.index(slot)
             do_tile = queries.do.index(slot)
             dp = warpgroup_mma(v_a, do_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -192,12 +196,12 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             minus_delta_M = queries.delta.index(slot).load(column_layout)[None, :]
             dp = warpgroup_mma_wait(0, deps=[dp])
             dv_next = warpgroup_mma(p_a, do_tile, dv, is_async=True)
-            ds = score_gradient(p, dp + minus_delta_M)
+            ds = packed_score_gradient(p, dp + minus_delta_M)
             ds_tile = gradients.ds.index(HALVES * ds_buffer + HALF)
             mbarrier.wait(gradients.freed.index(ds_buffer), ds_phase ^ 1)
             ds_tile.store(ds)
             if partial:
-                zero_past(ds_tile, scored - first_column, GROUP)
+                zero_tile_past(ds_tile, scored - first_column, GROUP_WARPS)
             fence_async_shared()
             barrier()
             mbarrier.arrive(gradients.ready.index(ds_buffer), count=1)
@@ -212,28 +216,30 @@ def share_keys(dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, grad
             mbarrier.arrive(queries.freed.index(slot), count=1)
             s = warpgroup_mma_wait(0, deps=[s_next])
             slot, phase = next_slot, next_phase
-            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+            ds_buffer, ds_phase = advance_slot(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
-        store_tile(dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP)
-        store_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP)
-        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        store_owned_tile(
+            dk_ptr, dk * scale, first_column, start, scored, owned, sequences.heads, head, dtype, GROUP_WARPS
+        )
+        store_owned_tile(dv_ptr, dv, first_column, start, length, owned, sequences.heads, head, dtype, GROUP_WARPS)
+        buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
 
 
 @gluon.jit
-def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
-    """What the keys add to dQ."""
+def sum_query_gradients(dq_desc, dq_smem, sequences, keys, gradients):
+    """Add the share of the keys to dQ."""
     BLOCK_M: gl.constexpr = dq_smem.shape[1]
     BLOCK_N: gl.constexpr = HALVES * keys.k.shape[1]
     D: gl.constexpr = dq_smem.shape[2]
-    no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP))
+    no_dq = gl.zeros([BLOCK_M, D], gl.float32, product_layout(D, GROUP_WARPS))
     buffer, kv_phase = 0, 0
     ds_buffer, ds_phase = 0, 0
-    tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+    tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     while tile >= 0:
         head, _b, start, length, _owned, first_column = owned_tile(tile, sequences, BLOCK_N)
-        n, shift = visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
+        n, shift = query_visits(first_column, length, sequences.max_length, BLOCK_M, BLOCK_N)
         for t in range(n):
             mbarrier.wait(gradients.ready.index(ds_buffer), ds_phase)
             dq = no_dq
@@ -246,18 +252,18 @@ def share_queries(dq_desc, dq_smem, sequences, keys, gradients):
             barrier()
             mbarrier.arrive(gradients.freed.index(ds_buffer), count=1)
             dq_tile = dq_smem.index(ds_buffer)
-            first_row = place_of(t, n, shift) * BLOCK_M
+            first_row = query_place(t, n, shift) * BLOCK_M
             if first_row + BLOCK_M > length:
-                dq = without_others(dq, length - first_row)
+                dq = zero_rows_past(dq, length - first_row)
             store_accumulator(dq_tile, dq)
             fence_async_shared()
             barrier()
-            add_tile(dq_desc, [start + first_row, head * D], dq_tile)
-            ds_buffer, ds_phase = following(ds_buffer, ds_phase, BUFFERS)
+            add_tile_async(dq_desc, [start + first_row, head * D], dq_tile)
+            ds_buffer, ds_phase = advance_slot(ds_buffer, ds_phase, BUFFERS)
         barrier()
         mbarrier.arrive(keys.freed.index(buffer), count=1)
-        buffer, kv_phase = following(buffer, kv_phase, BUFFERS)
-        tile = next_tile(keys.number, keys.ready, buffer, kv_phase, GROUP)
+        buffer, kv_phase = advance_slot(buffer, kv_phase, BUFFERS)
+        tile = await_tile(keys.number, keys.ready, buffer, kv_phase, GROUP_WARPS)
     tma.store_wait(0)
 
 
@@ -272,7 +278,7 @@ def hopper_specialized_kernel(
     if OVERLAP:
         gdc_wait()
     KEYS: gl.constexpr = BLOCK_N // HALVES
-    gl.static_assert(num_warps == GROUP and KEYS == 64)
+    gl.static_assert(num_warps == GROUP_WARPS and KEYS == 64)
     dtype: gl.constexpr = q_desc.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
@@ -285,22 +291,28 @@ def hopper_specialized_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     number_smem = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1], flat)
-    keys = Keys(k_smem, v_smem, number_smem, ready=new_barriers(BUFFERS), freed=new_barriers(BUFFERS, HALVES + 1))
-    queries = Queries(
+    keys = KeyBuffers(
+        k_smem, v_smem, number_smem, ready=allocate_barriers(BUFFERS), freed=allocate_barriers(BUFFERS, HALVES + 1)
+    )
+    queries = QueryBuffers(
         q_smem, do_smem, lse_smem, delta_smem,
-        ready=new_barriers(STAGES), stats_ready=new_barriers(STAGES), freed=new_barriers(STAGES, HALVES),
+        ready=allocate_barriers(STAGES), stats_ready=allocate_barriers(STAGES), freed=allocate_barriers(STAGES, HALVES),
     )  # fmt: skip
-    gradients = ScoreGradients(ds_smem, ready=new_barriers(BUFFERS, HALVES), freed=new_barriers(BUFFERS))
+    gradients = GradientBuffers(ds_smem, ready=allocate_barriers(BUFFERS, HALVES), freed=allocate_barriers(BUFFERS))
     sequences = Sequences(start_ptr, length_ptr, heads, max_length, padded_length)
     # registers of a thread in the second group and on; the first has what is left of 512: 208
     gl.warp_specialize(
         [
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(0))),
-            (share_keys, (dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(1))),
-            (share_queries, (dq_desc, dq_smem, sequences, keys, gradients)),
-            (fetch_tiles, (
+            (sum_key_gradients, (
+                dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(0),
+            )),
+            (sum_key_gradients, (
+                dk_ptr, dv_ptr, scale, scale_log2, sequences, keys, queries, gradients, gl.constexpr(1),
+            )),
+            (sum_query_gradients, (dq_desc, dq_smem, sequences, keys, gradients)),
+            (fetch_backward_tiles, (
                 q_desc, k_desc, v_desc, do_desc, stats_ptr, taken_ptr, tiles, total, sequences, keys, queries,
             )),
         ],
-        [GROUP, GROUP, GROUP], [208, 72, 24],
+        [GROUP_WARPS, GROUP_WARPS, GROUP_WARPS], [208, 72, 24],
     )  # fmt: skip

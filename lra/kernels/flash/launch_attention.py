@@ -1,4 +1,4 @@
-"""What the operators do: choose a kernel, and launch it by the file that has it."""
+"""The work of the operators: choose a kernel and launch it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from lra.kernels import device
 from lra.kernels.device import Gpu
 from lra.kernels.flash.backward import launch_plain_backward
-from lra.kernels.flash.dispatch import Choice, choose_backward, choose_forward
+from lra.kernels.flash.dispatch import KernelChoice, choose_backward, choose_forward
 from lra.kernels.flash.forward import launch_plain_forward
 from lra.kernels.flash.hopper.backward import launch_hopper_backward
 from lra.kernels.flash.hopper.forward import launch_hopper_forward
 from lra.kernels.flash.hopper.forward_shared import launch_hopper_shared
 from lra.kernels.flash.problem import Problem
-from lra.kernels.library import note_kernel
+from lra.kernels.library import record_kernel
 
-FORWARD = {
+FORWARD_LAUNCHERS = {
     "forward": launch_plain_forward,
     "hopper_forward": launch_hopper_forward,
     "hopper_shared": launch_hopper_shared,
     "hopper_shared_short": launch_hopper_shared,
 }
-BACKWARD = {
+BACKWARD_LAUNCHERS = {
     "dkdv": launch_plain_backward,
     "dkdv_dq": launch_plain_backward,
     "hopper_backward": launch_hopper_backward,
@@ -33,33 +33,34 @@ BACKWARD = {
 }
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The result, contiguous `[T, H, D]`, and two statistics of the softmax of each score row, fp32 `[2, H, T]`.
+def launch_flash_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(Result, contiguous `[T, H, D]`; two statistics of the softmax of each row of scores, fp32 `[2, H, T]`).
 
-    The latter are those of `tiles.store_softmax`: the maximum of the raw scores, and what normalises the weights
-    relative to it. One log-sum-exp would lose the sum behind a large maximum. Rows past a length are never read.
+    `tiles.store_softmax` describes the statistics: the maximum of the raw scores, and a number that normalises the
+    weights relative to it. A single log-sum-exp would lose the sum behind a large maximum. Rows past a length are never
+    read.
     """
     with torch.cuda.device_of(q):
-        gpu = device.gpu(q.device)
+        gpu = device.describe_gpu(q.device)
         choice = choose_forward(problem, q, k, v, gpu)
         _note("forward", choice, gpu)
-        return FORWARD[choice.kernel](q, k, v, problem, choice)
+        return FORWARD_LAUNCHERS[choice.kernel](q, k, v, problem, choice)
 
 
-def launch_backward(
+def launch_flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax: Tensor, do: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous `[T, H, D]`; `do` is the gradient of the result, of any strides."""
+    """(dq, dk, dv), each contiguous `[T, H, D]`. `do` is the gradient of the result and may have any strides."""
     with torch.cuda.device_of(q):
-        gpu = device.gpu(q.device)
+        gpu = device.describe_gpu(q.device)
         choice = choose_backward(problem, q, k, v, gpu)
         _note("backward", choice, gpu)
-        return BACKWARD[choice.kernel](q, k, v, out, softmax, do, problem, choice)
+        return BACKWARD_LAUNCHERS[choice.kernel](q, k, v, out, softmax, do, problem, choice)
 
 
-def _note(part: str, choice: Choice, gpu: Gpu) -> None:
-    """For the run's result; and warn once on a Hopper GPU where nothing but its refusal keeps its kernels away."""
-    note_kernel(part, choice.kernel)
+def _note(part: str, choice: KernelChoice, gpu: Gpu) -> None:
+    """Record the kernel for the run's result. Warn once if a Hopper GPU could run its kernels but for `gpu.refusal`."""
+    record_kernel(part, choice.kernel)
     if choice.reason == gpu.refusal and gpu.capability[0] == 9:
         _warn(gpu.refusal)
 

@@ -1,8 +1,9 @@
-"""The end of the backward on Hopper: dQ in its own dtype, and what rows with extreme scores contribute.
+"""The end of the backward on Hopper: dQ in its own dtype, and the contribution of rows with extreme scores.
 
-The main pass knows of a row one number, its log-sum-exp in fp32. If scores are beyond `tiles.EXTREME` that has lost the
-sum of weights: of n keys that are all hidden by scores of -1e30 each would weigh 1, not 1 / n. So the main pass leaves
-such rows out, and they are done here, from the maximum and the sum apart. Most calls have none, and only look.
+The main pass knows one number of a row, its log-sum-exp in fp32. If scores lie beyond `tiles.EXTREME`, that number has
+lost the sum of weights: if scores of -1e30 hide all n keys, each key would weigh 1, not 1 / n. So the main pass leaves
+such rows out. The kernels here compute them from the maximum and the sum. Most calls have no such row, and only look
+for one.
 """
 
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -31,14 +32,14 @@ from lra.kernels.flash.tiles import (
     visit_list,
 )
 
-SIDE = 64  # of a tile of scores
-LOOKED_AT = 4096  # rows at a time
-CONVERTED = 4096  # elements of dQ that a program converts
+TILE_SIDE = 64  # rows and columns of a tile of scores
+EXTREME_SCAN_ROWS = 4096  # rows that `any_extreme` reads at a time
+CONVERTED_ELEMENTS = 4096  # elements of dQ that a program converts
 
 
 @triton.jit
 def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.constexpr):
-    """Whether a head of a sequence has a row with extreme scores; looks at ROWS at a time."""
+    """Whether a head of a sequence has a row with extreme scores. It reads ROWS rows at a time."""
     top_ptr = head_pointer(softmax_ptr, start, head, 1, total)
     found = 0
     for first in range(0, length, ROWS):
@@ -49,8 +50,8 @@ def any_extreme(softmax_ptr, start, head, total, length, scale_log2, ROWS: tl.co
 
 
 @triton.jit
-def convert_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, OVERLAP: tl.constexpr):
-    """dQ in its own dtype."""
+def convert_dq_kernel(sum_ptr, dq_ptr, scale, elements, ELEMENTS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Convert the fp32 sum of dQ to its own dtype."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -67,14 +68,14 @@ def extreme_rows_kernel(
     visits_ptr, layouts, tiles, by_key_ptr, by_key_layouts, by_key_tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
     heads, total, scale, scale_log2, delta_factor, threshold,
-    D: tl.constexpr, SIDE: tl.constexpr, LONGEST: tl.constexpr, LONGEST_BY_KEY: tl.constexpr, DROPOUT: tl.constexpr,
-    LOOKED_AT: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, SIDE: tl.constexpr, MAX_VISITS: tl.constexpr, MAX_VISITS_BY_KEY: tl.constexpr,
+    DROPOUT: tl.constexpr, SCAN_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program for each head of a sequence."""
+    """Add the contribution of extreme rows. There is one program for each head of a sequence."""
     program = tl.program_id(0)
     head, b = program % heads, program // heads
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-    extreme = any_extreme(softmax_ptr, start, head, total, length, scale_log2, LOOKED_AT)
+    extreme = any_extreme(softmax_ptr, start, head, total, length, scale_log2, SCAN_ROWS)
     if OVERLAP:
         gdc_wait()
     if extreme:
@@ -92,15 +93,15 @@ def extreme_rows_kernel(
         for first in range(0, length, SIDE):
             rows = first + tl.arange(0, SIDE)
             list_ptr, end = by_key_ptr, length
-            if LONGEST_BY_KEY:
+            if MAX_VISITS_BY_KEY:
                 list_ptr, end = visit_list(
-                    by_key_ptr, by_key_layouts, by_key_tiles, head, first // SIDE, length, SIDE, LONGEST_BY_KEY
+                    by_key_ptr, by_key_layouts, by_key_tiles, head, first // SIDE, length, SIDE, MAX_VISITS_BY_KEY
                 )
             dk, dv = sum_over_queries(  # pyright: ignore[reportGeneralTypeIssues] - typed as NoReturn
                 load_rows(k_ptr, rows, length, k_row, 1, D, D), load_rows(v_ptr, rows, length, v_row, 1, D, D),
                 q_ptr, do_ptr, softmax_ptr, delta_ptr, dq_ptr, list_ptr, key, first, 0, end,
                 start, length, head, heads, total, q_row, 1, do_row, 1, scale, scale_log2, delta_factor, threshold,
-                D, D, SIDE, SIDE, False, None, 0, LONGEST_BY_KEY, DROPOUT, False, True,
+                D, D, SIDE, SIDE, False, None, 0, MAX_VISITS_BY_KEY, DROPOUT, False, True,
             )  # fmt: skip
             dk = load_rows(dk_ptr, rows, length, row, 1, D, D) + dk * scale
             dv = load_rows(dv_ptr, rows, length, row, 1, D, D) + dv * (256.0 / (256 - threshold))
@@ -109,43 +110,44 @@ def extreme_rows_kernel(
 
             top, norm = load_softmax(softmax_ptr, start, head, heads, total, rows, length)
             list_ptr, end = visits_ptr, length
-            if LONGEST:
-                list_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first // SIDE, length, SIDE, LONGEST)
+            if MAX_VISITS:
+                list_ptr, end = visit_list(visits_ptr, layouts, tiles, head, first // SIDE, length, SIDE, MAX_VISITS)
             dq = sum_over_keys(
                 load_rows(q_ptr, rows, length, q_row, 1, D, D), load_rows(do_ptr, rows, length, do_row, 1, D, D),
                 top, norm, load_delta(delta_ptr, start, head, total, rows, length) * delta_factor,
                 k_ptr, v_ptr, list_ptr, key, first, end, length, k_row, 1, v_row, 1, scale_log2, threshold,
-                D, D, SIDE, SIDE, False, None, 0, LONGEST, DROPOUT,
+                D, D, SIDE, SIDE, False, None, 0, MAX_VISITS, DROPOUT,
             )  # fmt: skip
             offset = rows.to(tl.int64)[:, None] * row + tl.arange(0, D)[None, :]
             own = (rows < length) & is_extreme(top, scale_log2)
             tl.store(dq_ptr + offset, (dq * scale).to(dq_ptr.dtype.element_ty), mask=own[:, None])
 
 
-def finish(
+def finish_dq(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, softmax: Tensor, stats: Tensor, dq_sum: Tensor, dk: Tensor, dv: Tensor,
     problem: Problem,
 ) -> Tensor:  # fmt: skip
-    """dQ, `[T, H, D]`, of its sum; adds to dk and dv what extreme rows contribute.
+    """dQ, `[T, H, D]`, from its fp32 sum. It adds the contribution of extreme rows to dq, dk and dv.
 
-    `stats` is of `backward.prepare_kernel`: its second part is -r * delta with the keep rate r of dropout.
+    `stats` comes from `backward.prepare_backward_kernel`. Its second part is -r * delta with the keep rate r of
+    dropout.
     """
     total, heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    *visits, longest = problem.visits(SIDE, SIDE, q.device)
-    *by_key, longest_by_key = problem.visits(SIDE, SIDE, q.device, by_key=True)
+    *visits, max_visits = problem.visits(TILE_SIDE, TILE_SIDE, q.device)
+    *by_key, max_visits_by_key = problem.visits(TILE_SIDE, TILE_SIDE, q.device, by_key=True)
     strides = (stride for x in (q, k, v, do) for stride in x.stride()[:2])
-    overlap = device.overlap(q.device)
+    overlap = device.overlap_options(q.device)
     with torch.cuda.device_of(q):
-        convert_kernel[(triton.cdiv(dq.numel(), CONVERTED),)](
-            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED, **overlap
+        convert_dq_kernel[(triton.cdiv(dq.numel(), CONVERTED_ELEMENTS),)](
+            dq_sum, dq, problem.scale, dq.numel(), ELEMENTS=CONVERTED_ELEMENTS, **overlap
         )
         extreme_rows_kernel[(heads * problem.size,)](
             q, k, v, do, softmax, stats[1], dq, dk, dv,
             problem.start, problem.length, problem.seed, problem.index, *visits, *by_key, *strides,
             heads, total, problem.scale, problem.scale * LOG2_E, -256.0 / (256 - problem.threshold),
-            problem.threshold, D=head_dim, SIDE=SIDE, LONGEST=longest, LONGEST_BY_KEY=longest_by_key,
-            DROPOUT=problem.threshold > 0, LOOKED_AT=LOOKED_AT, **overlap,
+            problem.threshold, D=head_dim, SIDE=TILE_SIDE, MAX_VISITS=max_visits, MAX_VISITS_BY_KEY=max_visits_by_key,
+            DROPOUT=problem.threshold > 0, SCAN_ROWS=EXTREME_SCAN_ROWS, **overlap,
             num_warps=4 if head_dim <= 64 else 8, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
     return dq

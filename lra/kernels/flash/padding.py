@@ -1,4 +1,4 @@
-"""Ragged rows as a padded batch and back, for the paths in plain PyTorch. Waits for no device."""
+"""Ragged rows as a padded batch and back, for the fallbacks in plain PyTorch. Nothing here waits for a device."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from lra.kernels.flash.problem import Problem
 
 
-def slots(problem: Problem, total: int) -> Tensor:
-    """`[B, N]`, the row of each place, of T = `total`; T, which is none, past each length."""
+def row_slots(problem: Problem, total: int) -> Tensor:
+    """`[B, N]`: the row of each place of the padded batch. Past each length it is `total`, which is no row."""
     position = torch.arange(problem.max_length, device=problem.start.device)
     return torch.where(position < problem.length[:, None], problem.start[:, None] + position, total)
 
 
-def pad(rows: Tensor, slot: Tensor) -> Tensor:
-    """`[T, H, D]` to `[B, H, N, D]`, zeros past each length whatever the rows there hold."""
+def pad_rows(rows: Tensor, slot: Tensor) -> Tensor:
+    """`[T, H, D]` to `[B, H, N, D]`, with zeros past each length whatever the rows there hold."""
     with_zero_row = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     return with_zero_row.index_select(0, slot.flatten()).unflatten(0, slot.shape).transpose(1, 2)
 
 
-def unpad(padded: Tensor, slot: Tensor, total: int) -> Tensor:
-    """`[B, H, N, D]` to `[T, H, D]`, zeros in rows that no sequence owns."""
+def unpad_rows(padded: Tensor, slot: Tensor, total: int) -> Tensor:
+    """`[B, H, N, D]` to `[T, H, D]`, with zeros in rows that no sequence owns."""
     rows = padded.transpose(1, 2).flatten(0, 1)
     return rows.new_zeros(total + 1, *rows.shape[1:]).index_copy(0, slot.flatten(), rows)[:total]
