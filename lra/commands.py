@@ -1,4 +1,4 @@
-"""The groups and verbs of the command line. A verb names what parses its arguments, which can then be parsed alone."""
+"""The groups and verbs of the command line. A verb names its parser, so a command can be parsed without running it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def verb(
 
 
 def parse_command(root: typer.Typer, arguments: Sequence[str]) -> Any:
-    """What the arguments of a command are parsed to, without running it: its options, or the composed configuration.
+    """Parses the arguments of a command without running it; returns its options or the composed configuration.
 
     Args:
         root: `app`, once its verbs are added.

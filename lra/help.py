@@ -11,18 +11,10 @@ from lra.completion import selector_names
 from lra.terminal import Terminal
 
 FIT_EXAMPLE = "lra fit task=listops attn=flash recipe=demo trainer.steps=500"
-COMMON_FIELDS = {
-    "trainer.steps": "optimisation steps",
-    "trainer.devices": "GPUs of this machine",
-    "optim.lr": "largest learning rate",
-    "batch.size": "examples a step, over all devices",
-    "batch.micro": "examples a device holds at once: smaller takes less memory",
-    "model.layers": "Transformer blocks",
-    "model.d_model": "width, a multiple of model.heads",
-    "seed": "of weights, data order and dropout",
-    "name": "names the run's folder",
-    "resume": "auto goes on with an unfinished run",
-}
+COMMON_FIELDS = (
+    "trainer.steps", "trainer.devices", "optim.lr", "batch.size", "batch.micro", "model.layers", "model.d_model",
+    "seed", "name", "resume",
+)  # fmt: skip
 
 
 class FitCommand(typer.core.TyperCommand):
@@ -42,7 +34,11 @@ class FitCommand(typer.core.TyperCommand):
 
 def help_sections() -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of two columns, each after its title."""
+    from lra.config.fields import describe_fields
+    from lra.config.schema import RunConfig
+
+    meanings = {field.name: field.meaning for field in describe_fields(RunConfig(task=None, attn=None))}
     return [
-        (f"Example: {FIT_EXAMPLE}", [(f"{field}=", ", ".join(names)) for field, names in selector_names().items()]),
-        ("The fields that are set most", [(f"{field}=", what) for field, what in COMMON_FIELDS.items()]),
+        (f"Example: {FIT_EXAMPLE}", [(f"{name}=", ", ".join(names)) for name, names in selector_names().items()]),
+        ("The fields that are set most", [(f"{name}=", meanings[name]) for name in COMMON_FIELDS]),
     ]

@@ -22,4 +22,4 @@ def test_help_of_fit_shows_an_example_and_what_can_be_named():
 
 def test_the_example_in_the_help_is_a_command_and_its_fields_exist():
     composed = parse_command(app, FIT_EXAMPLE.split()[1:])
-    assert COMMON_FIELDS.keys() <= composed.origin.keys()
+    assert set(COMMON_FIELDS) <= composed.origin.keys()

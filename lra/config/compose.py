@@ -47,9 +47,9 @@ def compose(
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
 
     Args:
-        locate: the value of `init=` for the arguments of the run that a recipe starts this one from; without it
-            recipes start nothing.
-        default: the recipe where the arguments name none; without it the task's.
+        locate: returns the value of `init=` for the arguments of the run that a recipe starts this one from. Without
+            it recipes start nothing.
+        default: the recipe if the arguments name none. Without it the task's own recipe.
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
@@ -116,7 +116,7 @@ def restore(
 ) -> Any:
     """The configuration that `to_dict` wrote, with `attn=` and `field=value` arguments on top.
 
-    What an older one lacks has the value that the schema states as `later_fields`, by its complete name.
+    A field that an older configuration lacks gets the value that the schema states for it in `later_fields`.
     """
     selected, overrides = _split_selectors(args, (*registries, "recipe"))
     if "recipe" in selected:
@@ -160,7 +160,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
-    """Fields in which two plain configurations differ, as `field: old -> new`; of those `ignored` none."""
+    """The fields in which two plain configurations differ, as `field: old -> new`, without those `ignored`."""
     a, b = dict(flatten(old)), dict(flatten(new))
     fields = sorted((a | b).keys() - set(ignored))
     return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
@@ -168,16 +168,16 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Co
 
 FROM_DEFAULT, FROM_COMMAND_LINE = "default", "command line"
 MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to four
-# the arguments of the runs that start, one from the other, from what is composed
+# the arguments of the runs that wait for the one that is composed: each starts from the next
 _stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
-# fields that say where a run starts and lies: the run that it starts from is given others
+# fields that say where a run starts and where it lies: the run before it does not inherit them
 RUN_FIELDS = ("init", "head", "name", "resume", "positions.resize", "positions.scale")
 
 
 def _matching_rules(
     label: str, rules: Sequence[Mapping[str, Any]], tree: _Tree, selected: Mapping[str, str]
 ) -> list[Mapping[str, Any]]:
-    """The rules whose `when` holds; UsageError if one for what is selected asks for a field that this has not."""
+    """The rules whose `when` holds. Raises a UsageError if a rule for what is selected names an unknown field."""
     holding = []
     for rule in rules:
         when = dict(flatten(rule["when"]))
@@ -207,7 +207,7 @@ def _starting_arguments(
 
 @contextmanager
 def _in_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
-    """While a run is composed that others start from; UsageError if its chain of them does not end."""
+    """Guards the composing of a run that others start from. Raises a UsageError if their chain does not end."""
     after = _stages_after.get()
     if start in after or len(after) == MAX_STAGES:
         what = "starts from itself" if start in after else f"has more than {MAX_STAGES} runs after it"
@@ -224,7 +224,7 @@ def _in_chain(label: str, start: tuple[Override, ...]) -> Iterator[None]:
 def _split_selectors(
     args: Iterable[str | Override], selectors: Collection[str]
 ) -> tuple[dict[str, str], list[Override]]:
-    """What the selectors among the arguments choose, and the other arguments."""
+    """Returns the text of each selector that is given, and the other arguments."""
     overrides = parse_overrides(args)
     selected = {override.field: override.text for override in overrides if override.field in selectors}
     return selected, [override for override in overrides if override.field not in selectors]
@@ -238,7 +238,7 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 class _Tree:
-    """The fields of a configuration under construction: names, types, values and where from."""
+    """The fields of a configuration under construction: names, types, values and their origins."""
 
     def __init__(self, schema: type, nodes: Mapping[str, type]):
         self.example = schema(**{name: node() for name, node in nodes.items()})
@@ -257,7 +257,7 @@ class _Tree:
                 self.values[field], self.hints[field] = value, hint
 
     def copy(self) -> _Tree:
-        """The same fields, which may then be set otherwise."""
+        """A copy whose fields may be set apart from these."""
         other = copy.copy(self)
         other.values, other.origin = dict(self.values), dict(self.origin)
         return other
@@ -276,8 +276,8 @@ class _Tree:
     def finish(self) -> Any:
         """The configuration of a new run, with fields of `multiples` made smaller until they divide what was given.
 
-        A field that is given too stays. So does one whose nearest divisor is smaller by a factor of more than ten: the
-        run would validate or log far too often. The configuration then refuses it.
+        A field that was given stays as it is. So does a field whose nearest divisor is less than a tenth of it, as the
+        run would validate or log far too often; the configuration then refuses it.
         """
         changed = {FROM_COMMAND_LINE}
         for whole, part in getattr(self.example, "multiples", ()):
@@ -294,7 +294,7 @@ class _Tree:
         return self.build()
 
     def build(self) -> Any:
-        """The configuration; UsageError for a value that is none of its field's."""
+        """Returns the configuration. Raises a UsageError for a value that its field can't have."""
         values = {field: self.typed(field) for field in self.values}
         built = self._built(self.example, values)
         for field, value in values.items():
@@ -311,7 +311,7 @@ class _Tree:
         })  # fmt: skip
 
     def typed(self, field: str) -> Any:
-        """A field's value, of the field's type; UsageError if it can't be."""
+        """Returns a field's value in the field's type. Raises a UsageError if the value does not fit."""
         value = self.values[field]
         if self.origin[field] == FROM_DEFAULT:
             return value
@@ -330,7 +330,7 @@ class _Tree:
         return tuple(sorted((Override(*item) for item in self.given.items()), key=str))
 
     def resolve(self, field: str) -> str:
-        """The complete name of a field; a task's fields may be written without `task.`."""
+        """Returns the complete name of a field. Fields of a task may be written without `task.`."""
         short = f"task.{field}"
         return short if field not in self.origin and short in self.origin else field
 

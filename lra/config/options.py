@@ -15,7 +15,7 @@ OptionsT = TypeVar("OptionsT")
 
 
 def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label: str = "", **preset: Any) -> OptionsT:
-    """A `schema` of the arguments, then of `preset`, then of the defaults.
+    """Returns a `schema` with the values of the arguments, else those of `preset`, else the defaults.
 
     Fields may be of the types that `convert_value` takes. Raises UsageError, which starts with `label`, for a field
     that is unknown or given twice, and for a value that its field can't have.
@@ -35,7 +35,7 @@ def parse_options(schema: type[OptionsT], args: Iterable[str | Override], label:
 
 
 def split_options(schema: type[OptionsT], args: Iterable[str | Override]) -> tuple[OptionsT, list[Override]]:
-    """A `schema` of those arguments that are its fields, as `parse_options` has it, and the other arguments."""
+    """Returns a `schema` of the arguments that are its fields, as `parse_options` does, and the other arguments."""
     own, others, names = [], [], _names(schema)
     for override in parse_overrides(args):
         (own if override.field in names else others).append(override)
@@ -43,14 +43,14 @@ def split_options(schema: type[OptionsT], args: Iterable[str | Override]) -> tup
 
 
 def refuse_repeats(**lists: Sequence[Any] | None) -> None:
-    """UsageError for a list, under the name of its field, that has something twice."""
+    """Raises a UsageError for a list that has an item twice. Each list is given under the name of its field."""
     for name, given in lists.items():
         if given and len(set(given)) < len(given):
             raise UsageError(f"{name}={','.join(map(str, given))} names one twice")
 
 
 def recorded_options(options: Any) -> dict[str, Any]:
-    """What a result states of them: not where it lies."""
+    """Returns what a result records of a verb's options: all but where it writes files."""
     return {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "plots")}
 
 

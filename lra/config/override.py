@@ -1,4 +1,4 @@
-"""`field=value`: split once, where it comes in, and its text made a value of the field's type."""
+"""Splits `field=value` arguments once, and makes their texts values of the fields' types."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Override:
 def parse_overrides(
     args: Iterable[str | Override], label: str = "", may_be_empty: bool = False
 ) -> tuple[Override, ...]:
-    """The arguments as overrides. One that is an override already stays as it is.
+    """Returns the arguments as overrides. An argument that is an override already stays as it is.
 
     Raises UsageError, whose text starts with `label`, for an argument of another form, and for a field that is given
     twice. `field=` without a text is of another form unless texts `may_be_empty`.
@@ -47,7 +47,7 @@ def parse_overrides(
 
 
 def convert_value(value: Any, hint: Any, given: str) -> Any:
-    """The value of a field, from a text or from what YAML has.
+    """Returns the value of a field, made from a text or from a value of YAML.
 
     Args:
         hint: the field's type: bool, int, float, str, Literal, `X | None`, or a tuple of these, whose text has commas
@@ -63,7 +63,7 @@ def convert_value(value: Any, hint: Any, given: str) -> Any:
 
 
 def refuse_large_integers(given: str, value: Any, most: int = LARGEST_INTEGER) -> None:
-    """UsageError if a value is an integer, or a tuple with one, that is further from 0 than `most`."""
+    """Raises a UsageError if a value, or an item of a tuple, is an integer further from 0 than `most`."""
     for part in value if isinstance(value, tuple) else (value,):
         if isinstance(part, int) and abs(part) > most:
             raise UsageError(f"{given} is too large: use at most {LARGEST_INTEGER}")

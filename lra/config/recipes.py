@@ -1,4 +1,4 @@
-"""The YAML files of `configs`: read, and refused where form or names are wrong."""
+"""Reads the YAML files of `configs`, and refuses a file whose form or names are wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recipe_names() -> list[str]:
 
 
 def read_task(name: str) -> dict[str, Any]:
-    """A task's YAML: its default `recipe`, and values of fields; empty of a task without one."""
+    """Returns a task's YAML: its default `recipe` and values of fields. Empty for a task without a file."""
     return read_package_yaml("task", name) if name in config_names("task") else {}
 
 
@@ -45,7 +45,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
-    """Each part of a recipe and what it must be; those within it when that has been found so."""
+    """Yields each part of a recipe with the type it must have. The parts within a part follow once that is checked."""
     for section, kind in (
         ("about", str), ("source", str), ("defaults", dict), ("tasks", dict), ("attns", dict), ("start", list)
     ):  # fmt: skip
@@ -64,7 +64,7 @@ def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
 
 
 def read_package_yaml(folder: str, name: str) -> dict[str, Any]:
-    """`configs/<folder>/<name>.yaml`; not to be written to, as it is kept."""
+    """Returns `configs/<folder>/<name>.yaml`. Callers must not change it, as it is cached."""
     file = CONFIGS_FOLDER / folder / f"{name}.yaml"
     try:
         return _loaded(file, file.stat().st_mtime_ns)
@@ -82,7 +82,7 @@ def _loaded(file: Path, changed: int) -> dict[str, Any]:
 
 
 def check_recipe_names(label: str, recipe: Mapping[str, Any], registries: Mapping[str, Registry]) -> None:
-    """UsageError for a name in a recipe that nothing has: what is said of it would never count."""
+    """Raises a UsageError for an unknown name in a recipe, as what stands below it would never apply."""
     tasks, attns, rules = recipe.get("tasks") or {}, recipe.get("attns") or {}, recipe.get("start") or ()
     known = {name: registry.catalogue() for name, registry in registries.items()}
     named: list[tuple[str, Iterable[str], Iterable[str]]] = [

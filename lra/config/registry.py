@@ -30,11 +30,11 @@ class CatalogueEntry:
     summary: str  # first line of the class's docstring
     facts: dict[str, Any]  # the keyword arguments of its register(...)
     requires: tuple[str, ...] = ()  # optional packages it imports when used
-    lacks: str = ""  # what its declaration lacks; then nothing else here need be so
+    lacks: str = ""  # what its declaration lacks; the other facts may then be wrong
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What its declaration lacks, or the requirements that nothing here meets, `a or b` of alternatives."""
+        """What the declaration lacks, or else the requirements that this machine does not meet."""
         if self.lacks:
             return (self.lacks,)
         choices = (requirement.split("|") for requirement in self.requires)
@@ -47,7 +47,7 @@ class Registry:
     A component is one file, or several alike share one: `@REGISTRY.register("name", fact=value, ...)` above a class
     with a nested dataclass `Config`. The facts are literals, so that `catalogue()` answers from the source alone; on
     import they become an instance of the registry's `facts` dataclass on the class. Another installed package adds a
-    component by an entry point `name = "module"` of the group `entry_points`; its name must be nobody else's.
+    component by an entry point `name = "module"` of the group `entry_points`. No other component may have its name.
     """
 
     def __init__(self, kind: str, package: str, facts: type, entry_points: str | None = None):
@@ -55,9 +55,12 @@ class Registry:
         self._classes: dict[str, Any] = {}
 
     def register(self, name: str, *, requires: tuple[str, ...] = (), **facts: Any) -> Callable[[_Class], _Class]:
-        """Adds a class. `requires` names optional packages; `get` reads it from the source, before the import.
+        """Adds a class.
 
-        A requirement may list alternatives, `"a|b|$FILE"`; `$FILE` is an environment variable that names a file.
+        Args:
+            requires: optional packages, which `get` reads from the source before the import. A requirement may list
+                alternatives, `"a|b|$FILE"`; `$FILE` is an environment variable that names a file.
+            facts: literals, the fields of the registry's `facts`.
         """
 
         def add(cls: _Class) -> _Class:
@@ -73,7 +76,7 @@ class Registry:
         return add
 
     def catalogue(self) -> dict[str, CatalogueEntry]:
-        """Every component by name, without importing any; what is declared badly `lacks` something."""
+        """Returns every component by name and imports none. A component that is declared badly `lacks` something."""
         entries = self.builtins()
         for name, points in self._entry_points.items():
             owners = [_owning_package(point) for point in points]
@@ -84,7 +87,7 @@ class Registry:
         return dict(sorted(entries.items()))
 
     def builtins(self) -> dict[str, CatalogueEntry]:
-        """Every component of the registry's own package, by name, without importing any."""
+        """Returns every component of the registry's own package by name, and imports none."""
         spec = importlib.util.find_spec(self.package)
         assert spec is not None and spec.submodule_search_locations, self.package
         found: dict[str, list[CatalogueEntry]] = {}
@@ -98,11 +101,11 @@ class Registry:
         }
 
     def facts_of(self, entry: CatalogueEntry) -> Any:
-        """An entry's facts, with the defaults of those it leaves out: an instance of the registry's `facts`."""
+        """Returns an entry's facts as an instance of the registry's `facts`, which has the defaults."""
         return self.facts(**entry.facts)
 
     def get(self, name: str) -> Any:
-        """The class registered as `name`; UsageError, with a suggestion, if there is none or it can't be had."""
+        """Returns the class registered as `name`. Raises a UsageError that says what to do if it can't be used."""
         catalogue = self.catalogue()
         entry = catalogue.get(name)
         if entry and entry.lacks:  # even if it is imported: another one may have taken its name
@@ -118,14 +121,14 @@ class Registry:
 
     @cached_property  # the installed packages are read once
     def _entry_points(self) -> dict[str, list[EntryPoint]]:
-        """The entry points of the registry's group by name, which more than one package may have taken."""
+        """The entry points of the registry's group by name. Several packages may have taken the same name."""
         found: dict[str, list[EntryPoint]] = {}
         for point in entry_points(group=self.entry_points) if self.entry_points else ():
             found.setdefault(point.name, []).append(point)
         return found
 
     def _entries_of(self, file: Path) -> Sequence[CatalogueEntry]:
-        """What a file of the registry's own package declares; under the file's name, why that can't be read."""
+        """Returns the components that a file of the registry's package declares, or one that says what is wrong."""
         module = f"{self.package}.{file.stem}"
         try:
             entries = _read_entries(file, module, file.stat().st_mtime_ns)
@@ -183,17 +186,17 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _clashing_entry(entry: CatalogueEntry, owners: Iterable[str]) -> CatalogueEntry:
-    """One of several of the same name."""
+    """Returns an entry for a name that several components have."""
     return replace(entry, lacks=f"a name of its own, as {' and '.join(sorted(owners))} have a '{entry.name}'")
 
 
 def _source_path(module: str) -> str:
-    """A file of the registry's own package, as its user knows it."""
+    """Returns the file of a module in the registry's own package."""
     return f"{module.replace('.', '/')}.py"
 
 
 def _find_source(module: str) -> Path | None:
-    """A module's file, found without importing its parents; None if there is none."""
+    """Returns a module's file without importing its parents, or None if there is none."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for name in rest:
@@ -212,7 +215,7 @@ def _is_installed(name: str) -> bool:
 
 
 def describe_unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that does not exist: the nearest ones, or all of them."""
+    """Returns the message for an unknown name. It suggests the nearest name, or else lists all."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} '{name}': " + (
         f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(sorted(known))}"

@@ -1,4 +1,4 @@
-"""Every field of a run, except those that the chosen task and attention declare themselves."""
+"""The fields of every run. The chosen task and attention declare their own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any, ClassVar, Literal
 from lra.config.compose import to_dict
 from lra.errors import UsageError
 
-# fields of tasks that older runs lack, and what they did
+# fields of tasks that older runs lack, and the values by which those runs computed
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
 def check_at_least(limit: int, section: str, config: Any, *names: str) -> None:
-    """UsageError for the first of a configuration's fields that is below `limit`; null is not."""
+    """Raises a UsageError for the first field of a configuration that is below `limit`. Null passes."""
     for name in names:
         if (value := getattr(config, name)) is not None and value < limit:
             raise UsageError(f"{section}.{name}={value} must be at least {limit}")
 
 
 def check_at_most(limit: int, section: str, config: Any, *names: str) -> None:
-    """UsageError for the first of a configuration's fields that is above `limit`, far beyond what anybody trains.
+    """Raises a UsageError for the first field of a configuration that is above `limit`, or has an item above it.
 
-    A number with some digits too many would end in a traceback, or with all memory taken. Null is not above it, each
-    of a list is looked at, and the section of a verb's own options is empty.
+    The limit is far beyond what anybody trains: a number with too many digits would end in a traceback, or take all
+    memory. Null passes. `section` is empty for the options of a verb.
     """
     for name in names:
         given = getattr(config, name)
@@ -36,7 +36,7 @@ def check_at_most(limit: int, section: str, config: Any, *names: str) -> None:
 
 
 def check_dropout_rate(name: str, dropout: float) -> None:
-    """UsageError for dropout that is none or all, in the steps of 1/256 that it has."""
+    """Raises a UsageError if a dropout rate, rounded to 1/256, drops everything, or nothing although it is not 0."""
     dropped = round(256 * dropout)
     if dropped == 256 or (dropout and not dropped):
         mend = "use at most 0.998" if dropped else "use 0, or at least 0.002"
@@ -100,7 +100,7 @@ OPTIM_OPTIONS = {
 class OptimConfig:
     """One of PyTorch's optimisers, with a warmed-up learning rate.
 
-    Its options mean what PyTorch's documentation says. An option that it does not have is null.
+    Options mean what PyTorch's documentation says. An option is null if the optimiser does not have it.
     """
 
     name: OptimizerName = "adamw"  # PyTorch's optimiser
@@ -119,7 +119,7 @@ class OptimConfig:
     warmup: int = 0  # steps in which the learning rate rises linearly
 
     def options(self) -> dict[str, Any]:
-        """What PyTorch's optimiser of this name is given."""
+        """The arguments of PyTorch's optimiser of this name."""
         named = {name: getattr(self, name) for name, having in OPTIM_OPTIONS.items() if self.name in having}
         return {"lr": self.lr, "weight_decay": self.weight_decay} | named
 
@@ -159,13 +159,13 @@ class BatchConfig:
     """Examples per optimisation step, and their layout. An example is a sequence, for Retrieval a pair of them."""
 
     size: int = 32  # examples of an optimisation step, over all devices
-    micro: int | None = None  # examples that a device holds at once; the rest of its share is accumulated; null: all
+    micro: int | None = None  # examples that a device holds at once: fewer take less memory; null: its whole share
     eval: int = 64  # examples of an evaluation batch on each device
     # packed: no gaps between sequences; padded: all as long as the longest
     layout: Literal["packed", "padded"] = "packed"
 
     def divide(self, devices: int) -> tuple[int, int]:
-        """(examples of one device, examples it holds at once), of every step."""
+        """(examples of one device in a step, examples that it holds at once)."""
         share = self.size // devices
         return share, min(self.micro or share, share)
 
@@ -190,7 +190,7 @@ class TrainerConfig:
 
     @property
     def stride(self) -> int:
-        """Steps that are one batch to Lightning, whose loop around a batch takes as long as a small model's step."""
+        """Steps that Lightning sees as one batch: its own work around a batch takes as long as a small model's step."""
         return max(count for count in range(1, 11) if self.log_every % count == 0)
 
     def __post_init__(self) -> None:
@@ -250,7 +250,9 @@ class RunConfig:
     head: Literal["kept", "fresh"] | None = None  # classifier of init=; null: kept if its shapes agree, else fresh
     positions: PositionsConfig = field(default_factory=PositionsConfig)
     name: str | None = None  # name of the run's folder, instead of recipe and given fields
-    resume: str = "false"  # false, true (an error if there is nothing), auto, or a checkpoint's path
+    resume: str = (
+        "false"  # go on with a run: false, true (it must be there), auto (if it is there), or a checkpoint's path
+    )
     # changed: resume even if this lra draws other random numbers than the checkpoint
     draws: Literal["same", "changed"] = "same"
 
