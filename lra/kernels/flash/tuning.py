@@ -71,7 +71,8 @@ class TileTable(NamedTuple):
     sources: str  # `sources()` of the kernels that were measured
     tiles: dict[TileKey, Tile]
     microseconds: dict[TileKey, float]  # the time of the pass with that tile
-    made: dict[TileKey, dict[str, Any]]  # what a row states if another session measured it: `lra.bench.records.session_of`
+    # what a row states if another session measured it: `lra.bench.records.session_of`
+    made: dict[TileKey, dict[str, Any]]
 
 
 def find_tile(kernel: str, dtype: torch.dtype, block_d: int, dropout: bool, layout: Layout | None = None) -> Tile:
