@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 KERNEL_GROUPS = {
     # templates are products
     "layers": r"^(fold|unfold|sum|(project|feed_forward|embed|table|pool)\w*)_kernel|^triton_(?!tem_|flex_)|embedding",
-    "attention": r"^(hopper_\w+|forward\w*|backward|prepare|convert|extreme_rows|delta|dkdv|dq)_kernel"
+    "attention": r"^(hopper_\w+|forward\w*|softmax_\w+|prepare_backward|convert_dq|extreme_rows|delta|dkdv|dq)_kernel"
     r"|flash|fmha|sdpa|flex_",
     "matrix products": r"^triton_tem_|nvjet|gemm|gemv|cutlass|cublas|xmma|splitk",
     "optimiser": r"multi_tensor|foreach|adam|CatArray",  # also sums of gradients and their norm

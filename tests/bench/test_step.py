@@ -154,7 +154,7 @@ def test_two_sequences_with_one_label(without_graphs, tmp_path):
 def test_the_bare_loop_has_pytorchs_layers(without_graphs, monkeypatch):
     """What surrounds attention is computed by our kernels in the others, where these take it."""
     asked: list[str] = []
-    names = "takes_projection", "takes_feed_forward"
+    names = "supports_projection", "supports_feed_forward"
     for name in names:
         monkeypatch.setattr(transformer, name, lambda *_, name=name: asked.append(name))
     (bare,) = measure_step(tiny("loops=bare", "profile=false")).loops

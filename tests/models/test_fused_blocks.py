@@ -43,7 +43,7 @@ def trained(model: Encoder, compiled: bool = False) -> list[Tensor]:
 def taken(monkeypatch):
     """Blocks call the operators on a CPU, too, where these are their definition, in fp32; how often, and pooled."""
     calls: list[int] = []
-    for name in ("takes_projection", "takes_feed_forward"):
+    for name in ("supports_projection", "supports_feed_forward"):
         monkeypatch.setattr(transformer, name, lambda *_: calls.append(1) or True)
     pooled = transformer.pooled_feed_forward
     monkeypatch.setattr(transformer, "pooled_feed_forward", lambda *a, **b: calls.append(1) or pooled(*a, **b))
@@ -86,7 +86,7 @@ def test_another_pooling_than_the_mean_is_not_fused(pooling, taken):
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
 def test_what_is_compiled_once_serves_any_number_of_rows(positions, monkeypatch):
     """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
-    for name in ("takes_projection", "takes_feed_forward"):  # a count would be compiled into it
+    for name in ("supports_projection", "supports_feed_forward"):  # a count would be compiled into it
         monkeypatch.setattr(transformer, name, lambda *_: True)
     model = encoder(positions)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

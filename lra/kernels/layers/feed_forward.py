@@ -50,15 +50,15 @@ from lra.kernels.layers.rows import (
 )
 
 # The arguments of a group of warps: those of the kernel, and tiles in shared memory.
-FeedForwardWeights = namedtuple("Weights", "out up down")  # as `load_feed_forward_weights` describes them
+FeedForwardWeights = namedtuple("FeedForwardWeights", "out up down")  # as `load_feed_forward_weights` describes them
 FeedForwardArguments = namedtuple(
-    "Forward",
+    "FeedForwardArguments",
     "o_ptr x_desc y_ptr xhat_ptr rstd_ptr keys_ptr final_rstd_ptr weights out_bias up_bias down_bias x_tiles ready "
     "rows eps final_eps site threshold",
 )
-PooledArguments = namedtuple("Pooled", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
+PooledArguments = namedtuple("PooledArguments", "dsums_ptr of_row_ptr final_ptr final_rstd_ptr")
 FeedForwardBackwardArguments = namedtuple(
-    "Backward",
+    "FeedForwardBackwardArguments",
     "dy_desc pooled xhat_ptr rstd_ptr keys_ptr weights up_bias dx_ptr do_ptr dout_ptr du_ptr h_ptr ddown_ptr "
     "dy_tiles ready rows site threshold",
 )

@@ -42,10 +42,11 @@ from lra.kernels.layers.rows import (
 
 # The arguments of a group of warps: those of the kernel, and tiles in shared memory.
 ProjectionArguments = namedtuple(
-    "Forward", "x_desc q_ptr k_ptr v_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps"
+    "ProjectionArguments",
+    "x_desc q_ptr k_ptr v_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr weight bias x_tiles ready rows eps",
 )
 ProjectionBackwardArguments = namedtuple(
-    "Backward",
+    "ProjectionBackwardArguments",
     "dq_desc dk_desc dv_desc dy_ptr xhat_ptr rstd_ptr cos_ptr sin_ptr dx_ptr back_q_ptr back_k_ptr weight buffers "
     "ready rows",
 )

@@ -41,7 +41,7 @@ class SavedForBackward(NamedTuple):
 
 
 # The results of the backward of these layers. dnorm, `[2, D]`, has the gradients of gain and shift.
-LayerGradients = namedtuple("Gradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
+LayerGradients = namedtuple("LayerGradients", "do dx dout dup ddown dout_bias dup_bias ddown_bias dnorm")
 
 
 def feed_forward(
