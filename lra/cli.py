@@ -215,6 +215,14 @@ def config_show(fields: Fields = None) -> None:
     console.print(table, soft_wrap=False)
 
 
+@verb(config_app, "stages", "lra.training.fit:configure")
+def config_stages(fields: Fields = None) -> None:
+    """The chain of runs that a recipe makes for one: their steps, state, time and changes."""
+    from lra.experiments.grid.stages import list_stages
+
+    print_rows(*list_stages(fields or ()))
+
+
 @verb(data_app, "prepare", "lra.training.data_verbs:parse_prepare")
 def data_prepare(fields: TaskFields = None) -> None:
     """Generate or import a task's data; force=true replaces what is there."""

@@ -64,11 +64,11 @@ def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds
         if not state.final:
             place = cell.column, cell.attn
             if place not in paces:
-                paces[place] = _pace(cell, alone)
+                paces[place] = steps_per_second(cell, alone)
             text, known = "unknown", paces[place]
             if known is not None:
                 pace, source = known
-                seconds = _steps(cell, state) / pace
+                seconds = steps_left(cell, state) / pace
                 text = format_duration(seconds)
                 (times if cell in left else elsewhere)[cell.directory.path] = seconds
                 if cell in left:
@@ -93,7 +93,7 @@ def make_plan(states: CellStates, slots: int, places: int, alone: MeasuredSpeeds
     return Reproduction([("cells", header, rows)], lines)
 
 
-def _pace(cell: Cell, alone: MeasuredSpeeds) -> tuple[float, str] | None:
+def steps_per_second(cell: Cell, alone: MeasuredSpeeds) -> tuple[float, str] | None:
     """Steps per second with nothing else on the GPU, and their source; None if they are not known."""
     run = cell.composed.config
     results = map(read_result, sorted((RUNS_FOLDER / run.task.name / run.attn.name).glob("*/result.json")))
@@ -124,7 +124,7 @@ def _takes_the_same(config: dict[str, Any], cell: Cell) -> bool:
     return not list_differences(config, cell.directory.config, FIELDS_WITHOUT_PACE)
 
 
-def _steps(cell: Cell, state: CellState) -> int:
+def steps_left(cell: Cell, state: CellState) -> int:
     """The steps that are left."""
     done = 0
     if state.status == "running elsewhere":
