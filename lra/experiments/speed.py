@@ -219,10 +219,12 @@ def default_file(table: Grid) -> Path:
 def read_named_file(table: Grid, file: Path, recipe: str) -> SpeedFile:
     """The file in `speed=`, as `read_speeds`. UsageError if it is of another recipe, or of no column of the table."""
     if not file.is_file():
-        raise UsageError(f"speed={file} is no file: lra reproduce {table.name} speed=true makes it")
+        raise UsageError(f"speed={file} is not a file: lra reproduce {table.name} speed=true makes it")
     result = read_speeds(file)
     if (other := result.options["recipe"]) != recipe:
-        raise UsageError(f"speed={file} is of recipe={other}, not {recipe}: give recipe={other}, or another file")
+        raise UsageError(
+            f"speed={file} was measured with recipe={other}, not {recipe}: give recipe={other}, or another file"
+        )
     measured = {record.column for record in result.cells}
     if measured.isdisjoint(table.columns):
         raise UsageError(f"speed={file} is of {', '.join(sorted(measured))}, no column of {table.name}: name another")
@@ -258,7 +260,7 @@ def read_speeds(path: Path) -> SpeedFile:
             return result
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise UsageError(f"{path} is no measurement of lra reproduce with speed=true: remove it, or name another file")
+    raise UsageError(f"{path} is not a measurement of lra reproduce with speed=true: remove it, or name another file")
 
 
 def speed_tables(table: Grid, result: SpeedFile, columns: Sequence[str], attns: Sequence[str]) -> Iterator[TextTable]:

@@ -134,11 +134,11 @@ def test_every_rule_can_apply(recipe):
     found = recipes.read_recipe(recipe)
     for rule in found.get("start") or ():
         assert {"when", "from"} <= set(rule) <= {"when", "from", "with"}
-        task = rule["when"]["task"]
+        task = rule["when"].get("task", "listops")
         fields = dict(compose.flatten(compose.to_dict(TASKS.get(task).Config())))
         when = {"task.tokens": "lit"} if "tokens" in fields else {}  # rules for all tokens come first
         # and those of one attention before the one for all: sdpa has none of its own
-        given = [f"{name}={value}" for name, value in ({"attn": "sdpa"} | when | rule["when"]).items()]
+        given = [f"{name}={value}" for name, value in ({"task": task, "attn": "sdpa"} | when | rule["when"]).items()]
         run = composed((f"recipe={recipe}", *given))
         dropped = {text for text in rule["from"] if text.endswith("=")}
         assert run.start and set(rule["from"]) - dropped <= set(map(str, run.start))

@@ -48,12 +48,12 @@ def list_runs(args: Iterable[str]) -> list[RunSummary]:
     options = parse_options(ListOptions, args)
     root = Path(options.runs)
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder with runs: lra fit makes one here, or name another one by runs=")
+        raise UsageError(f"{root} is not a folder with runs: lra fit makes one here, or name another one by runs=")
     found = [_summarize(path) for path in _find_directories(root)]
     if not found:
         raise UsageError(f"{root} has no runs: lra fit makes one, or name another folder by runs=")
-    for field in ("task", "attn"):
-        if (asked := getattr(options, field)) is not None:
+    for field, asked in (("task", options.task), ("attn", options.attn)):
+        if asked is not None:
             known = {getattr(run, field) for run in found} - {""}
             found = [run for run in found if getattr(run, field) == asked]
             if not found:

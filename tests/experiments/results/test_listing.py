@@ -106,7 +106,7 @@ def test_all_committed_runs_have_a_row_and_fit_100_columns():
 
 def test_a_folder_without_runs_is_refused(here):
     refused(
-        lra("ls", "runs"), "checkpoints/runs is no folder with runs: lra fit makes one here, or name another one by"
+        lra("ls", "runs"), "checkpoints/runs is not a folder with runs: lra fit makes one here, or name another one by"
     )
     (here / "empty").mkdir()
     refused(lra("ls", "runs", "runs=empty"), "empty has no runs: lra fit makes one")
