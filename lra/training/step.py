@@ -21,7 +21,8 @@ from lra.training import optim
 from lra.training.compiling import compile_batched
 from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
-from lra.training.optim import Optimizer, learning_rate, trained_parameters
+from lra.training.optim import Optimizer, trained_parameters
+from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed, seed_generators
 from lra.training.tally import PendingCounts, StepCounts, Tally
 
