@@ -117,6 +117,8 @@ class OptimConfig:
     # learning rate after the warmup; linear and cosine end at 0
     schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"
     warmup: int = 0  # steps in which the learning rate rises linearly
+    cooldown: int = 0  # last steps, in which the learning rate falls linearly; of schedule=constant and rsqrt
+    cooldown_to: float = 0.0  # share of the learning rate that the last step of the cooldown still has
 
     def options(self) -> dict[str, Any]:
         """The arguments of PyTorch's optimiser of this name."""
@@ -151,7 +153,17 @@ class OptimConfig:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas or ()):
             raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
-        check_at_most(10**9, "optim", self, "warmup")
+        check_at_least(0, "optim", self, "cooldown")
+        check_at_most(10**9, "optim", self, "warmup", "cooldown")
+        if self.cooldown and self.schedule in ("linear", "cosine"):
+            raise UsageError(
+                f"optim.cooldown={self.cooldown}: optim.schedule={self.schedule} falls to 0 by itself; "
+                "set optim.schedule=constant, or optim.cooldown=0"
+            )
+        if not 0 <= self.cooldown_to < 1:
+            raise UsageError(f"optim.cooldown_to={self.cooldown_to} must be at least 0 and below 1")
+        if self.cooldown_to and not self.cooldown:
+            raise UsageError(f"optim.cooldown_to={self.cooldown_to}, but there is no cooldown: set optim.cooldown")
 
 
 @dataclass(frozen=True)
@@ -261,6 +273,12 @@ class RunConfig:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
         if self.seed >= 1 << 64:
             raise UsageError(f"seed={self.seed} is too large: use at most {(1 << 64) - 1}")
+        if self.optim.cooldown and (most := self.trainer.steps - self.optim.warmup) < self.optim.cooldown:
+            raise UsageError(
+                f"optim.cooldown={self.optim.cooldown} and optim.warmup={self.optim.warmup} are more than "
+                f"trainer.steps={self.trainer.steps}: "
+                + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
+            )
         if self.pretrain == "none" and self.mask is not None:
             raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
         if self.mask is not None and not 0 < self.mask < 1:
@@ -298,7 +316,7 @@ class RunConfig:
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        later = {"name": "adamw", "decay": "all"}
+        later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from lra.config.schema import OptimConfig
 
@@ -12,8 +13,13 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
     Linear warmup to the peak, then constant, or linear or cosine decay that reaches 0 with the last update.
     `rsqrt` is Tay et al.'s: lr * min(1, step / warmup) / sqrt(max(step, warmup)).
+    A cooldown replaces the last updates of a schedule: from its last rate before them, the rate falls linearly to the
+    share `cooldown_to` of it (Zhai et al. 2022, "Scaling Vision Transformers").
     """
     done = step + 1
+    if config.cooldown and done > (before := steps - config.cooldown):
+        peak = learning_rate(replace(config, cooldown=0, cooldown_to=0.0), max(before, 1) - 1, steps)
+        return peak * (config.cooldown_to + (1 - config.cooldown_to) * (steps - done) / config.cooldown)
     if config.schedule == "rsqrt":
         warmup = max(config.warmup, 1)
         return config.lr * min(1.0, done / warmup) / math.sqrt(max(done, warmup))

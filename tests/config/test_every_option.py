@@ -59,6 +59,8 @@ BESIDE = {
     "trainer.on_nan": ("optim.lr=1e30",),
     "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
     "optim.decay": ("optim.weight_decay=0.1",),
+    "optim.cooldown": ("optim.schedule=constant",),
+    "optim.cooldown_to": ("optim.schedule=constant", "optim.cooldown=2"),
     "task.background": ("task.tokens=lit",),
 }
 # values that no type gives

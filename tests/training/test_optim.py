@@ -137,6 +137,10 @@ def test_what_an_older_lra_trained_is_the_default_and_says_nothing_new():
         "schedule",
         "warmup",
     }
+    cooled = configure(
+        arguments("optim.schedule=constant", "optim.warmup=0", "optim.cooldown=3")
+    ).config.to_saved_dict()["optim"]
+    assert cooled["cooldown"] == 3 and "cooldown_to" not in cooled
 
 
 @pytest.mark.parametrize(
