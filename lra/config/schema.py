@@ -119,6 +119,7 @@ class OptimConfig:
     warmup: int = 0  # steps in which the learning rate rises linearly
     cooldown: int = 0  # last steps, in which the learning rate falls linearly; of schedule=constant and rsqrt
     cooldown_to: float = 0.0  # share of the learning rate that the last step of the cooldown still has
+    label_smoothing: float = 0.0  # share of each label that is spread over all classes; of the training loss alone
 
     def options(self) -> dict[str, Any]:
         """The arguments of PyTorch's optimiser of this name."""
@@ -160,8 +161,9 @@ class OptimConfig:
                 f"optim.cooldown={self.cooldown}: optim.schedule={self.schedule} falls to 0 by itself; "
                 "set optim.schedule=constant, or optim.cooldown=0"
             )
-        if not 0 <= self.cooldown_to < 1:
-            raise UsageError(f"optim.cooldown_to={self.cooldown_to} must be at least 0 and below 1")
+        for name in ("cooldown_to", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
         if self.cooldown_to and not self.cooldown:
             raise UsageError(f"optim.cooldown_to={self.cooldown_to}, but there is no cooldown: set optim.cooldown")
 
@@ -281,6 +283,11 @@ class RunConfig:
             )
         if self.pretrain == "none" and self.mask is not None:
             raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
+        if self.pretrain != "none" and self.optim.label_smoothing:
+            raise UsageError(
+                f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
+                "set optim.label_smoothing=0"
+            )
         if self.mask is not None and not 0 < self.mask < 1:
             raise UsageError(f"mask={self.mask} must be above 0 and below 1")
         if self.pretrain != "none" and self.head is not None:
@@ -316,7 +323,7 @@ class RunConfig:
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0}
+        later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())

@@ -50,7 +50,14 @@ def without_graphs(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("batch.micro=3",), ("batch.layout=padded",), ("optim.clip=0.1",), ("model.pooling=cls",)],
+    [
+        (),
+        ("batch.micro=3",),
+        ("batch.layout=padded",),
+        ("optim.clip=0.1",),
+        ("model.pooling=cls",),
+        ("optim.label_smoothing=0.1",),
+    ],
     ids=lambda options: options[0] if options else "plain",
 )
 def test_filled_up_batches_and_static_buffers_change_nothing(small, monkeypatch, request, options):
