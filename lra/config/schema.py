@@ -201,6 +201,10 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"  # where to compute; auto: on a GPU if there is one
     devices: int = 1  # GPUs or CPU processes of each node; where this is left out, torchrun says how many
     on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite, stop the run or skip the update
+    # average of the weights that is scored and kept; ema: exponential; tail: the mean over the last steps
+    average: Literal["none", "ema", "tail"] = "none"
+    average_decay: float = 0.999  # of ema: what the share of a step's weights is multiplied by in each later step
+    average_share: float = 0.25  # of tail: share of the steps, at the end, whose weights are averaged
 
     @property
     def stride(self) -> int:
@@ -211,6 +215,15 @@ class TrainerConfig:
         check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
         check_at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
         check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        if not 0 < self.average_decay < 1:
+            raise UsageError(f"trainer.average_decay={self.average_decay} must be above 0 and below 1")
+        if not 0 < self.average_share <= 1:
+            raise UsageError(f"trainer.average_share={self.average_share} must be above 0 and at most 1")
+        for name, average in (("average_decay", "ema"), ("average_share", "tail")):
+            if self.average != average and getattr(self, name) != getattr(TrainerConfig, name):
+                raise UsageError(
+                    f"trainer.{name}={getattr(self, name)} is of trainer.average={average}: set that, or leave it out"
+                )
         if self.eval_every % self.log_every:
             raise UsageError(
                 f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "
@@ -315,12 +328,14 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan` at its default, `pretrain` and `mask` of a run without pretraining, fields at the value that runs
-        before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does not have.
+        `on_nan` and `average` with its options at their defaults, `pretrain` and `mask` of a run without pretraining,
+        fields at the value that runs before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the
+        optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
-        if self.trainer.on_nan == "stop":
-            del kept["trainer"]["on_nan"]
+        for name in ("on_nan", "average", "average_decay", "average_share"):
+            if kept["trainer"][name] == getattr(TrainerConfig, name):
+                del kept["trainer"][name]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
         later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}

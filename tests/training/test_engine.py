@@ -246,7 +246,8 @@ def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
             torch.cuda.set_sync_debug_mode("error" if strict else "default")
 
     monkeypatch.setattr(assembly, "Clock", Strict)
-    gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60")
+    gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60",
+           "trainer.average=ema")  # fmt: skip
     try:
         assert small(f"engine={engine}", *gpu)["engine"] == engine
     finally:
