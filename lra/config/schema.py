@@ -117,6 +117,9 @@ class OptimConfig:
     # learning rate after the warmup; linear and cosine end at 0
     schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"
     warmup: int = 0  # steps in which the learning rate rises linearly
+    cooldown: int = 0  # last steps, in which the learning rate falls linearly; of schedule=constant and rsqrt
+    cooldown_to: float = 0.0  # share of the learning rate that the last step of the cooldown still has
+    label_smoothing: float = 0.0  # share of each label that is spread over all classes; of the training loss alone
 
     def options(self) -> dict[str, Any]:
         """The arguments of PyTorch's optimiser of this name."""
@@ -151,7 +154,18 @@ class OptimConfig:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas or ()):
             raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
-        check_at_most(10**9, "optim", self, "warmup")
+        check_at_least(0, "optim", self, "cooldown")
+        check_at_most(10**9, "optim", self, "warmup", "cooldown")
+        if self.cooldown and self.schedule in ("linear", "cosine"):
+            raise UsageError(
+                f"optim.cooldown={self.cooldown}: optim.schedule={self.schedule} falls to 0 by itself; "
+                "set optim.schedule=constant, or optim.cooldown=0"
+            )
+        for name in ("cooldown_to", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"optim.{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.cooldown_to and not self.cooldown:
+            raise UsageError(f"optim.cooldown_to={self.cooldown_to}, but there is no cooldown: set optim.cooldown")
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,10 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"  # where to compute; auto: on a GPU if there is one
     devices: int = 1  # GPUs or CPU processes of each node; where this is left out, torchrun says how many
     on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite, stop the run or skip the update
+    # average of the weights that is scored and kept; ema: exponential; tail: the mean over the last steps
+    average: Literal["none", "ema", "tail"] = "none"
+    average_decay: float = 0.999  # of ema: what the share of a step's weights is multiplied by in each later step
+    average_share: float = 0.25  # of tail: share of the steps, at the end, whose weights are averaged
 
     @property
     def stride(self) -> int:
@@ -197,6 +215,15 @@ class TrainerConfig:
         check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
         check_at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
         check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        if not 0 < self.average_decay < 1:
+            raise UsageError(f"trainer.average_decay={self.average_decay} must be above 0 and below 1")
+        if not 0 < self.average_share <= 1:
+            raise UsageError(f"trainer.average_share={self.average_share} must be above 0 and at most 1")
+        for name, average in (("average_decay", "ema"), ("average_share", "tail")):
+            if self.average != average and getattr(self, name) != getattr(TrainerConfig, name):
+                raise UsageError(
+                    f"trainer.{name}={getattr(self, name)} is of trainer.average={average}: set that, or leave it out"
+                )
         if self.eval_every % self.log_every:
             raise UsageError(
                 f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "
@@ -261,8 +288,19 @@ class RunConfig:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
         if self.seed >= 1 << 64:
             raise UsageError(f"seed={self.seed} is too large: use at most {(1 << 64) - 1}")
+        if self.optim.cooldown and (most := self.trainer.steps - self.optim.warmup) < self.optim.cooldown:
+            raise UsageError(
+                f"optim.cooldown={self.optim.cooldown} and optim.warmup={self.optim.warmup} are more than "
+                f"trainer.steps={self.trainer.steps}: "
+                + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
+            )
         if self.pretrain == "none" and self.mask is not None:
             raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
+        if self.pretrain != "none" and self.optim.label_smoothing:
+            raise UsageError(
+                f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
+                "set optim.label_smoothing=0"
+            )
         if self.mask is not None and not 0 < self.mask < 1:
             raise UsageError(f"mask={self.mask} must be above 0 and below 1")
         if self.pretrain != "none" and self.head is not None:
@@ -290,15 +328,17 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan` at its default, `pretrain` and `mask` of a run without pretraining, fields at the value that runs
-        before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does not have.
+        `on_nan` and `average` with its options at their defaults, `pretrain` and `mask` of a run without pretraining,
+        fields at the value that runs before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the
+        optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
-        if self.trainer.on_nan == "stop":
-            del kept["trainer"]["on_nan"]
+        for name in ("on_nan", "average", "average_decay", "average_share"):
+            if kept["trainer"][name] == getattr(TrainerConfig, name):
+                del kept["trainer"][name]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
-        later = {"name": "adamw", "decay": "all"}
+        later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())

@@ -280,8 +280,12 @@ class TaskModule(pl.LightningModule):
         return self.model(batch).float()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy, summed over the batch without its filling."""
-        return F.cross_entropy(self(batch), batch.label, reduction="sum")
+        """Cross-entropy, summed over the batch without its filling.
+
+        Labels are smoothed by `optim.label_smoothing` (Szegedy et al. 2016, arXiv 1512.00567, section 7).
+        """
+        smoothing = self.run.optim.label_smoothing
+        return F.cross_entropy(self(batch), batch.label, reduction="sum", label_smoothing=smoothing)
 
     def training_step(self, steps: Iterator[list[CollatedBatch]], _: int) -> None:
         self.step.loop(self, steps)

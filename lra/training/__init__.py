@@ -17,6 +17,9 @@ compiled by itself, so that a resumed run has the same kernels. An attention who
 The tally judges a step's whole gradient and loss after the ranks have reduced them, in a captured step as part of the
 captured update. The host reads the counts together with the loss that is logged, so no step waits for it.
 
+An average of the weights (`average.py`) is changed after the update, in a captured step as part of it. Validation and
+test score the average, and checkpoints and `model.safetensors` hold it. A checkpoint also has the weights to train on.
+
 `checkpoints/runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/` is a run's directory. It holds `config.yaml`,
 `env.json` (what each session ran in), `metrics.csv`, `tensorboard/`, `best.ckpt`, `last.ckpt`, `model.safetensors` and
 `result.json`, which is written last. Every file is written aside, synced and renamed. A directory of another

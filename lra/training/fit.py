@@ -45,6 +45,7 @@ RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # they may change w
 TRAINING_ONLY_FIELDS = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
+    "trainer.average", "trainer.average_decay", "trainer.average_share",
 )  # fmt: skip
 
 EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"

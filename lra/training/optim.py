@@ -1,4 +1,4 @@
-"""Optimisers by name, their parameter groups, and the learning rate schedule.
+"""Optimisers by name, and their parameter groups.
 
 `optim.name=` chooses one of `OPTIMIZERS`. They are PyTorch's own, and each works behind the captured step: its learning
 rate may be a tensor on the GPU, and an update may be left out there without asking the host. PyTorch's others are left
@@ -23,24 +23,6 @@ from lra.models.positions import LearnedPositions
 PIECE_SIZE, MOST_PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; pieces of a large model
 MARK_FIELDS = ("lr", "weight_decay")  # what a parameter's `_optim` may say
 INITIAL_STATE = {"mu_product": 1.0}  # first values of states that do not start at 0
-
-
-def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of update number `step` (from 0) of `steps`.
-
-    Linear warmup to the peak, then constant, or linear or cosine decay that reaches 0 with the last update.
-    `rsqrt` is Tay et al.'s: lr * min(1, step / warmup) / sqrt(max(step, warmup)).
-    """
-    done = step + 1
-    if config.schedule == "rsqrt":
-        warmup = max(config.warmup, 1)
-        return config.lr * min(1.0, done / warmup) / math.sqrt(max(done, warmup))
-    if done <= config.warmup:
-        return config.lr * done / config.warmup
-    if config.schedule == "constant":
-        return config.lr
-    left = (steps - done) / max(steps - config.warmup, 1)
-    return config.lr * (left if config.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -18,10 +18,12 @@ from lra.errors import UsageError
 from lra.models.attention.base import Attention
 from lra.tasks.base import TaskModule
 from lra.training import optim
+from lra.training.average import WeightAverage
 from lra.training.compiling import compile_batched
 from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
-from lra.training.optim import Optimizer, learning_rate, trained_parameters
+from lra.training.optim import Optimizer, trained_parameters
+from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed, seed_generators
 from lra.training.tally import PendingCounts, StepCounts, Tally
 
@@ -36,6 +38,7 @@ class Step:
     def __init__(self, run: RunConfig):
         self.run = run
         self.engine: EagerStep | CapturedStep | None = None  # None before the first step
+        self.average = None if run.trainer.average == "none" else WeightAverage(run.trainer)
         self.tally: Tally | None = None
         self.counts: StepCounts | None = None  # as last read or restored
         self.counted = 0  # steps after which they were read; 0: not in this session
@@ -80,6 +83,8 @@ class Step:
         captured = self.captures(module, device)
         self.tally = tally = Tally(device, step, run.trainer.on_nan == "skip", self.counts)
         compiled = self._compile(module.loss) if captured else module.loss
+        if (average := self.average) is not None:
+            average.start(module)
         judge = torch.compile(tally.judge) if captured else tally.judge  # a dozen numbers in one kernel
 
         def loss(batch: Batch) -> Tensor:
@@ -91,6 +96,8 @@ class Step:
             if run.optim.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), run.optim.clip)
             optimizer.update(tally.left_out)
+            if average is not None:
+                average.update()
 
         if captured:
             bf16 = run.trainer.precision == "bf16"
@@ -109,6 +116,8 @@ class Step:
         seed_generators(generator)
         rate = learning_rate(self.run.optim, step, self.run.trainer.steps)
         self.engine.begin(seed, rate)
+        if self.average is not None:
+            self.average.begin(step)
         for batch in batches:
             self.engine.add(batch)
         return rate

@@ -57,8 +57,12 @@ BESIDE = {
     "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),
     "trainer.devices": ("batch.size=5",),  # 2 would be started
     "trainer.on_nan": ("optim.lr=1e30",),
+    "trainer.average_decay": ("trainer.average=ema",),
+    "trainer.average_share": ("trainer.average=tail",),
     "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
     "optim.decay": ("optim.weight_decay=0.1",),
+    "optim.cooldown": ("optim.schedule=constant",),
+    "optim.cooldown_to": ("optim.schedule=constant", "optim.cooldown=2"),
     "task.background": ("task.tokens=lit",),
 }
 # values that no type gives

@@ -50,7 +50,14 @@ def without_graphs(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("batch.micro=3",), ("batch.layout=padded",), ("optim.clip=0.1",), ("model.pooling=cls",)],
+    [
+        (),
+        ("batch.micro=3",),
+        ("batch.layout=padded",),
+        ("optim.clip=0.1",),
+        ("model.pooling=cls",),
+        ("optim.label_smoothing=0.1",),
+    ],
     ids=lambda options: options[0] if options else "plain",
 )
 def test_filled_up_batches_and_static_buffers_change_nothing(small, monkeypatch, request, options):
@@ -239,7 +246,8 @@ def test_steps_do_not_wait_for_the_gpu(small, monkeypatch, engine):
             torch.cuda.set_sync_debug_mode("error" if strict else "default")
 
     monkeypatch.setattr(assembly, "Clock", Strict)
-    gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60")
+    gpu = ("trainer.accelerator=gpu", "trainer.log_every=30", "trainer.steps=60", "trainer.eval_every=60",
+           "trainer.average=ema")  # fmt: skip
     try:
         assert small(f"engine={engine}", *gpu)["engine"] == engine
     finally:

@@ -1,9 +1,8 @@
-"""Optimisers by name, parameter groups, and schedules."""
+"""Optimisers by name, and parameter groups."""
 
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lra.tasks.base import TaskModule
 from lra.training import optim
 from lra.training.checkpoints import read_checkpoint
 from lra.training.fit import build_modules, configure
-from lra.training.optim import OPTIMIZERS, learning_rate
+from lra.training.optim import OPTIMIZERS
 from tests.training.conftest import arguments
 from tests.training.test_engine import losses, without_graphs  # noqa: F401 - a fixture
 from tests.training.test_faults import inject, same, state
@@ -138,6 +137,10 @@ def test_what_an_older_lra_trained_is_the_default_and_says_nothing_new():
         "schedule",
         "warmup",
     }
+    cooled = configure(
+        arguments("optim.schedule=constant", "optim.warmup=0", "optim.cooldown=3")
+    ).config.to_saved_dict()["optim"]
+    assert cooled["cooldown"] == 3 and "cooldown_to" not in cooled
 
 
 @pytest.mark.parametrize(
@@ -307,32 +310,6 @@ def test_a_mark_is_obeyed_in_a_captured_step(small, monkeypatch):
     start = build_modules(lra.load("checkpoints/runs/listops/flash/marked-s0").run)[1].model.state_dict()
     name = "head.2.bias"
     assert torch.equal(weights[name], start[name]) and not all(torch.equal(weights[k], start[k]) for k in start)
-
-
-def rates(schedule: Any, warmup: int, steps: int, lr: float = 1.0) -> list[float]:
-    config = OptimConfig(lr=lr, schedule=schedule, warmup=warmup)
-    return [learning_rate(config, step, steps) for step in range(steps)]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_warmup_rises_to_the_peak(schedule):
-    assert rates(schedule, 4, 10)[:4] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_decay_ends_at_zero_with_the_last_update():
-    linear, cosine = rates("linear", 2, 10), rates("cosine", 2, 10)
-    assert linear[-1] == 0 and math.isclose(cosine[-1], 0, abs_tol=1e-12)
-    assert math.isclose(linear[5], 0.5) and math.isclose(cosine[5], 0.5)
-    assert math.isclose(linear[3], 0.75) and math.isclose(cosine[3], 0.5 + 0.5 * math.sqrt(0.5))
-    assert rates("constant", 2, 10)[-1] == 1
-
-
-def test_rsqrt_peaks_at_lr_over_the_root_of_the_warmup():
-    values = rates("rsqrt", 100, 400, lr=0.05)
-    assert math.isclose(max(values), 0.005) and values.index(max(values)) == 99
-    assert math.isclose(values[24], 0.05 / 4 / 10), "a quarter of the warmup"
-    assert math.isclose(values[0], 0.05 / 100 / 10) and math.isclose(values[399], 0.05 / 20)
-    assert math.isclose(rates("rsqrt", 0, 4)[3], 0.5), "without a warmup"
 
 
 def test_an_optimiser_is_fused_as_its_device_wants_whatever_the_checkpoint_says():

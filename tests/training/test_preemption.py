@@ -112,6 +112,8 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
         pytest.param("step", 5, TERM, 5, RARE, marks=pytest.mark.slow),
         pytest.param("step", 24, USR1, 24, RARE, marks=pytest.mark.slow),
         pytest.param("step", 44, TERM, 44, RARE, marks=pytest.mark.slow),
+        pytest.param("step", 24, TERM, 24, (*RARE, "trainer.average=ema"), marks=pytest.mark.slow),
+        pytest.param("step", 5, TERM, 5, (*RARE, "trainer.average=tail"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -27,14 +27,14 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
     """Under torchrun and under Lightning's own launcher, going on where one process was interrupted: the same sequences
     and dropout, so the same result.
     """
-    shared = "model.attn_dropout=0"  # which SDPA draws from PyTorch's generator
-    one = small(shared, "name=one")
+    shared = ("model.attn_dropout=0", "trainer.average=ema")  # SDPA draws dropout from PyTorch's generator
+    one = small(*shared, "name=one")
     with monkeypatch.context() as patch:
         interrupt_at(7, patch)
         with pytest.raises(RuntimeError, match="power cut"):
-            small(shared, "name=two")
+            small(*shared, "name=two")
     devices = [] if "torch.distributed.run" in launcher else ["trainer.devices=2"]
-    command = [sys.executable, *launcher, "fit", *arguments(shared, "name=two", "resume=auto", *devices)]
+    command = [sys.executable, *launcher, "fit", *arguments(*shared, "name=two", "resume=auto", *devices)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
     assert run.returncode == 0 and run.stdout.count("test accuracy") == 1, run.stdout + run.stderr[-2000:]
     two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())

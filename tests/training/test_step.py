@@ -18,7 +18,7 @@ from lra.training import curves
 from lra.training import step as step_module
 from lra.training.checkpoints import read_checkpoint
 from lra.training.fit import build_modules, configure
-from lra.training.optim import learning_rate
+from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed
 from lra.training.step import Step
 from tests.training.conftest import arguments
