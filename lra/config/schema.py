@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 from lra.config.compose import to_dict
 from lra.errors import UsageError
 
-# fields of tasks that older runs lack, and the values by which those runs computed
+# fields of runs and of tasks that older runs lack, and the values by which those runs computed
+LATER_RUN_FIELDS = {"mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden"}
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
@@ -223,6 +224,9 @@ class PositionsConfig:
     scale: Literal["pixel", "image"] | None = None
 
 
+MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_loss")  # of a run: how tokens are hidden
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
@@ -244,6 +248,9 @@ class RunConfig:
     # masked: find hidden tokens, without labels; none: train the classifier
     pretrain: Literal["none", "masked"] = "none"
     mask: float | None = None  # share of tokens that pretrain=masked hides; null: the task's own
+    mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
+    mask_span: int = 1  # places in a row that are hidden together
+    mask_loss: Literal["hidden", "all"] = "hidden"  # tokens whose loss is learned; scores are of hidden ones
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
     init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
@@ -261,10 +268,15 @@ class RunConfig:
             raise UsageError(f"seed={self.seed} is negative: choose seed=0 or more")
         if self.seed >= 1 << 64:
             raise UsageError(f"seed={self.seed} is too large: use at most {(1 << 64) - 1}")
-        if self.pretrain == "none" and self.mask is not None:
-            raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
+        for name in MASK_FIELDS:
+            if (value := getattr(self, name)) != getattr(RunConfig, name) and self.pretrain == "none":
+                raise UsageError(f"{name}={value} says how tokens are hidden: add pretrain=masked")
         if self.mask is not None and not 0 < self.mask < 1:
             raise UsageError(f"mask={self.mask} must be above 0 and below 1")
+        if self.mask_random and not 2**-16 <= self.mask_random <= 1:
+            raise UsageError(f"mask_random={self.mask_random} must be 0, or at least 2e-5 and at most 1")
+        if not 1 <= self.mask_span <= 1 << 20:  # as long as the longest sequence of any task
+            raise UsageError(f"mask_span={self.mask_span} must be at least 1 and at most {1 << 20}")
         if self.pretrain != "none" and self.head is not None:
             raise UsageError(f"head={self.head}: pretrain={self.pretrain} trains no classifier, leave it out")
         if self.init is None:
@@ -291,13 +303,15 @@ class RunConfig:
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
         `on_nan` at its default, `pretrain` and `mask` of a run without pretraining, fields at the value that runs
-        before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does not have.
+        before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW), and options that the optimiser does
+        not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         if self.trainer.on_nan == "stop":
             del kept["trainer"]["on_nan"]
         if self.pretrain == "none":
             del kept["pretrain"], kept["mask"]
+        kept = {key: value for key, value in kept.items() if (key, value) not in LATER_RUN_FIELDS.items()}
         later = {"name": "adamw", "decay": "all"}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
