@@ -36,7 +36,7 @@ class Denoiser(nn.Module):
 
 
 class MaskedTask(TaskModule):
-    """The pretraining of a task; `masked_task` combines it with the task's module."""
+    """The pretraining of a task; `with_objective` combines it with the task's module."""
 
     def __init__(self, run: RunConfig, step: OptimisationStep):
         super().__init__(run, step)
@@ -87,11 +87,6 @@ class MaskedTask(TaskModule):
             self.commonest = commonest_token(data.parts["train"], plain)
         counts = self.found[split]
         return int(sum(counts)), {"majority": counts[self.commonest] / sum(counts)}
-
-
-def masked_task(task: type[TaskModule]) -> type[TaskModule]:
-    """Returns the pretraining of a task: its module with another head, loss and scores."""
-    return type(f"Masked{task.__name__}", (MaskedTask, task), {})
 
 
 def commonest_token(train: Examples, options: Mapping[str, Any], at_once: int = 1024) -> int:

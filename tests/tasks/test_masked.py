@@ -161,8 +161,8 @@ def test_every_task_has_a_share_and_the_commonest_token_is_counted():
 def test_refusals():
     for args, message in (
         (("mask=0.2",), "mask=0.2 says how tokens are hidden: add pretrain=masked"),
-        (("pretrain=masked", "mask=0"), r"mask=0\.0 must be above 0 and below 1"),
-        (("pretrain=masked", "mask=1"), r"mask=1\.0 must be above 0 and below 1"),
+        (("pretrain=masked", "mask=0"), r"mask=0\.0 must be at least 2e-5 and below 1"),
+        (("pretrain=masked", "mask=1"), r"mask=1\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "init=there", "head=kept"), "head=kept: pretrain=masked trains no classifier"),
         (("pretrain=causal",), "pretrain"),
     ):
@@ -295,5 +295,5 @@ def test_every_attention_pretrains(attn, pretrained):
 
 
 def test_nothing_hidden_is_said(pretrained):
-    with pytest.raises(UsageError, match=r"mask=1e-06 hides no token of val: raise mask="):
-        pretrained("name=none", "mask=1e-6", "task.val=3")
+    with pytest.raises(UsageError, match=r"mask=2e-05 hides no token of val: raise mask="):
+        pretrained("name=none", "mask=2e-5", "task.val=3")
