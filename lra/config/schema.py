@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 from lra.config.compose import to_dict
 from lra.errors import UsageError
 
-# fields of tasks that older runs lack, and the values by which those runs computed
+# fields of runs and of tasks that older runs lack, and the values by which those runs computed
+LATER_RUN_FIELDS = {"mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "denoise": 0.0}
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
@@ -250,6 +251,9 @@ class PositionsConfig:
     scale: Literal["pixel", "image"] | None = None
 
 
+MASK_FIELDS = ("mask", "mask_random", "mask_span", "mask_loss")  # of a run: how tokens are hidden
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One training run. `task` and `attn` are the configurations that the selected components declare."""
@@ -270,7 +274,11 @@ class RunConfig:
     seed: int = 0  # of the weights, the data order and dropout
     # masked: find hidden tokens, without labels; none: train the classifier
     pretrain: Literal["none", "masked"] = "none"
-    mask: float | None = None  # share of tokens that pretrain=masked hides; null: the task's own
+    mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own
+    mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
+    mask_span: int = 1  # places in a row that are hidden together
+    mask_loss: Literal["hidden", "all"] = "hidden"  # tokens that the loss counts; pretraining scores hidden ones
+    denoise: float = 0.0  # weight of restoring hidden tokens beside the labels, from the same corrupted input; 0: off
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
     init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
@@ -294,15 +302,24 @@ class RunConfig:
                 f"trainer.steps={self.trainer.steps}: "
                 + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
             )
-        if self.pretrain == "none" and self.mask is not None:
-            raise UsageError(f"mask={self.mask} is the share of tokens that pretrain=masked hides: add that")
         if self.pretrain != "none" and self.optim.label_smoothing:
             raise UsageError(
                 f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
                 "set optim.label_smoothing=0"
             )
-        if self.mask is not None and not 0 < self.mask < 1:
-            raise UsageError(f"mask={self.mask} must be above 0 and below 1")
+        for name in MASK_FIELDS:
+            if (value := getattr(self, name)) != getattr(RunConfig, name) and not self.hides:
+                raise UsageError(f"{name}={value} says how tokens are hidden: add pretrain=masked or denoise=1")
+        if self.mask is not None and not 2**-16 <= self.mask < 1:
+            raise UsageError(f"mask={self.mask} must be at least 2e-5 and below 1")
+        if not 0 <= self.denoise < math.inf:
+            raise UsageError(f"denoise={self.denoise} must be finite and at least 0")
+        if self.denoise and self.pretrain != "none":
+            raise UsageError(f"denoise={self.denoise} is beside labels, pretrain={self.pretrain} has none: choose one")
+        if self.mask_random and not 2**-16 <= self.mask_random <= 1:
+            raise UsageError(f"mask_random={self.mask_random} must be 0, or at least 2e-5 and at most 1")
+        if not 1 <= self.mask_span <= 1 << 20:  # as long as the longest sequence of any task
+            raise UsageError(f"mask_span={self.mask_span} must be at least 1 and at most {1 << 20}")
         if self.pretrain != "none" and self.head is not None:
             raise UsageError(f"head={self.head}: pretrain={self.pretrain} trains no classifier, leave it out")
         if self.init is None:
@@ -324,20 +341,28 @@ class RunConfig:
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
+    @property
+    def hides(self) -> bool:
+        """Whether training hides tokens: the model has a MASK token and a decoder."""
+        return self.pretrain == "masked" or self.denoise > 0
+
     def to_saved_dict(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan` and `average` with its options at their defaults, `pretrain` and `mask` of a run without pretraining,
-        fields at the value that runs before them had (`LATER_FIELDS`, and `optim` of AdamW), and options that the
-        optimiser does not have.
+        `on_nan` and `average` with its options at their defaults, `pretrain` and `mask` of a run that hides no tokens,
+        fields at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW), and
+        options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         for name in ("on_nan", "average", "average_decay", "average_share"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
         if self.pretrain == "none":
-            del kept["pretrain"], kept["mask"]
+            del kept["pretrain"]
+        if not self.hides:
+            del kept["mask"]
+        kept = {key: value for key, value in kept.items() if (key, value) not in LATER_RUN_FIELDS.items()}
         later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {

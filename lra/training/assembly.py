@@ -18,7 +18,7 @@ from lra.models.attention.base import Attention
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData, TaskModule
 from lra.tasks.batches import Collation, Rank
-from lra.tasks.masked import masked_task
+from lra.tasks.objectives import with_objective
 from lra.training.clock import Clock
 from lra.training.curves import Curves
 from lra.training.early_validation import EarlyValidation
@@ -73,8 +73,7 @@ def build_modules(
         number: returns the number of the next training step, from 0.
         step: trains the module. Default: a new step.
     """
-    cls = TASKS.get(run.task.name)
-    cls = masked_task(cls) if run.pretrain == "masked" else cls
+    cls = with_objective(TASKS.get(run.task.name), run)
     torch.manual_seed(derive_seed(run.seed, "weights"))
     step = step or Step(run)
     module = cls(run, step)

@@ -185,6 +185,11 @@ def pretraining_of(identity: dict[str, Any]) -> str:
     return identity["config"].get("pretrain", "none")  # a configuration states it only if it is not none
 
 
+def hides_tokens(identity: dict[str, Any]) -> bool:
+    """Returns whether a checkpoint's run hides tokens, as `RunConfig.hides`."""
+    return pretraining_of(identity) != "none" or identity["config"].get("denoise", 0.0) > 0
+
+
 def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], path: str | Path) -> None:
     """Raises a UsageError that names every tensor that is missing, unknown or of another shape."""
     wrong = {layerless_name(key): "missing" for key in own.keys() - weights.keys() - {POSITION_SCALE}}

@@ -20,7 +20,7 @@ DRAW_VERSIONS: dict[str, int] = {
     "dropout": 1,  # between layers: models/dropout.py
     "attention": 1,  # dropout on attention probabilities: kernels/flash/reference.py
     "features": 1,  # redrawn during training: models/attention/performer.py
-    "hiding": 1,  # hidden tokens of pretrain=masked: tasks/masked.py
+    "hiding": 1,  # hidden tokens and what replaces them: tasks/hiding.py
 }
 
 # `step`: steps done when these draws began; `draws`: their versions, None if unknown

@@ -3,8 +3,8 @@
 `init=` of `fit` and `test` is this one function. Configurations are compared first, and all differences are named at
 once. Learned tables of positions are resized, two axes each by itself, the place of a CLS token apart. Computed
 positions have a buffer `scale`: `positions.scale=image` multiplies it over all transfers. Another attention's tensors
-are left behind, even if they have the same name. From or to a pretraining, the head or decoder is left behind, and MASK
-is dropped or made fresh. A resumed run does not transfer again, so what was done is kept in checkpoints and goes into
+are left behind, even if they have the same name. A head, decoder or MASK token that only one of the two models has is
+left behind or made fresh. A resumed run does not transfer again, so what was done is kept in checkpoints and goes into
 result.json. All ranks read the same file, and what is fresh comes from the seed.
 """
 
@@ -98,17 +98,19 @@ def transfer_weights(
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
+            ("denoise", there.get("denoise", 0.0), run.denoise),
         )
         if before is not None and here is not None and before != here  # None: the task has no such field
     }
     # another attention may have a tensor of the same name and another meaning
     parts = [".attention."] if "attn" in changed else []
-    if run.head == "kept" and _head(weights) != _head(own):
-        why = "no head to keep, it is of a pretraining" if not _head(weights) else "another head than this task"
+    head = _shapes(weights, "head")
+    if run.head == "kept" and head != _shapes(own, "head"):
+        why = "no head to keep, it is of a pretraining" if not head else "another head than this task"
         raise UsageError(f"{path} has {why}: leave out head=kept")
-    if run.head == "fresh" or (run.head is None and _head(weights) != _head(own)):
+    if run.head == "fresh" or (run.head is None and head != _shapes(own, "head")):
         parts.append(".head.")
-    if "pretrain" in changed:
+    if _shapes(weights, "decoder") != _shapes(own, "decoder"):
         parts.append(".decoder.")
     fresh, left = ({key for key in keys if any(part in f".{key}" for part in parts)} for keys in (own, weights))
     old, new = _size(trained), _size(run.task)
@@ -123,7 +125,7 @@ def transfer_weights(
         what = f"{path} has no {names} for this model, and untrained weights can't be scored"
         raise UsageError(f"{what}: train it with lra fit")
     weights = {key: value for key, value in weights.items() if key not in left}
-    tokens = _tokens(module, weights, own, identity) if "pretrain" in changed else _Tokens()
+    tokens = _tokens(module, weights, own, identity)
     resized = _resize(run, weights, own, old, new)
     if POSITION_SCALE in own:
         scale = weights.get(POSITION_SCALE, torch.ones_like(own[POSITION_SCALE]))
@@ -160,12 +162,14 @@ def _tokens(
     """
     run, size = module.run, len(module.Data.vocabulary)
     there, here = (
-        [name for name, has in (("CLS", pooling == "cls"), ("MASK", pretrain != "none")) if has]
-        for pooling, pretrain in (
-            (identity["config"]["model"]["pooling"], checkpoints.pretraining_of(identity)),
-            (run.model.pooling, run.pretrain),
+        [name for name, has in (("CLS", pooling == "cls"), ("MASK", hides)) if has]
+        for pooling, hides in (
+            (identity["config"]["model"]["pooling"], checkpoints.hides_tokens(identity)),
+            (run.model.pooling, run.hides),
         )
     )
+    if there == here:
+        return _Tokens()
     fresh, left = tuple(x for x in here if x not in there), tuple(x for x in there if x not in here)
     theirs, ours = (
         {name: table[size + place :][:1] for place, name in enumerate(names)}
@@ -225,8 +229,9 @@ def _text(size: ImageSize) -> str:
     return f"{size[1]} tokens" if size[0] == 1 else f"{size[0]}x{size[1]} pixels"
 
 
-def _head(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {key: value.shape for key, value in weights.items() if key.startswith("head.")}
+def _shapes(weights: dict[str, Tensor], part: str) -> dict[str, torch.Size]:
+    """Returns the shapes of the tensors of the head or the decoder."""
+    return {key: value.shape for key, value in weights.items() if key.startswith(f"{part}.")}
 
 
 def _names(keys: set[str]) -> list[str]:

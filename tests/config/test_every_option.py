@@ -52,6 +52,9 @@ RUN = (
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
     "mask": ("pretrain=masked",),
+    "mask_random": ("pretrain=masked", "mask=0.5"),
+    "mask_span": ("pretrain=masked", "mask=0.5"),
+    "mask_loss": ("pretrain=masked", "mask=0.5"),
     "head": ("init={learned}",),
     "positions.resize": ("init={learned}", "task.max_length=48"),
     "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),

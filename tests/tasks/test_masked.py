@@ -1,8 +1,7 @@
-"""Self-pretraining: which tokens are hidden, what the loss is of, and that a run can start from it."""
+"""Self-pretraining: what the loss is of, and that a run can start from it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,110 +12,56 @@ import torch
 
 import lra
 from lra.batch import Batch
-from lra.data.split import IGNORED_LABEL, Pairs, Split
+from lra.data.split import IGNORED_LABEL
 from lra.errors import UsageError
 from lra.tasks import TASKS
-from lra.tasks.masked import commonest_token, hidden_rows
+from lra.tasks.hiding import findable_rows, hidden_rows
+from lra.tasks.masked import commonest_token
 from lra.training import checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
 from tests.fixtures import pngs, write_cifar10
+from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
 from tests.training.test_fit import interrupt_at
 
-SEED = torch.tensor(3 << 33 | 5)
 MODEL = ("model.d_model=32", "model.layers=1", "model.d_ff=32", "trainer.accelerator=cpu")
-LAYOUTS: dict[str, dict[str, Any]] = {"packed": {}, "padded": {"layout": "padded"}, "filled": {"multiple": 64}}
 
 
-def split(count: int = 12, longest: int = 40, vocabulary: int = 15) -> Split:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, longest + 1, count)
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    return Split.from_offsets(rng.integers(0, vocabulary, offsets[-1]).astype(np.uint8), offsets)
-
-
-def pairs(count: int = 6) -> Pairs:
-    return Pairs(split(), np.random.default_rng(1).integers(0, 12, (count, 2)), np.zeros(count, np.int64))
-
-
-def gathered(examples: Any, rows: Any = None, **options: Any) -> Batch:
-    rows = np.arange(len(examples)) if rows is None else np.asarray(rows)
-    return examples.collate(rows, index=rows, **{"max_length": 32, **options}).to("cpu").with_seed(SEED)
-
-
-def places(batch: Batch, share: float, prefix: int | None = None) -> set[tuple[int, int, int]]:
-    """Sequence in the global batch, position and token of all that is hidden."""
-    rows = batch.per_row(batch.index), batch.token_positions(), batch.tokens
-    return set(zip(*(each[hidden_rows(batch, share, prefix)].tolist() for each in rows), strict=True))
-
-
-@pytest.mark.parametrize("options", [{}, {"prefix": 15}, {"threshold": 4}], ids=["plain", "cls", "lit"])
-@pytest.mark.parametrize("examples", [split(), pairs()], ids=["sequences", "pairs"])
-def test_what_is_hidden_depends_on_the_place_alone(examples, options):
-    prefix = options.get("prefix")
-    whole = places(gathered(examples, **options), 0.4, prefix)
-    assert whole
-    for layout in LAYOUTS.values():
-        assert places(gathered(examples, **options, **layout), 0.4, prefix) == whole
-        for size in (1, 4, len(examples) // 2):  # micro-batches; two ranks
-            parts = (range(i, min(i + size, len(examples))) for i in range(0, len(examples), size))
-            found = [places(gathered(examples, part, **options, **layout), 0.4, prefix) for part in parts]
-            assert set.union(*found) == whole and sum(map(len, found)) == len(whole)
-
-
-def test_golden_places():
-    """What a seed hides must stay: a run that is resumed relies on it."""
-    made = Split.from_offsets(np.zeros(60, np.uint8), np.array([0, 7, 8, 40, 60]))
-    batch = gathered(made)
-    trained, evaluated = (
-        hidden_rows(each, 0.2, None).nonzero().flatten().tolist()
-        for each in (batch, dataclasses.replace(batch, seed=None))
+def test_the_loss_of_all_tokens_is_a_mean_over_them():
+    pretraining, batch = (
+        module("listops", "mask=0.5", "mask_loss=all", "model.pooling=cls"),
+        gathered(split(), prefix=15),
     )
-    assert trained == [9, 11, 15, 24, 30, 32, 33, 39, 47, 53, 55, 59]
-    assert evaluated == [
-        1,
-        10,
-        13,
-        15,
-        19,
-        26,
-        30,
-        34,
-        40,
-        47,
-        52,
-        56,
-    ]
+    scores, hidden = pretraining.find(batch)
+    rows = findable_rows(batch, 15)
+    assert int(rows.sum()) == int((batch.length - 1).sum()) > int(hidden.sum())
+    losses = pretraining.hiding.losses(scores, batch, rows)[1].detach()
+    by_hand = sum(
+        float(losses[start : start + length].sum()) / (length - 1)
+        for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True)
+    )
+    assert float(pretraining.loss(batch).detach()) == pytest.approx(by_hand, rel=1e-5)
+    assert pretraining(batch)[2:].sum() == hidden.sum(), "scores are of hidden tokens"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("examples", [split(), pairs()], ids=["sequences", "pairs"])
-def test_cls_padding_and_filling_are_never_hidden(examples, layout):
-    batch = gathered(examples, prefix=15, **LAYOUTS[layout])
-    rows = hidden_rows(batch, 1 - 2**-24, 15)  # as good as all
-    ends = (batch.start + batch.length).tolist()
-    wanted = [
-        label != IGNORED_LABEL for label in batch.label.repeat_interleave(batch.size // len(batch.label)).tolist()
-    ]
-    real = torch.zeros_like(rows)
-    for start, end, counts in zip(batch.start.tolist(), ends, wanted, strict=True):
-        real[start + 1 : end] = counts
-    assert torch.equal(rows, real) and all(wanted) == (layout != "filled")
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("mask_random=0.1", "mask_random=0.1 says how tokens are hidden: add pretrain=masked"),
+        ("mask_loss=all", "mask_loss=all says how tokens are hidden"),
+        ("mask_random=1.5 pretrain=masked", "mask_random=1.5 must be 0, or at least 2e-5 and at most 1"),
+        ("mask_random=1e-6 pretrain=masked", "mask_random=1e-06 must be 0, or at least"),
+        ("mask_span=0 pretrain=masked", "mask_span=0 must be at least 1"),
+    ],
+)
+def test_options_that_can_not_be_are_refused(field, message):
+    with pytest.raises(UsageError, match=message):
+        fit.configure(["task=listops", "attn=flash", *field.split()])
 
 
-def test_the_share_is_that_asked_for_and_every_step_draws_anew():
-    offsets = np.arange(51) * 2000
-    long = Split.from_offsets(np.zeros(offsets[-1], np.uint8), offsets)
-    batch = long.collate(np.arange(50), max_length=2000).to("cpu")
-    n = batch.tokens.numel()
-    for share in (0.1, 0.15, 0.5):
-        one, other = (hidden_rows(batch.with_seed(torch.tensor(seed)), share, None) for seed in (1, 2))
-        for drawn, expected in (
-            (one, share), (other, share), (one & other, share**2), (one[1:] & one[:-1], share**2),
-        ):  # fmt: skip
-            assert abs(drawn.float().mean() - expected) < 5 * (expected * (1 - expected) / n) ** 0.5
-    fixed = hidden_rows(batch, 0.5, None)  # in evaluation
-    assert torch.equal(fixed, hidden_rows(batch, 0.5, None)) and not torch.equal(fixed, one)
+def test_options_at_their_defaults_are_not_saved():
+    kept = fit.configure(["task=listops", "attn=flash", "pretrain=masked", "mask_span=2"]).config.to_saved_dict()
+    assert [name for name in kept if name.startswith("mask")] == ["mask", "mask_span"]
 
 
 def module(task: str, *args: str) -> Any:
@@ -130,10 +75,19 @@ def module(task: str, *args: str) -> Any:
     return built.train()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def losses_of(pretraining: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores of each row, hidden tokens or IGNORED, and their cross-entropy."""
+    scores, hidden = pretraining.find(batch)
+    return scores, *pretraining.hiding.losses(scores, batch, hidden)
+
+
+OPTIONS = ("mask_random=0.3", "mask_span=3", "mask_loss=all")
+
+
+@pytest.mark.parametrize("options", [("model.pooling=mean",), ("model.pooling=cls",), ("model.pooling=cls", *OPTIONS)])
 @pytest.mark.parametrize(("task", "examples"), [("listops", split()), ("retrieval", pairs())])
-def test_the_loss_is_the_same_however_the_batch_is_divided(task, examples, pooling):
-    pretraining = module(task, f"model.pooling={pooling}", "mask=0.4")
+def test_the_loss_is_the_same_however_the_batch_is_divided(task, examples, options):
+    pretraining = module(task, "mask=0.4", *options)
     prefix = pretraining.model.encoder.prefix
     whole = pretraining.loss(gathered(examples, prefix=prefix))
     named = list(pretraining.parameters())
@@ -152,7 +106,7 @@ def test_the_loss_is_the_same_however_the_batch_is_divided(task, examples, pooli
 def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden(task, examples, each):
     """Of an example of two sequences half of each counts."""
     pretraining, batch = module(task, "mask=0.5"), gathered(examples)
-    scores, target, losses = pretraining.losses(batch)
+    scores, target, losses = losses_of(pretraining, batch)
     by_hand = 0.0
     for start, length in zip(batch.start.tolist(), batch.length.tolist(), strict=True):
         by_hand += float(losses[start : start + length].detach().sum()) / (0.5 * length * each)
@@ -162,13 +116,13 @@ def test_the_loss_is_the_mean_over_what_is_expected_to_be_hidden(task, examples,
 
 def test_rows_that_are_not_hidden_give_the_decoder_nothing():
     pretraining, batch = module("listops"), gathered(split(), layout="padded")
-    scores, target, losses = pretraining.losses(batch)
+    scores, target, losses = losses_of(pretraining, batch)
     (gradient,) = torch.autograd.grad(losses.sum(), scores, retain_graph=True)
     seen = target == IGNORED_LABEL
     assert not gradient[seen].any() and gradient[~seen].any(1).all()
     rows = []
     pretraining.model.decoder.register_forward_pre_hook(lambda _, given: rows.append(given[0]))
-    loss = pretraining.losses(batch)[2].sum()
+    loss = losses_of(pretraining, batch)[2].sum()
     (gradient,) = torch.autograd.grad(loss, rows[0])
     assert not gradient[seen].any() and gradient[~seen].any(1).all()
 
@@ -176,8 +130,8 @@ def test_rows_that_are_not_hidden_give_the_decoder_nothing():
 def test_a_hidden_token_is_not_read():
     pretraining, batch = module("listops", "mask=0.5", "model.dropout=0"), gathered(split())
     other = batch.tokens.where(~hidden_rows(batch, 0.5, None), (batch.tokens + 1) % 15)
-    before = pretraining.losses(batch)[0]
-    after = pretraining.losses(Batch(**{**vars(batch), "tokens": other}))[0]
+    before = losses_of(pretraining, batch)[0]
+    after = losses_of(pretraining, Batch(**{**vars(batch), "tokens": other}))[0]
     assert torch.equal(before, after)
 
 
@@ -186,7 +140,7 @@ def test_evaluation_keeps_sums(layout):
     pretraining = module("listops", "mask=0.5").eval()
     batch = Batch(**{**vars(gathered(split(), **LAYOUTS[layout])), "seed": None})
     found, loss, *counts = pretraining(batch).tolist()
-    scores, target, losses = pretraining.losses(batch)
+    scores, target, losses = losses_of(pretraining, batch)
     rows = target != IGNORED_LABEL
     assert found == (scores.argmax(1) == target)[rows].sum() and loss == pytest.approx(
         float(losses[rows].detach().sum())
@@ -206,9 +160,9 @@ def test_every_task_has_a_share_and_the_commonest_token_is_counted():
 
 def test_refusals():
     for args, message in (
-        (("mask=0.2",), "mask=0.2 is the share of tokens that pretrain=masked hides: add that"),
-        (("pretrain=masked", "mask=0"), r"mask=0\.0 must be above 0 and below 1"),
-        (("pretrain=masked", "mask=1"), r"mask=1\.0 must be above 0 and below 1"),
+        (("mask=0.2",), "mask=0.2 says how tokens are hidden: add pretrain=masked"),
+        (("pretrain=masked", "mask=0"), r"mask=0\.0 must be at least 2e-5 and below 1"),
+        (("pretrain=masked", "mask=1"), r"mask=1\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "init=there", "head=kept"), "head=kept: pretrain=masked trains no classifier"),
         (("pretrain=causal",), "pretrain"),
     ):
@@ -301,7 +255,7 @@ def same(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-4) -> None:
 
 
 def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, monkeypatch):
-    dropout = ("model.dropout=0.1", "model.pooling=cls")
+    dropout = ("model.dropout=0.1", "model.pooling=cls", *OPTIONS)
     packed = pretrained("name=packed", *dropout)
     same(packed, pretrained("name=padded", *dropout, "batch.layout=padded"))
     same(packed, pretrained("name=parts", *dropout, "batch.micro=3"))
@@ -311,7 +265,7 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(pretrained, m
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3")])
+@pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3", *OPTIONS)])
 def test_captured_and_eager_agree_on_a_gpu(pretrained, options):
     shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", "model.dropout=0.1", *options)
     eager, captured = (pretrained(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
@@ -320,11 +274,11 @@ def test_captured_and_eager_agree_on_a_gpu(pretrained, options):
 
 
 def test_resuming_a_pretraining_changes_nothing(pretrained, monkeypatch):
-    whole = pretrained("name=whole", "model.dropout=0.1")
+    whole = pretrained("name=whole", "model.dropout=0.1", *OPTIONS)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
         interrupt_at(3, patch)
-        pretrained("name=parts", "model.dropout=0.1")
-    parts = pretrained("name=parts", "model.dropout=0.1", "resume=true")
+        pretrained("name=parts", "model.dropout=0.1", *OPTIONS)
+    parts = pretrained("name=parts", "model.dropout=0.1", *OPTIONS, "resume=true")
     a, b = (checkpoints.read_checkpoint(result["directory"])[0] for result in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) and parts["resumed"]
     assert parts["test"] == whole["test"]
@@ -341,5 +295,5 @@ def test_every_attention_pretrains(attn, pretrained):
 
 
 def test_nothing_hidden_is_said(pretrained):
-    with pytest.raises(UsageError, match=r"mask=1e-06 hides no token of val: raise mask="):
-        pretrained("name=none", "mask=1e-6", "task.val=3")
+    with pytest.raises(UsageError, match=r"mask=2e-05 hides no token of val: raise mask="):
+        pretrained("name=none", "mask=2e-5", "task.val=3")

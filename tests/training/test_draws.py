@@ -17,7 +17,7 @@ from lra.errors import UsageError
 from lra.kernels.flash.reference import keep_mask
 from lra.models.attention.performer import orthogonal_features
 from lra.models.dropout import drop, row_keys
-from lra.tasks.masked import hidden_rows
+from lra.tasks.hiding import hidden_rows
 from lra.training import draws
 from lra.training.draws import DRAW_VERSIONS
 from lra.training.fit import build_modules, configure

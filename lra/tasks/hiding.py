@@ -1,0 +1,108 @@
+"""Hidden tokens: which tokens of a batch are hidden, what the encoder sees instead, and the loss of finding them.
+
+All of it is a function of (seed, index of the sequence, position), like dropout. So layouts of batches, micro-batches,
+devices and resumed runs change nothing. Evaluation has no seed and uses 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lra.batch import Batch
+from lra.config.schema import RunConfig
+from lra.data.split import IGNORED_LABEL
+from lra.models.dropout import mix_bits, row_keys, sequence_keys
+from lra.models.transformer import Encoder
+
+HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
+HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # in the hash of places; the sites of dropout begin at 0
+
+
+class Hiding:
+    """How a run hides tokens (`mask`, `mask_random`, `mask_span`) and which tokens its loss is of (`mask_loss`).
+
+    Args:
+        run: the configuration of the run.
+        share: the share of hidden tokens where `mask` is null.
+        encoder: has the ids of the MASK and CLS tokens.
+    """
+
+    def __init__(self, run: RunConfig, share: float, encoder: Encoder):
+        assert encoder.mask is not None
+        self.share = share if run.mask is None else run.mask
+        self.random, self.span, self.everywhere = run.mask_random, run.mask_span, run.mask_loss == "all"
+        self.mask, self.prefix = encoder.mask, encoder.prefix
+        self.vocabulary = encoder.mask - (encoder.prefix is not None)
+
+    def hide(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """Returns the batch that the encoder sees, and which rows of it are hidden, bool `[T]`."""
+        hidden_T = hidden_rows(batch, self.share, self.prefix, self.span)
+        shown_T: Tensor | int = self.mask
+        if self.random:
+            bits_T = mix_bits(row_keys(_seeded(batch)) + REPLACING_SITE)
+            token_T = (bits_T >> HASH_BITS & (1 << HASH_BITS) - 1) * self.vocabulary >> HASH_BITS
+            shown_T = torch.where(_drawn(bits_T, self.random), token_T.to(batch.tokens.dtype), self.mask)
+        return dataclasses.replace(batch, tokens=torch.where(hidden_T, shown_T, batch.tokens)), hidden_T
+
+    def losses(self, scores_TV: Tensor, batch: Batch, counted_T: Tensor) -> tuple[Tensor, Tensor]:
+        """For each row: its token, or IGNORED where it does not count `[T]`, and the cross-entropy, fp32 `[T]`.
+
+        Args:
+            scores_TV: scores of the vocabulary for each row, fp32.
+            batch: the batch with the tokens to find.
+            counted_T: which rows count.
+        """
+        # decode all rows, because a captured graph has one shape
+        target_T = torch.where(counted_T, batch.tokens.long(), IGNORED_LABEL)
+        return target_T, F.cross_entropy(scores_TV, target_T, reduction="none")
+
+    def loss(self, scores_TV: Tensor, batch: Batch, hidden_T: Tensor) -> Tensor:
+        """Sums over the examples the cross-entropy of tokens, divided by their expected number.
+
+        The expected number of hidden tokens is `share` times the tokens of the sequence, as no micro-batch knows the
+        number in the whole batch. An example of two sequences counts their mean. So each sequence weighs the same, as
+        in classification.
+        """
+        counted_T, share = (findable_rows(batch, self.prefix), 1.0) if self.everywhere else (hidden_T, self.share)
+        prefixed = int(self.prefix is not None)
+        expected_B = share * (batch.length - prefixed).clamp(min=1) * (batch.size // batch.label.numel())
+        return (self.losses(scores_TV, batch, counted_T)[1] * batch.per_row(1 / expected_B)).sum()
+
+
+def findable_rows(batch: Batch, prefix: int | None) -> Tensor:
+    """Returns which rows have a token that can be hidden, bool `[T]`: no CLS, padding or filler."""
+    wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
+    rows_T = batch.per_row(wanted_B)
+    if batch.padded:
+        rows_T = rows_T & batch.mask().flatten()
+    return rows_T if prefix is None else rows_T & (batch.tokens != prefix)
+
+
+def hidden_rows(batch: Batch, share: float, prefix: int | None, span: int = 1) -> Tensor:
+    """Returns which rows are hidden, bool `[T]`: each token that can be, with probability `share`.
+
+    With a `span`, so many places in a row are hidden together. The first span of a sequence begins at a random place,
+    and what is left before it is a shorter span.
+    """
+    seeded = _seeded(batch)
+    if span > 1:
+        assert seeded.seed is not None
+        begin_B = (mix_bits(sequence_keys(batch.index, seeded.seed) + SPAN_SITE) & (1 << 31) - 1) % span
+        span_T = (batch.token_positions() + batch.per_row(begin_B)) // span
+        seeded = dataclasses.replace(seeded, positions=span_T)  # all places of a span have one hash
+    return _drawn(mix_bits(row_keys(seeded) + HIDING_SITE), share) & findable_rows(batch, prefix)
+
+
+def _seeded(batch: Batch) -> Batch:
+    if batch.seed is not None:
+        return batch
+    return batch.with_seed(torch.zeros((), dtype=torch.int64, device=batch.tokens.device))
+
+
+def _drawn(bits: Tensor, share: float) -> Tensor:
+    """Returns which hashes are drawn, with probability `share`, by their low bits."""
+    return (bits & (1 << HASH_BITS) - 1) < round(share * (1 << HASH_BITS))
