@@ -155,3 +155,10 @@ def test_it_starts_from_a_pretraining_and_from_labels(trained):
 def test_refusals(fields, message):
     with pytest.raises(UsageError, match=message):
         fit.configure(["task=listops", "attn=flash", *fields.split()])
+
+
+@torch.no_grad()
+def test_labels_are_smoothed_beside_denoising():
+    plain, smoothed = (module("listops", "denoise=0.5", f"optim.label_smoothing={share}") for share in (0, 0.1))
+    batch = gathered(split())
+    assert float(plain.loss(batch)) != pytest.approx(float(smoothed.loss(batch)), rel=1e-3)
