@@ -51,14 +51,16 @@ class ModelConfig:
     d_model: int = 64  # width: features of each token, a multiple of model.heads
     heads: int = 2  # attention heads of a layer
     layers: int = 2  # Transformer blocks
-    d_ff: int = 128  # hidden width of the feed-forward layers and of the classifier
+    d_ff: int = 128  # hidden width of the feed-forward layers, and of the classifier if it has two layers
     dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
     attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
     # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
     # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
+    classifier: Literal["two_layers", "linear"] = "two_layers"  # between the pooled sequence and the class scores
     embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
     def __post_init__(self) -> None:
@@ -71,6 +73,13 @@ class ModelConfig:
         if self.positions == "rotary" and self.head_dim % (2 * self.axes):
             raise UsageError(
                 f"rotary positions need a head dimension divisible by {2 * self.axes}, not {self.head_dim}"
+            )
+        if not 1 < self.rotary_base < math.inf:
+            raise UsageError(f"model.rotary_base={self.rotary_base} must be finite and above 1")
+        if self.positions != "rotary" and self.rotary_base != ModelConfig.rotary_base:
+            raise UsageError(
+                f"model.rotary_base={self.rotary_base}: model.positions={self.positions} does not rotate; "
+                "set model.positions=rotary, or leave it out"
             )
         if self.positions == "sinusoidal" and self.d_model % (2 * self.axes):
             raise UsageError(
@@ -86,6 +95,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def d_hidden(self) -> int | None:
+        """Hidden width of the classifier; None if it has one layer."""
+        return self.d_ff if self.classifier == "two_layers" else None
 
 
 OptimizerName = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd"]
@@ -350,7 +364,7 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan` and `average` with its options at their defaults, `pretrain` and `mask` of a run that hides no tokens,
+        `on_nan`, `average` with its options, `rotary_base` and `classifier` at their defaults, `pretrain` and `mask` of a run that hides no tokens,
         fields at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW), and
         options that the optimiser does not have.
         """
@@ -358,6 +372,9 @@ class RunConfig:
         for name in ("on_nan", "average", "average_decay", "average_share"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
+        for name in ("rotary_base", "classifier"):
+            if kept["model"][name] == getattr(ModelConfig, name):
+                del kept["model"][name]
         if self.pretrain == "none":
             del kept["pretrain"]
         if not self.hides:

@@ -4,8 +4,13 @@ import torch
 from torch import Tensor, nn
 
 
-def classifier(d_model: int, d_hidden: int, classes: int) -> nn.Sequential:
-    """Two layers with a ReLU between, as in all three public LRA codebases; `[B, d_model]` to `[B, classes]`."""
+def classifier(d_model: int, d_hidden: int | None, classes: int) -> nn.Sequential:
+    """Maps `[B, d_model]` to `[B, classes]` by two layers with a ReLU between, as in all three public LRA codebases.
+
+    Without `d_hidden` it is one layer, as Amos et al. 2024 (arXiv 2310.02980) have it on ListOps and Pathfinder.
+    """
+    if d_hidden is None:
+        return nn.Sequential(nn.Linear(d_model, classes))
     return nn.Sequential(nn.Linear(d_model, d_hidden), nn.ReLU(), nn.Linear(d_hidden, classes))
 
 
@@ -18,7 +23,7 @@ class PairClassifier(nn.Module):
     that have learned to be a pair, of opposite signs.
     """
 
-    def __init__(self, d_model: int, d_hidden: int, classes: int, absolute: bool = False):
+    def __init__(self, d_model: int, d_hidden: int | None, classes: int, absolute: bool = False):
         super().__init__()
         self.absolute = absolute
         self.classifier = classifier(4 * d_model, d_hidden, classes)

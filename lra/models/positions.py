@@ -29,14 +29,14 @@ def token_coordinates(batch: Batch, axes: int, width: int | None, prefixed: bool
     return torch.stack((pixel_T // width, pixel_T % width), 1)
 
 
-def position_angles(coordinates_TA: Tensor, dim: int) -> Tensor:
+def position_angles(coordinates_TA: Tensor, dim: int, base: float = 10000.0) -> Tensor:
     """Returns the angles of `dim // 2` sine-cosine pairs, fp32 `[T, dim // 2]`. Each axis has an equal share.
 
-    Frequencies 10000^(-i/pairs) of Vaswani et al. 2017 (section 3.5) and of RoPE (Su et al. 2021, eq. 15).
+    Frequencies base^(-i/pairs) of Vaswani et al. 2017 (section 3.5) and of RoPE (Su et al. 2021, eq. 15).
     """
     axes = coordinates_TA.shape[1]
     pairs = dim // 2 // axes
-    frequency_P = 10000.0 ** (-torch.arange(pairs, device=coordinates_TA.device, dtype=torch.float32) / pairs)
+    frequency_P = base ** (-torch.arange(pairs, device=coordinates_TA.device, dtype=torch.float32) / pairs)
     return (coordinates_TA[:, :, None].float() * frequency_P).flatten(1)
 
 
@@ -76,13 +76,13 @@ class _ComputedPositions(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, dim: int, axes: int):
+    def __init__(self, dim: int, axes: int, base: float = 10000.0):
         super().__init__()
-        self.dim = dim
+        self.dim, self.base = dim, base
         self.register_buffer("scale", torch.ones(axes))
 
     def angles(self, coordinates_TA: Tensor) -> Tensor:
-        return position_angles(coordinates_TA * self.scale, self.dim)
+        return position_angles(coordinates_TA * self.scale, self.dim, self.base)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(f"{prefix}scale", torch.ones_like(self.scale))  # older checkpoints have no factors

@@ -139,7 +139,7 @@ class Encoder(nn.Module):
         elif config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.d_model, config.axes)
         else:
-            self.positions = RotaryPositions(config.head_dim, config.axes)
+            self.positions = RotaryPositions(config.head_dim, config.axes, config.rotary_base)
         self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 

@@ -273,7 +273,7 @@ class TaskModule(pl.LightningModule):
         return Encoder(run.model, run.attn, vocabulary=vocabulary, masked=masked, **lengths)
 
     def head(self) -> nn.Module:
-        return classifier(self.run.model.d_model, self.run.model.d_ff, self.facts.classes)
+        return classifier(self.run.model.d_model, self.run.model.d_hidden, self.facts.classes)
 
     def forward(self, batch: Batch) -> Tensor:
         """Class scores, fp32 `[B, classes]`."""

@@ -71,4 +71,4 @@ class Retrieval(TaskModule):
 
     def head(self) -> nn.Module:
         model, absolute = self.run.model, self.run.task.difference == "absolute"
-        return PairClassifier(model.d_model, model.d_ff, self.facts.classes, absolute)
+        return PairClassifier(model.d_model, model.d_hidden, self.facts.classes, absolute)

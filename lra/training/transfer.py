@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lra.config.schema import RunConfig
+from lra.config.schema import ModelConfig, RunConfig
 from lra.errors import UsageError
 from lra.models.positions import resize_table
 from lra.tasks import TASKS
@@ -96,6 +96,7 @@ def transfer_weights(
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
+            ("model.rotary_base", there["model"].get("rotary_base", ModelConfig.rotary_base), run.model.rotary_base),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
             ("denoise", there.get("denoise", 0.0), run.denoise),

@@ -162,6 +162,8 @@ def test_the_result_is_frozen():
         ((*BASE, "model.dropout=0.000001"), "is 0 in steps of 1/256: use 0, or at least 0.002"),
         ((*BASE, "model.dropout=0.999999"), "is 1 in steps of 1/256: use at most 0.998"),
         ((*BASE, "model.d_model=65"), "model.d_model=65 is not a multiple of model.heads=2"),
+        ((*BASE, "model.rotary_base=500", "model.positions=learned"), "model.positions=learned does not rotate"),
+        ((*BASE, "model.rotary_base=1", "model.positions=rotary"), "model.rotary_base=1.0 must be finite and above 1"),
         ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
         ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),
         ((*BASE, "task.min_length=5000"), "task.min_length=5000 must be"),

@@ -62,6 +62,7 @@ BESIDE = {
     "trainer.on_nan": ("optim.lr=1e30",),
     "trainer.average_decay": ("trainer.average=ema",),
     "trainer.average_share": ("trainer.average=tail",),
+    "model.rotary_base": ("model.positions=rotary",),
     "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
     "optim.decay": ("optim.weight_decay=0.1",),
     "optim.cooldown": ("optim.schedule=constant",),

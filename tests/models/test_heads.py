@@ -15,6 +15,13 @@ def test_a_classifier_has_one_hidden_layer_of_its_width():
     torch.testing.assert_close(head(x), hidden @ state["2.weight"].T + state["2.bias"])
 
 
+def test_a_linear_classifier_has_one_layer():
+    head, x = classifier(4, None, 3), torch.randn(5, 4)
+    weight, bias = head.parameters()
+    torch.testing.assert_close(head(x), x @ weight.T + bias)
+    assert PairClassifier(4, None, 3)(torch.randn(10, 4)).shape == (5, 3)
+
+
 def test_the_difference_of_a_pair_is_seen_with_its_sign_or_without():
     torch.manual_seed(0)
     pair = torch.randn(2, 4)

@@ -243,3 +243,11 @@ def test_gradients_on_a_gpu_are_the_same_every_time(sizes, compiled):
     axes = zip(place_TA.unbind(1), module.tables, strict=True)
     wanted = [torch.zeros_like(table).index_add(0, place, weights) for place, table in axes]
     torch.testing.assert_close(list(first), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_sets_how_slowly_the_slowest_pair_turns():
+    fast, slow = (position_angles(torch.tensor([[100]]), 16, base)[0] for base in (100.0, 1e6))
+    torch.testing.assert_close(fast, 100 * 100.0 ** (-torch.arange(8.0) / 8))
+    assert fast[0] == slow[0] == 100 and (slow[1:] < fast[1:]).all()
+    rotated = RotaryPositions(16, 1, 1e6)(torch.tensor([[100]]))[0]
+    torch.testing.assert_close(rotated[0], slow.cos())

@@ -383,3 +383,12 @@ def test_another_difference_of_pairs_is_said(saved):
     assert said.changed == {"task.difference": ["absolute", "signed"]}
     assert "trained with task.difference=absolute, here signed" in said.describe("there")
     assert not moved("retrieval", path, "task.difference=absolute")[1].changed
+
+
+def test_another_base_of_rotary_positions_and_another_classifier_are_said(saved):
+    path = saved("pathfinder", "model.positions=rotary")
+    module, said = moved(
+        "pathfinder", path, "model.positions=rotary", "model.rotary_base=500", "model.classifier=linear"
+    )
+    assert said.changed == {"model.rotary_base": [10000.0, 500.0]} and said.fresh == ["head"]
+    assert module.model.encoder.positions.base == 500
