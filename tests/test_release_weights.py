@@ -171,7 +171,7 @@ def test_merged_releases_are_stages_of_a_table(tmp_path, monkeypatch):
     fields = ["tasks=pathx,path256,path256-lit", "attns=flash", "seeds=1"]
     plan = accuracy.reproduce("table6", [*fields, "task.version=1"], dry_run=True)
     assert plan.lines[0] == "cells: 3, 3 done"
-    with pytest.raises(UsageError, match="a run of pathx@1, and the task is pathx@2 by now: give task.version=1 "):
+    with pytest.raises(UsageError, match="a run of pathx@1, and the task is now pathx@2: give task.version=1 "):
         accuracy.reproduce("table6", fields, dry_run=True)
 
 

@@ -82,7 +82,7 @@ class PathfinderConfig:
         if not 0 <= self.background < 1:
             raise UsageError(f"task.background is a share of the pixels, from 0 and below 1, not {self.background}")
         if self.background and self.tokens == "all":
-            raise UsageError("task.background is of tokens=lit: tokens=all keeps all of it")
+            raise UsageError("task.background needs tokens=lit: tokens=all keeps the whole background")
 
     @property
     def stream(self) -> str | None:

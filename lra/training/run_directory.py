@@ -53,7 +53,7 @@ class RunDirectory:
         self.task = versioned_name(run.task)
         self.versions = hasattr(run.task, "version")  # whether a field chooses one
         newest = self.task == f"{run.task.name}@{TASKS.get(run.task.name).facts.version}"
-        self.asked = f"the task is {self.task} by now" if newest else f"{self.task} is asked for"
+        self.asked = f"the task is now {self.task}" if newest else f"{self.task} is asked for"
         self.resume = run.resume
         self._before: dict[Path, bytes | None] = {}  # what `opened` has replaced
 
@@ -66,7 +66,7 @@ class RunDirectory:
             return None
         except ValueError as error:
             raise UsageError(
-                f"{file} is no whole result ({error}): remove it, then resume=auto makes it anew"
+                f"{file} is not a whole result ({error}): remove it, then resume=auto makes it anew"
             ) from None
 
     @property

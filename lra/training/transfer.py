@@ -107,7 +107,7 @@ def transfer_weights(
     parts = [".attention."] if "attn" in changed else []
     head = _shapes(weights, "head")
     if run.head == "kept" and head != _shapes(own, "head"):
-        why = "no head to keep, it is of a pretraining" if not head else "another head than this task"
+        why = "no head to keep, because a pretraining made it" if not head else "another head than this task"
         raise UsageError(f"{path} has {why}: leave out head=kept")
     if run.head == "fresh" or (run.head is None and head != _shapes(own, "head")):
         parts.append(".head.")

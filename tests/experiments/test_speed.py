@@ -311,7 +311,7 @@ def test_a_record_that_states_nonsense_is_no_measurement(fake, made):
         (["launcher=local"], "launcher=local can't be beside speed=true"),
         (["devices=1"], "devices=1 can't be beside speed=true"),
         (["per_device=2"], "per_device=2 can't be beside speed=true"),
-        (["slurm.partition=gpu"], "slurm.partition=gpu is of use with launcher=slurm only"),
+        (["slurm.partition=gpu"], "slurm.partition=gpu needs launcher=slurm"),
         (["seed=1"], "seed=1 can't be beside speed=true"),
         (["engine=eager"], "engine=eager can't be beside speed=true: it is set by the two ways"),
         (["batch.layout=packed"], "batch.layout=packed can't be beside speed=true"),

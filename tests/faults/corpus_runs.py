@@ -48,7 +48,7 @@ _BOMB = b"a0: &a0 [x]\n" + b"".join(
     b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 9)
 )
 _CONFIG = (f"{RUN}/config.yaml is damaged", "move ", "choose another name=")
-_RESULT = (f"{RUN}/result.json is no whole result", "remove it", "resume=auto")
+_RESULT = (f"{RUN}/result.json is not a whole result", "remove it", "resume=auto")
 # of a finished run's directory -> words
 DIRECTORIES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "config empty": (_only(b""), _CONFIG),
@@ -377,8 +377,8 @@ ARCHIVES: dict[str, tuple[Archive, tuple[str, ...]]] = {
     "a bomb": (_xz_bomb, ("more bytes", "get it again")),
     "no configuration": (_packed({f"{RUN}/config.yaml": None}), (f"no {RUN}/config.yaml", "get it again")),
     "no result": (_packed({f"{RUN}/result.json": None}), ("neither a result.json nor a last.ckpt",)),
-    "a failure that is none": (_packed({f"{RUN}/failed.json": b'{"status": "oom"}'}), ("is no whole result",)),
-    "half a result": (_packed({f"{RUN}/result.json": b'{"status": "fin'}), ("is no whole result",)),
+    "a failure that is none": (_packed({f"{RUN}/failed.json": b'{"status": "oom"}'}), ("is not a whole result",)),
+    "half a result": (_packed({f"{RUN}/result.json": b'{"status": "fin'}), ("is not a whole result",)),
     "a configuration of aliases": (_packed({f"{RUN}/config.yaml": _BOMB}), ("not a configuration", "get it again")),
     "a configuration with a tag": (
         _packed({f"{RUN}/config.yaml": b"a: !!python/object/apply:os.system ['touch pwned']"}), ("not a configuration",)

@@ -172,9 +172,9 @@ def test_a_result_says_how_a_run_ended_and_where(directory):
     assert run.finished and run.result() == said and (said["status"], said["directory"]) == ("finished", str(run.path))
     run.check()  # nothing is to be done
     ended(run, task="listops@0")
-    refused(run, "holds a result of listops@0, and the task is listops@1 by now: move it away, or choose another name=")
+    refused(run, "holds a result of listops@0, and the task is now listops@1: move it away, or choose another name=")
     (run.path / "result.json").write_text("{")
-    refused(run, r"result.json is no whole result.*: remove it, then resume=auto makes it anew")
+    refused(run, r"result.json is not a whole result.*: remove it, then resume=auto makes it anew")
 
 
 def test_a_directory_is_opened_by_one_process_and_cleaned(directory):

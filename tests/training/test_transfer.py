@@ -361,7 +361,7 @@ def test_a_pretraining_from_a_run(saved):
 
 def test_what_a_pretraining_does_not_have_is_refused(saved):
     path = saved("pathfinder", "pretrain=masked")
-    refused("has no head to keep, it is of a pretraining: leave out head=kept", "pathfinder", path, "head=kept")
+    refused("has no head to keep, because a pretraining made it: leave out head=kept", "pathfinder", path, "head=kept")
     refused("model.pooling mean here cls", "pathfinder", path, "pretrain=masked", "model.pooling=cls")
     refused("model.heads 2 here 1", "pathfinder", path, "model.heads=1")
     linformer = saved("pathfinder", "attn=linformer", "attn.k=8", "pretrain=masked")

@@ -113,10 +113,10 @@ def test_a_run_of_another_version_of_the_task_is_not_gone_on_with(finished, tmp_
     shutil.copytree(finished, run)
     cls = TASKS.get("listops")
     monkeypatch.setattr(cls, "facts", replace(cls.facts, version=2))
-    with pytest.raises(UsageError, match=f"{run} holds a result of listops@1, and the task is listops@2 by now"):
+    with pytest.raises(UsageError, match=f"{run} holds a result of listops@1, and the task is now listops@2"):
         lra.fit(*arguments("name=done", "resume=auto"))
     (run / "result.json").unlink()
-    with pytest.raises(UsageError, match="last.ckpt is of listops@1, and the task is listops@2 by now"):
+    with pytest.raises(UsageError, match="last.ckpt is of listops@1, and the task is now listops@2"):
         lra.fit(*arguments("name=done", "resume=auto"))
 
 

@@ -46,12 +46,12 @@ def test_it_is_scored_on_its_own_test_set_and_on_the_other_where_asked(old, monk
 def test_it_is_gone_on_with_where_the_version_is_given(old, monkeypatch):
     monkeypatch.chdir(old.parents[4])
     run = old.relative_to(Path.cwd())
-    mend = "by now: give task.version=1 to go on with it, "
-    with pytest.raises(UsageError, match=f"^{run} holds a run of pathfinder@1, and the task .*@2 {mend}move"):
+    mend = ": give task.version=1 to go on with it, "
+    with pytest.raises(UsageError, match=f"^{run} holds a run of pathfinder@1, and the task .*@2{mend}move"):
         lra.fit(*RUN, "name=run", "resume=auto")
     assert lra.fit(*RUN, "name=run", "task.version=1")["task"] == "pathfinder@1"
     more = [*(field for field in RUN if not field.startswith("trainer.steps")), "trainer.steps=6", "name=more"]
-    with pytest.raises(UsageError, match=f"last.ckpt is of pathfinder@1, and the task is pathfinder@2 {mend}begin"):
+    with pytest.raises(UsageError, match=f"last.ckpt is of pathfinder@1, and the task is now pathfinder@2{mend}begin"):
         lra.fit(*more, f"resume={run / 'last.ckpt'}")
     lra.fit(*RUN, "name=new")
     with pytest.raises(UsageError, match="a run of pathfinder@2, and pathfinder@1 is asked for: give task.version=2 "):

@@ -68,7 +68,7 @@ class SlurmResources:
 def parse_resources(args: Sequence[Override], launcher: str) -> SlurmResources:
     """The resources in the arguments `slurm.<field>=`. UsageError if one is unknown, or the launcher is another."""
     if args and launcher != "slurm":
-        raise UsageError(f"{args[0]} is of use with launcher=slurm only: add that, or leave it out")
+        raise UsageError(f"{args[0]} needs launcher=slurm: add that, or leave it out")
     own = [Override(override.field.removeprefix("slurm."), override.text) for override in args]
     return parse_options(SlurmResources, own, "slurm: ")
 

@@ -99,7 +99,7 @@ class StoredRun:
             return None
         except ValueError as error:
             raise UsageError(
-                f"{self.name}/{name} is no whole result ({error}): do the run again, or leave it out"
+                f"{self.name}/{name} is not a whole result ({error}): do the run again, or leave it out"
             ) from None
         return result
 

@@ -143,7 +143,7 @@ def match_results(cells: Sequence[Cell], folder: str | Path) -> Ledger:
     for cell in ledger.older:
         shown.setdefault((ledger.entries[cell].task, tasks[cell]), {})[cell.column] = None
     for (older, newer), columns in shown.items():
-        ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is {newer} by now")
+        ledger.notes.append(f"{', '.join(columns)}: results of {older}; the task is now {newer}")
     ledger.stopped = _blocked_by_stage([cell for cell in cells if cell not in ledger.entries], entries)
     known = {str(entry.path.relative_to(folder)) for entry in ledger.stopped.values()}
     if named := [name for _, name in sorted(strangers) if name not in known]:  # the table's tasks and attentions first
@@ -167,7 +167,7 @@ def find_results(folder: Path) -> tuple[list[ResultFile], list[str]]:
         if not isinstance(content, dict) or not (content.keys() & {"status", "config"} or path.name == RESULT_NAME):
             continue  # some other measurement
         if lacks := missing_fields(content):
-            notes.append(f"{path} is no whole result, so it is left out: it lacks {lacks}")
+            notes.append(f"{path} is not a whole result, so it is left out: it lacks {lacks}")
         else:
             entries.append(ResultFile(path, content))
     return entries, notes

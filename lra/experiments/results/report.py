@@ -51,7 +51,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
-            raise UsageError(f"seeds={self.seeds} is no number of seeds: use at least 1")
+            raise UsageError(f"seeds={self.seeds} is not a number of seeds: use at least 1")
         refuse_repeats(tasks=self.tasks, attns=self.attns)
 
 

@@ -42,7 +42,7 @@ def test_a_whole_result_of_this_configuration_is_done(cell):
 @pytest.mark.parametrize("status", ["finished", "oom", "failed"])
 def test_a_result_of_another_version_of_the_task_is_refused(cell, status):
     made(cell, status, task="listops@0")
-    with pytest.raises(UsageError, match="holds a result of listops@0, and the task is listops@1 by now: move it away"):
+    with pytest.raises(UsageError, match="holds a result of listops@0, and the task is now listops@1: move it away"):
         cell_state(cell)
 
 

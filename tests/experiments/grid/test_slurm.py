@@ -174,7 +174,7 @@ def test_the_command_plans_and_submits(here):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["slurm.time=3"], "slurm.time=3 is of use with launcher=slurm only: add that, or leave it out"),
+        (["slurm.time=3"], "slurm.time=3 needs launcher=slurm: add that, or leave it out"),
         (["launcher=slurm", "slurm.tiem=3"], "slurm: unknown field 'tiem': did you mean 'time'?"),
         (["launcher=slurm", "slurm.time=1h"], "slurm: time=1h: write an integer"),
         (["launcher=slurm", "slurm.time=0"], "slurm.time=0: it is at least 1"),

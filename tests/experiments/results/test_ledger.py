@@ -275,7 +275,7 @@ def test_results_of_an_older_version_are_shown_and_named_where_there_are_no_newe
         put(tmp_path / f"{number}.json", older(some))
     found = ledger.match_results(cells, tmp_path)
     assert set(found.entries) == set(cells)
-    assert found.notes == ["pathfinder, pathfinder-lit: results of pathfinder@1; the task is pathfinder@2 by now"]
+    assert found.notes == ["pathfinder, pathfinder-lit: results of pathfinder@1; the task is now pathfinder@2"]
     assert ledger.make_row(TABLE, cells[0], found).command.endswith("task.version=1")
 
     put(tmp_path / "newer.json", result(cells[0], 0.6))
