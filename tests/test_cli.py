@@ -221,7 +221,7 @@ REFUSED = {
     "fit task=listops attn=flash seed=-1": "seed=-1 is negative",
     "fit task=text attn=flash task.data_seed=-1": "task.data_seed=-1 is out of range: choose 0 to 4294967295",
     "fit task=pathx attn=flash tokens=lit background=1": "task.background is a share .* below 1, not 1.0",
-    "fit task=pathx attn=flash background=0.1": "task.background needs tokens=lit: tokens=all keeps the whole background",
+    "fit task=pathx attn=flash background=0.1": "task.background needs tokens=lit: tokens=all keeps the whole",
     "fit task=listops attn=flash task.train=0": "task.train=0 must be at least 1",
     "fit task=listops attn=flash model.heads=3": "model.d_model=64 is not a multiple of model.heads=3",
     "fit task=listops attn=flash model.attn_dropout=0.999": "model.attn_dropout=0.999 .* use at most 0.998",
