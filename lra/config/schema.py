@@ -237,7 +237,7 @@ class TrainerConfig:
         for name, average in (("average_decay", "ema"), ("average_share", "tail")):
             if self.average != average and getattr(self, name) != getattr(TrainerConfig, name):
                 raise UsageError(
-                    f"trainer.{name}={getattr(self, name)} is of trainer.average={average}: set that, or leave it out"
+                    f"trainer.{name}={getattr(self, name)} needs trainer.average={average}: set that, or leave it out"
                 )
         if self.eval_every % self.log_every:
             raise UsageError(

@@ -145,8 +145,8 @@ def test_a_run_without_an_average_says_nothing_of_it(small):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (["trainer.average_decay=0.9"], "trainer.average_decay=0.9 is of trainer.average=ema: set that, or leave it"),
-        ([*EMA, "trainer.average_share=0.5"], "trainer.average_share=0.5 is of trainer.average=tail: set that"),
+        (["trainer.average_decay=0.9"], "trainer.average_decay=0.9 needs trainer.average=ema: set that, or leave it"),
+        ([*EMA, "trainer.average_share=0.5"], "trainer.average_share=0.5 needs trainer.average=tail: set that"),
         ([*EMA, "trainer.average_decay=1"], "trainer.average_decay=1.0 must be above 0 and below 1"),
         ([*TAIL, "trainer.average_share=0"], "trainer.average_share=0.0 must be above 0 and at most 1"),
         (["trainer.average=swa"], "trainer.average=swa: write none, ema or tail"),
