@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lra import environment
 
 if TYPE_CHECKING:
-    from lra.training.fit import configure, fit, load, test
+    from lra.training.evaluate import load, test
+    from lra.training.fit import configure, fit
 
 environment.ensure_user()
 # On a CPU, threads of PyTorch spin while they wait for each other, which takes the cores from other work. With this,
@@ -28,7 +29,7 @@ def __getattr__(name: str) -> Any:
         from lra import ranks
 
         ranks.check_variables()
-        from lra.training import fit
+        from lra.training import evaluate, fit
 
-        return getattr(fit, name)
+        return getattr(evaluate if name in ("load", "test") else fit, name)
     raise AttributeError(f"module 'lra' has no attribute '{name}'")

@@ -49,12 +49,12 @@ def fit(fields: Fields = None) -> None:
             console.print(f"{what:10} {folder}/{file}")
 
 
-@verb(app, parser="lra.training.fit:parse_test")
+@verb(app, parser="lra.training.evaluate:parse_test")
 def test(
     fields: Annotated[list[str] | None, typer.Argument(metavar="init=<run or checkpoint> [field=value …]")] = None,
 ) -> None:
     """Score a checkpoint on its task's test sets."""
-    from lra.training.fit import test as run
+    from lra.training.evaluate import test as run
 
     if result := run(*(fields or ())):  # only rank 0 has one
         print_scores(result)
@@ -170,7 +170,7 @@ def ls_recipes() -> None:
 @verb(ls_app, "optimizers")
 def ls_optimizers() -> None:
     """The optimisers, and their options beside lr and weight_decay."""
-    from lra.config.schema import OPTIM_OPTIONS, OptimizerName
+    from lra.config.optim import OPTIM_OPTIONS, OptimizerName
 
     table = Table("optimiser", "options")
     for name in get_args(OptimizerName):

@@ -25,7 +25,7 @@ from lra.errors import UsageError
 from lra.experiments import accuracy
 from lra.experiments.results import archive
 from lra.models.attention.base import Attention
-from lra.training import checkpoints, fit, transfer
+from lra.training import assembly, checkpoints, fit, transfer
 from tests.composing import composed
 from tests.drawings import lines, words
 
@@ -144,7 +144,7 @@ def test_the_commands_for_its_use_are_valid(name):
     assert scored == [f"init=checkpoints/{name}", *linear(name)]
     run = fit.configure(fields).config
     assert run.init == f"checkpoints/{name}"
-    _, module = fit.build_modules(run)
+    _, module = assembly.build_modules(run)
     path = folder(name)
     assert not transfer.transfer_weights(module, *checkpoints.read_checkpoint(path), path).fresh
 
@@ -290,7 +290,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     """With one head its probabilities times v are the layer's output."""
     fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
-    module = fit.build_modules(run)[1].eval()
+    module = assembly.build_modules(run)[1].eval()
     drawing = draw_image(image_law(32, "hard"), seed=0, index=3)  # its row and column differ
     query: tuple[int, int] = tuple(drawing.markers[0].tolist())
     seen, prefix = [], int(pooling == "cls")
@@ -315,7 +315,7 @@ def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
 
 def test_attention_that_is_no_softmax_or_of_no_token_is_refused():
     def build(*fields):
-        return fit.build_modules(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
+        return assembly.build_modules(fit.configure(["task=pathfinder", "recipe=demo", *fields]).config)[1].eval()
 
     pixels = draw_image(image_law(32, "hard"), seed=0, index=0).pixels.ravel()
     with pytest.raises(UsageError, match="attn=linear has other weights than softmax attention"):

@@ -28,9 +28,9 @@ from lra.bench.presets import (
 from lra.bench.records import AttentionMeasurement, MeasurementFile, round_figure
 from lra.bench.sparse import with_peers
 from lra.bench.timing import PassTime, TimedSteps, clear_gpu, time_passes
+from lra.config.checks import check_at_most, check_dropout_rate
 from lra.config.options import parse_options, recorded_options, refuse_repeats
 from lra.config.override import parse_overrides
-from lra.config.schema import check_at_most, check_dropout_rate
 from lra.errors import UsageError, is_out_of_memory, name_error
 from lra.models.attention import ATTENTIONS
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
-from lra.config.schema import ModelConfig
+from lra.config.model import ModelConfig
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.fused_layers import (
     feed_forward,

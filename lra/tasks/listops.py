@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config.schema import check_at_least, check_at_most
+from lra.config.checks import check_at_least, check_at_most
 from lra.data import listops
 from lra.data.split import Split
 from lra.data.writer import StoreWriter

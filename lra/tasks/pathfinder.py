@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.config.schema import check_at_least, check_at_most
+from lra.config.checks import check_at_least, check_at_most
 from lra.data.cifar10 import PIXELS
 from lra.data.pathfinder import generate, released
 from lra.data.split import shared_places

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lra.config.schema import check_at_least, check_at_most
+from lra.config.checks import check_at_least, check_at_most
 from lra.data import imdb
 from lra.data.split import Examples
 from lra.data.store import Store

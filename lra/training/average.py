@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lra.config.schema import TrainerConfig
+from lra.config.trainer import TrainerConfig
 from lra.training.optim import trained_parameters
 
 

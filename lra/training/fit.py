@@ -1,10 +1,9 @@
-"""Fit, test and load: what the command line and the Python API call."""
+"""Fit: what the command line and the Python API call to train a run."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import math
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -15,39 +14,29 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities import rank_zero_only
 
 from lra import caches, environment
-from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, compose, list_differences, restore
+from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, compose, list_differences
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
-from lra.errors import UsageError, explain_system_error, is_out_of_memory, name_file
+from lra.errors import UsageError, explain_system_error, is_out_of_memory
 from lra.kernels.library import clear_kernels_run
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS
-from lra.tasks.base import TaskData, TaskModule
+from lra.tasks.base import TaskModule
 from lra.training import checkpoints, provenance, result, transfer
-from lra.training.assembly import Assembly, assemble, build_modules, make_rank, resolve_attention, resolve_engine
+from lra.training.assembly import Assembly, assemble
+from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind, say
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
-from lra.training.hardware import crowding_note, join_launch, trainer_hardware
-from lra.training.lightning import silence_lightning
-from lra.training.output import console
+from lra.training.hardware import crowding_note, join_launch
+from lra.training.lightning import leave_process_group, silence_lightning
 from lra.training.preemption import Preemption
-from lra.training.progress import progress_options
 from lra.training.rendezvous import RendezvousError
 from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
-from lra.training.step import Step
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
 RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # they may change when a run resumes
-# fields that, like those of optim, change no score of trained weights
-TRAINING_ONLY_FIELDS = (
-    "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
-    "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
-    "trainer.average", "trainer.average_decay", "trainer.average_share",
-)  # fmt: skip
-
 EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
@@ -101,7 +90,7 @@ def fit(*args: str) -> dict[str, Any]:
     if directory.finished:
         return (directory.result() or {}) if first else {}
     silence_lightning()
-    atexit.register(_leave_process_group)
+    atexit.register(leave_process_group)
     if composed.start and directory.checkpoint() is None:
         assemble(run, directory).data.prepare_data()  # refuse now, before another run trains for hours
         _finish_earlier_run(composed.start)
@@ -112,7 +101,7 @@ def fit(*args: str) -> dict[str, Any]:
         provenance.begin_provenance(parts.module, directory.path, resumed=begun.checkpoint is not None)
     parts.data.prepare_data()  # after all checks; on every rank, and the store's lock lets one work
     parts.data.check_ranks(parts.trainer.world_size)
-    what = _described(run, parts)
+    what = describe_run(run, parts)
     parts.clock.begin(parts.trainer, what)
     preemption = Preemption(run, directory.last, parts.clock)
     parts.trainer.callbacks += [begun.origin, begun.draws, preemption]  # type: ignore[attr-defined]
@@ -145,7 +134,7 @@ def _begin(run: RunConfig, directory: RunDirectory, parts: Assembly) -> Starting
     if not run.init:
         return StartingPoint(None, 0, None, transfer.Origin(), DrawHistory())
     moved = transfer.transfer_weights(parts.module, *checkpoints.read_checkpoint(run.init), run.init)
-    _say(moved.describe(run.init), *moved.notes)
+    say(moved.describe(run.init), *moved.notes)
     return StartingPoint(None, 0, None, transfer.Origin(asdict(moved)), DrawHistory())
 
 
@@ -180,16 +169,16 @@ def _train(run: RunConfig, directory: RunDirectory, parts: Assembly, begun: Star
         with replace_file(directory.best) as file:
             file.write(begun.best.read_bytes())
     onward = f"\ngoes on after step {begun.done:,} of {run.trainer.steps:,}" if begun.checkpoint else ""
-    _say(f"{directory.path}: {what}{onward}", *parts.data.differences())
+    say(f"{directory.path}: {what}{onward}", *parts.data.differences())
     if crowd := crowding_note(run):
-        _say(crowd)
+        say(crowd)
     parts.trainer.fit(parts.module, datamodule=parts.data, ckpt_path=begun.checkpoint, weights_only=True)
 
 
 def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
     """Scores the test sets with the best checkpoint and writes its weights. Returns the scores on rank 0, else {}."""
     data, module, trainer = parts.data, parts.module, parts.trainer
-    _say(f"scoring {_sets(data)}")
+    say(f"scoring {describe_test_sets(data)}")
     checkpoints.verify_checkpoint(directory.best)  # if it is gone, `read_checkpoint` would ask for another
     weights, identity = checkpoints.read_checkpoint(directory.best)
     identity["provenance"] = module.provenance  # names all sessions, also those after the best checkpoint
@@ -213,14 +202,6 @@ def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> d
     }  # fmt: skip
     facts = result.result_facts(composed, parts.module, parts.trainer, parts.clock)
     return facts | known | result.result_costs(parts.clock)
-
-
-def _described(run: RunConfig, parts: Assembly) -> str:
-    """Describes for people what the speed of steps depends on: attention, size, batch, precision, engine, device."""
-    return ", ".join((
-        f"attention {parts.attention}", f"{result.count_parameters(parts.module):,} parameters",
-        f"batch {_batch(run, parts.trainer)}", run.trainer.precision, f"engine {parts.engine}", _device(parts.trainer),
-    ))  # fmt: skip
 
 
 def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path) -> None:
@@ -260,9 +241,9 @@ def _recorded(
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            known, advice = facts(), _smaller(run, trainer, " and resume=auto")
+            known, advice = facts(), advise_smaller_batch(run, trainer, " and resume=auto")
             if others := known["runs_per_device"] - 1:
-                advice += f"; {others} more on this {_kind(trainer)} have their share of it"
+                advice += f"; {others} more on this {device_kind(trainer)} have their share of it"
             if trainer.is_global_zero:
                 directory.finish("oom", known | {"error": advice})
             raise UsageError(advice) from None
@@ -273,127 +254,3 @@ def _recorded(
         if trainer.is_global_zero:
             directory.finish("failed", facts() | {"error": repr(error), "traceback": traceback.format_exc()})
         raise
-
-
-def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
-    """Returns the arguments of `test` by field. UsageError if one has no use there or `init=` is missing."""
-    given = {override.field: override for override in parse_overrides(args)}
-    if "init" not in given:
-        raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [str(given[field]) for field in given if field in TRAINING_ONLY_FIELDS or field.startswith("optim.")]:
-        raise UsageError(f"{' '.join(ignored)}: used only in training, it changes no score; leave it out")
-    return given
-
-
-def test(*args: str) -> dict[str, Any]:
-    """Scores the test sets with a checkpoint. Writes nothing.
-
-    Another resolution, another attention, `positions.resize` and `positions.scale` work as in `fit`, without training.
-
-    Args:
-        args: `init=<checkpoint>`, and the fields that differ from its run. The default of `trainer.devices` is 1.
-
-    Returns:
-        For each test set accuracy, loss and the accuracy of the baselines. Ranks other than 0 return an empty dict.
-
-    Raises:
-        UsageError: for anything that the user can mend, including memory that ran out.
-    """
-    given = parse_test(args)
-    path = given["init"].text
-    weights, identity = checkpoints.read_checkpoint(path)
-    saved = transfer.drop_origin(identity["config"])
-    saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
-    saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
-    run = restore(RunConfig, REGISTRIES, saved, given.values())
-    join_launch(run, "trainer.devices" in given)
-    checkpoints.check_vocabulary(run.task, identity, path)  # without this, its model may not even be possible
-    silence_lightning()
-    atexit.register(_leave_process_group)
-    trainer = pl.Trainer(
-        **trainer_hardware(run),
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **progress_options(console),
-    )
-    step = Step(run)
-    data, module = build_modules(run, make_rank(trainer), step=step)
-    moved = transfer.transfer_weights(module, weights, identity, path, score=True)
-    if not moved.fresh and "seed" in given:
-        raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
-    if moved.task != module.identity()["task"] or moved.changed or moved.resized:
-        _say(moved.describe(path))
-    resolve_attention(module, trainer.strategy.root_device)
-    resolve_engine(module, step, trainer.strategy.root_device)
-    data.prepare_data()
-    data.check_ranks(trainer.world_size)
-    try:
-        data.setup("test")
-        _say(f"{path}: scoring {_sets(data)}, {_device(trainer)}", *moved.notes, *data.differences())
-        if crowd := crowding_note(run):
-            _say(crowd)
-        trainer.test(module, datamodule=data, verbose=False)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UsageError(_smaller(run, trainer)) from None
-    if not trainer.is_global_zero:
-        return {}
-    return {"checkpoint": path, "transfer": asdict(moved)} | result.test_scores(module, data, trainer)
-
-
-def load(path: str | Path) -> TaskModule:
-    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint."""
-    weights, identity = checkpoints.read_checkpoint(path)
-    _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
-    checkpoints.load_into(module, weights, identity, path)
-    return module.eval()
-
-
-def _smaller(run: RunConfig, trainer: pl.Trainer, also: str = "") -> str:
-    training = trainer.lightning_module.training  # otherwise evaluation ran out of memory
-    field, count = ("micro", run.batch.divide(trainer.world_size)[1]) if training else ("eval", run.batch.eval)
-    if count == 1:
-        return (
-            f"out of {_kind(trainer)} memory with one sequence at a time: "
-            "use attn=flash, a shorter task.max_length or a smaller model"
-        )
-    advice = f"out of {_kind(trainer)} memory at batch.{field}={count}: set batch.{field}={count // 2}{also}"
-    return f"{advice}, gradients are then accumulated to batch.size={run.batch.size}" if training else advice
-
-
-def _batch(run: RunConfig, trainer: pl.Trainer) -> str:
-    share, micro = run.batch.divide(trainer.world_size)
-    if micro == run.batch.size:
-        return f"{micro}"
-    return f"{run.batch.size} ({trainer.world_size} devices, {math.ceil(share / micro)} micro-batches of {micro})"
-
-
-def _kind(trainer: pl.Trainer) -> str:
-    return "GPU" if trainer.strategy.root_device.type == "cuda" else "CPU"
-
-
-def _device(trainer: pl.Trainer) -> str:
-    device = trainer.strategy.root_device
-    return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
-    )
-
-
-def _leave_process_group() -> None:
-    """Ends the threads of gloo, which Lightning leaves running and which may abort the process at exit."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _sets(data: TaskData) -> str:
-    """Names the test sets with their numbers of sequences or pairs."""
-    return " and ".join(f"{name} of {len(data.parts[name]):,}" for name in data.test_sets)
-
-
-@rank_zero_only
-def _say(text: str, *notes: str) -> None:
-    with name_file("the standard output"):
-        for line in (text, *(f"note: {note}" for note in notes)):
-            console.print(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 
 from lra.training.checkpoints import verify_checkpoint, write_checkpoint
@@ -82,3 +83,9 @@ def exit_rank(trainer: pl.Trainer, code: int) -> NoReturn:
     """
     launched = trainer.global_rank and trainer.strategy.cluster_environment.launch.by == "lra"  # type: ignore[attr-defined]
     raise SystemExit(0 if launched else code)
+
+
+def leave_process_group() -> None:
+    """Ends the threads of gloo, which Lightning leaves running and which may abort the process at exit."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from lra.config.schema import OptimConfig, OptimizerName
+from lra.config.optim import OptimConfig, OptimizerName
 from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 

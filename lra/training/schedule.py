@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lra.config.schema import OptimConfig
+from lra.config.optim import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

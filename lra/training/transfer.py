@@ -18,7 +18,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lra.config.schema import ModelConfig, RunConfig
+from lra.config.model import ModelConfig
+from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.positions import resize_table
 from lra.tasks import TASKS

@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 import lra
 from lra.batch import Batch
-from lra.config.schema import BatchConfig, ModelConfig, RunConfig
+from lra.config.model import ModelConfig
+from lra.config.schema import RunConfig
+from lra.config.trainer import BatchConfig
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.tasks import TASKS

@@ -18,15 +18,31 @@ import torch
 import lra
 from lra.bench.sparse import PEERS
 from lra.config.compose import flatten
+from lra.config.model import ModelConfig
 from lra.config.recipes import read_recipe, recipe_names
 from lra.config.registry import Registry
-from lra.config.schema import ModelConfig, RunConfig
+from lra.config.schema import RunConfig
 from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
 from lra.training import fit as fit_module
 from lra.training.fit import configure
+from tests.config.baseline import (
+    BESIDE,
+    DATA,
+    INTERPRETED,
+    LARGEST,
+    LONGEST,
+    ON_GPU,
+    OPTION_SAME,
+    OPTION_VALUES,
+    OPTIONS,
+    OPTIONS_BESIDE,
+    RUN,
+    SAME,
+    VALUES,
+)
 from tests.config.effects import (
     Refused,
     Work,
@@ -43,54 +59,6 @@ from tests.config.effects import (
 )
 from tests.fixtures import pngs, write_aan_papers, write_cifar10, write_imdb
 
-RUN = (
-    "task=listops", "attn=flash", "recipe=demo", "trainer.steps=4", "trainer.eval_every=2", "trainer.log_every=1",
-    "trainer.accelerator=cpu", "batch.size=4", "batch.eval=4", "optim.warmup=1", "model.d_model=32", "model.d_ff=16",
-    "model.layers=1", "model.dropout=0.1", "model.attn_dropout=0.1", "task.train=20", "task.val=6", "task.test=6",
-    "task.fresh=2", "task.max_length=24",
-)  # fmt: skip
-# of the run: what a field needs beside it; {…} is a finished run
-BESIDE = {
-    "mask": ("pretrain=masked",),
-    "mask_random": ("pretrain=masked", "mask=0.5"),
-    "mask_span": ("pretrain=masked", "mask=0.5"),
-    "mask_loss": ("pretrain=masked", "mask=0.5"),
-    "head": ("init={learned}",),
-    "positions.resize": ("init={learned}", "task.max_length=48"),
-    "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),
-    "trainer.devices": ("batch.size=5",),  # 2 would be started
-    "trainer.on_nan": ("optim.lr=1e30",),
-    "trainer.average_decay": ("trainer.average=ema",),
-    "trainer.average_share": ("trainer.average=tail",),
-    "model.rotary_base": ("model.positions=rotary",),
-    "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
-    "optim.decay": ("optim.weight_decay=0.1",),
-    "optim.cooldown": ("optim.schedule=constant",),
-    "optim.cooldown_to": ("optim.schedule=constant", "optim.cooldown=2"),
-    "task.background": ("task.tokens=lit",),
-}
-UNTRIED = {"demo", "amos2024"}  # the baseline, and a recipe whose pretraining has steps of its own
-VALUES = {"recipe": lambda: [sorted({*recipe_names()} - UNTRIED)], "init": lambda: [["{learned}"]]}
-# values that do here what the baseline's does
-SAME: dict[str, tuple[Any, ...]] = {
-    "optim.eps": (None,),  # the default
-    "optim.momentum": (None,),
-    "engine": ("eager",),  # auto, where there is no GPU
-    "trainer.accelerator": () if torch.cuda.is_available() else ("auto",),
-    "head": ("kept",),  # null, as its shapes agree
-    "draws": ("changed",),  # a permission: tests/training/test_draws.py
-    "positions.scale": ("pixel",),  # null
-}
-# of attentions
-OPTIONS: dict[str, Any] = {"block": "4", "random": 1, "globals": 1}  # instead of defaults;
-LARGEST, LONGEST = 8, 40  # of a number, and of a sequence
-OPTIONS_BESIDE = {"deterministic": {"impl": "triton", "block": "16", "window": 15, "stride": 16}}
-OPTION_VALUES = {"block": [["8"]], "summary": [[8]]}
-OPTION_SAME = {"impl": ("sdpa", "gather", "torch")}  # auto, where there is no GPU
-ON_GPU = {"mode"}  # of torch.compile
-INTERPRETED = {"impl", "deterministic"}  # seconds: some values are Triton's kernels
-# of tasks
-DATA: dict[str, Any] = {"train": 6, "val": 6, "test": 6, "fresh": 6, "min_length": 8, "max_length": 24}
 CHANCE = np.random.default_rng(0)
 
 

@@ -17,8 +17,9 @@ from lra.data.split import Examples, Pairs, Split
 from lra.tasks.base import TaskData
 from lra.tasks.batches import Rank
 from lra.training import checkpoints
+from lra.training.assembly import build_modules
 from lra.training.engine import CapturedFunction
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from tests.data.test_gather import make
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lra.batch import Batch
 from lra.bench.cases import make_batch
-from lra.config.schema import ModelConfig
+from lra.config.model import ModelConfig
 from lra.kernels.layers.fused_layers import on_hopper, supports_feed_forward, supports_projection
 from lra.models import transformer
 from lra.models.attention import ATTENTIONS

@@ -16,7 +16,7 @@ from lra.errors import UsageError
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.tasks import TASKS
-from lra.training.fit import test as score
+from lra.training.evaluate import test as score
 from tests.sampling import sampled
 from tests.training.conftest import arguments
 

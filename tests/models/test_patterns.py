@@ -19,7 +19,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.attention.block_sparse import BlockSparseAttention
 from lra.tasks import TASKS
-from lra.training.fit import test as score
+from lra.training.evaluate import test as score
 from tests.training.conftest import arguments
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.bench.cases import make_batch
-from lra.config.schema import ModelConfig
+from lra.config.model import ModelConfig
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.models import embedding, transformer

@@ -9,7 +9,8 @@ import torch
 
 from lra.data.split import IGNORED_LABEL, Split
 from lra.errors import UsageError
-from lra.training.fit import build_modules, configure
+from lra.training.assembly import build_modules
+from lra.training.fit import configure
 from tests.training.conftest import arguments, small  # noqa: F401 - a fixture
 
 DRAWN = np.random.default_rng(0)

@@ -22,8 +22,9 @@ from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.batches import Rank
+from lra.training.assembly import build_modules
 from lra.training.data_verbs import describe_store, prepare_store, verify_store
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from lra.training.lightning import silence_lightning
 from lra.training.step import Step
 from tests.fixtures import write_imdb, write_listops

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lra
 from lra.errors import UsageError
-from lra.training import checkpoints, fit
+from lra.training import assembly, checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
 from tests.tasks.test_hiding import LAYOUTS, gathered, pairs, split
@@ -20,7 +20,7 @@ from tests.training.test_fit import interrupt_at
 
 def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "task.max_length=32", "model.dropout=0.2")
-    built = fit.build_modules(fit.configure([*shared, *args]).config)[1]
+    built = assembly.build_modules(fit.configure([*shared, *args]).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -15,8 +15,8 @@ from lra.config.compose import flatten
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.training.data_verbs import describe_store, draw_examples, prepare_store, verify_store
+from lra.training.evaluate import test as score
 from lra.training.fit import configure
-from lra.training.fit import test as score
 from tests.fixtures import pngs, write_aan_papers, write_cifar10, write_imdb
 
 MODEL = ("model.d_model=32", "model.layers=1", "model.d_ff=64", "optim.lr=3e-3", "optim.warmup=10")

@@ -17,7 +17,7 @@ from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.hiding import findable_rows, hidden_rows
 from lra.tasks.masked import commonest_token
-from lra.training import checkpoints, fit
+from lra.training import assembly, checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
 from tests.fixtures import pngs, write_cifar10
@@ -68,7 +68,7 @@ def module(task: str, *args: str) -> Any:
     shared = (f"task={task}", "attn=flash", "recipe=demo", *MODEL, "task.max_length=32", "pretrain=masked",
               "model.dropout=0.2")  # fmt: skip
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    built = fit.build_modules(fit.configure(list(given.values())).config)[1]
+    built = assembly.build_modules(fit.configure(list(given.values())).config)[1]
     torch.manual_seed(1)
     for parameter in built.parameters():  # so that predictions differ
         torch.nn.init.normal_(parameter, std=0.3)

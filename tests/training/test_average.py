@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lra
-from lra.config.schema import TrainerConfig
+from lra.config.trainer import TrainerConfig
 from lra.errors import UsageError
 from lra.training import step as step_module
 from lra.training.average import WeightAverage, newest_share

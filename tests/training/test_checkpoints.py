@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lra.errors import UsageError
-from lra.training import checkpoints, fit
+from lra.training import assembly, checkpoints, fit
 from lra.training.checkpoints import find_damage, read_checkpoint, verify_checkpoint
 from lra.training.lightning import WholeCheckpointIO
 from lra.training.provenance import weights_digest
@@ -24,7 +24,7 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int
 
 @pytest.fixture(scope="module")
 def module():
-    return fit.build_modules(fit.configure(list(TINY)).config)[1]
+    return assembly.build_modules(fit.configure(list(TINY)).config)[1]
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_where_there_is_no_checkpoint_the_one_to_give_is_named(module, tmp_path)
 def other(*args: str) -> Any:
     """A module with other fields; later ones replace earlier ones."""
     given = {arg.partition("=")[0]: arg for arg in (*TINY, *args)}
-    return fit.build_modules(fit.configure(list(given.values())).config)[1]
+    return assembly.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 def test_weights_are_put_into_a_model_that_they_fit(module, files):

@@ -19,8 +19,9 @@ from lra.models.attention.performer import orthogonal_features
 from lra.models.dropout import drop, row_keys
 from lra.tasks.hiding import hidden_rows
 from lra.training import draws
+from lra.training.assembly import build_modules
 from lra.training.draws import DRAW_VERSIONS
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from lra.training.seeding import derive_seed
 from lra.training.step import Step
 from tests.training.conftest import arguments

@@ -20,11 +20,12 @@ from lra.models.attention import ATTENTIONS
 from lra.training import assembly
 from lra.training import fit as fit_module
 from lra.training import step as step_module
+from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
 from lra.training.clock import Clock
 from lra.training.compiling import INDUCTOR_OPTIONS, compile_batched
 from lra.training.engine import CapturedStep
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from lra.training.optim import SGD, trained_parameters
 from lra.training.optim import make_optimizer as build_optimizer
 from lra.training.step import Step

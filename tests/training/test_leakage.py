@@ -7,7 +7,7 @@ import torch
 
 import lra
 from lra.errors import UsageError
-from lra.training import checkpoints, fit, leakage, transfer
+from lra.training import assembly, checkpoints, fit, leakage, transfer
 
 MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "model.positions=rotary", "trainer.accelerator=cpu")
 FEW = ("task.train=10", "task.val=4")
@@ -15,7 +15,7 @@ FEW = ("task.train=10", "task.val=4")
 
 def build(task: str, *args: str):
     given = {arg.partition("=")[0]: arg for arg in (f"task={task}", "attn=flash", *MODEL, *args)}
-    return fit.build_modules(fit.configure(list(given.values())).config)[1]
+    return assembly.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import lra
-from lra.config.schema import OPTIM_OPTIONS, OptimConfig
+from lra.config.optim import OPTIM_OPTIONS, OptimConfig
 from lra.errors import UsageError
 from lra.models.positions import LearnedPositions
 from lra.tasks.base import TaskModule
 from lra.training import optim
+from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from lra.training.optim import OPTIMIZERS
 from tests.training.conftest import arguments
 from tests.training.test_engine import losses, without_graphs  # noqa: F401 - a fixture

@@ -9,7 +9,7 @@ import torch
 import lra
 from lra import environment
 from lra.errors import UsageError
-from lra.training import checkpoints, fit, provenance, transfer
+from lra.training import assembly, checkpoints, provenance, transfer
 from lra.training.run_files import UNKNOWN_COMMIT, describe_ancestry, has_clean_commits, missing_fields
 
 from .conftest import arguments
@@ -25,7 +25,7 @@ def at(monkeypatch):
 
 
 def untrained(*args: str):
-    return fit.build_modules(lra.configure(arguments(*FEW, *args)).config)[1]
+    return assembly.build_modules(lra.configure(arguments(*FEW, *args)).config)[1]
 
 
 def started(path):

@@ -9,7 +9,7 @@ import pytest
 
 from lra import environment
 from lra.kernels import library
-from lra.training import fit
+from lra.training import assembly, fit
 from lra.training.clock import Clock
 from lra.training.result import _name, result_costs, result_facts, sampling_bound
 
@@ -33,7 +33,7 @@ def test_a_result_has_the_commit_that_made_it(small, monkeypatch):
 
 def test_a_result_states_what_ran_and_how_long():
     composed = fit.configure(["task=listops", "attn=standard", "recipe=demo", "seed=4", "optim.lr=1e-3", "resume=auto"])
-    _, module = fit.build_modules(composed.config)
+    _, module = assembly.build_modules(composed.config)
     trainer: Any = SimpleNamespace(global_step=70, world_size=2)
     clock = Clock()
     clock.sharing = 3

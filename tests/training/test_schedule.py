@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lra.config.schema import OptimConfig
+from lra.config.optim import OptimConfig
 from lra.errors import UsageError
 from lra.training.fit import configure
 from lra.training.schedule import learning_rate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lra.training import fit
+from lra.training import assembly, fit
 from lra.training.seeding import derive_seed, seed_generators
 
 TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.d_ff=32", "task.max_length=32")
@@ -11,7 +11,7 @@ TINY = ("task=listops", "attn=flash", "recipe=demo", "model.d_model=32", "model.
 
 def weights(*args: str) -> dict[str, torch.Tensor]:
     """The initial weights of a run."""
-    return fit.build_modules(fit.configure([*TINY, *args]).config)[1].model.state_dict()
+    return assembly.build_modules(fit.configure([*TINY, *args]).config)[1].model.state_dict()
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

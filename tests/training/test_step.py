@@ -10,14 +10,15 @@ import torch
 from torch.nn import functional as F
 
 import lra
-from lra.config.schema import OptimConfig
+from lra.config.optim import OptimConfig
 from lra.data.split import Split
 from lra.errors import UsageError
 from lra.tasks.base import TaskModule
 from lra.training import curves
 from lra.training import step as step_module
+from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
-from lra.training.fit import build_modules, configure
+from lra.training.fit import configure
 from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed
 from lra.training.step import Step

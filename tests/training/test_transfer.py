@@ -8,7 +8,7 @@ import torch
 import lra
 from lra.errors import UsageError
 from lra.models.positions import resize_table
-from lra.training import checkpoints, fit, transfer
+from lra.training import assembly, checkpoints, fit, transfer
 
 MODEL = ("recipe=demo", "model.d_model=32", "model.d_ff=32", "trainer.accelerator=cpu")
 FEW = ("task.train=16", "task.val=4", "task.test=4", "batch.size=4", "batch.eval=4")
@@ -19,7 +19,7 @@ def build(task: str, *args: str):
     """An untrained module; later arguments replace earlier ones."""
     shared = (f"task={task}", "attn=flash", *MODEL)
     given = {arg.partition("=")[0]: arg for arg in (*shared, *args)}
-    return fit.build_modules(fit.configure(list(given.values())).config)[1]
+    return assembly.build_modules(fit.configure(list(given.values())).config)[1]
 
 
 @pytest.fixture

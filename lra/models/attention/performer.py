@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
-from lra.config.schema import check_at_least
+from lra.config.checks import check_at_least
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec, check_option_counts
 

@@ -1,0 +1,111 @@
+"""Test and load: what the command line and the Python API do with finished weights."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lra.config.compose import restore
+from lra.config.override import Override, parse_overrides
+from lra.config.schema import RunConfig
+from lra.errors import UsageError, is_out_of_memory
+from lra.tasks.base import TaskModule
+from lra.training import checkpoints, result, transfer
+from lra.training.assembly import build_modules, make_rank, resolve_attention, resolve_engine
+from lra.training.describe import advise_smaller_batch, describe_device, describe_test_sets, say
+from lra.training.fit import REGISTRIES
+from lra.training.hardware import crowding_note, join_launch, trainer_hardware
+from lra.training.lightning import leave_process_group, silence_lightning
+from lra.training.output import console
+from lra.training.progress import progress_options
+from lra.training.step import Step
+
+# fields that, like those of optim, change no score of trained weights
+TRAINING_ONLY_FIELDS = (
+    "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
+    "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
+    "trainer.average", "trainer.average_decay", "trainer.average_share",
+)  # fmt: skip
+
+
+def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
+    """Returns the arguments of `test` by field. UsageError if one has no use there or `init=` is missing."""
+    given = {override.field: override for override in parse_overrides(args)}
+    if "init" not in given:
+        raise UsageError("lra test needs one init=<run directory or checkpoint>")
+    if ignored := [str(given[field]) for field in given if field in TRAINING_ONLY_FIELDS or field.startswith("optim.")]:
+        raise UsageError(f"{' '.join(ignored)}: used only in training, it changes no score; leave it out")
+    return given
+
+
+def test(*args: str) -> dict[str, Any]:
+    """Scores the test sets with a checkpoint. Writes nothing.
+
+    Another resolution, another attention, `positions.resize` and `positions.scale` work as in `fit`, without training.
+
+    Args:
+        args: `init=<checkpoint>`, and the fields that differ from its run. The default of `trainer.devices` is 1.
+
+    Returns:
+        For each test set accuracy, loss and the accuracy of the baselines. Ranks other than 0 return an empty dict.
+
+    Raises:
+        UsageError: for anything that the user can mend, including memory that ran out.
+    """
+    given = parse_test(args)
+    path = given["init"].text
+    weights, identity = checkpoints.read_checkpoint(path)
+    saved = transfer.drop_origin(identity["config"])
+    saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
+    saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
+    run = restore(RunConfig, REGISTRIES, saved, given.values())
+    join_launch(run, "trainer.devices" in given)
+    checkpoints.check_vocabulary(run.task, identity, path)  # without this, its model may not even be possible
+    silence_lightning()
+    atexit.register(leave_process_group)
+    trainer = pl.Trainer(
+        **trainer_hardware(run),
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **progress_options(console),
+    )
+    step = Step(run)
+    data, module = build_modules(run, make_rank(trainer), step=step)
+    moved = transfer.transfer_weights(module, weights, identity, path, score=True)
+    if not moved.fresh and "seed" in given:
+        raise UsageError(f"{given['seed']}: nothing is drawn to score these weights, it changes no score; leave it out")
+    if moved.task != module.identity()["task"] or moved.changed or moved.resized:
+        say(moved.describe(path))
+    resolve_attention(module, trainer.strategy.root_device)
+    resolve_engine(module, step, trainer.strategy.root_device)
+    data.prepare_data()
+    data.check_ranks(trainer.world_size)
+    try:
+        data.setup("test")
+        say(
+            f"{path}: scoring {describe_test_sets(data)}, {describe_device(trainer)}", *moved.notes, *data.differences()
+        )
+        if crowd := crowding_note(run):
+            say(crowd)
+        trainer.test(module, datamodule=data, verbose=False)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(advise_smaller_batch(run, trainer)) from None
+    if not trainer.is_global_zero:
+        return {}
+    return {"checkpoint": path, "transfer": asdict(moved)} | result.test_scores(module, data, trainer)
+
+
+def load(path: str | Path) -> TaskModule:
+    """Returns the task's LightningModule, in evaluation mode, with the weights of a run's directory or checkpoint."""
+    weights, identity = checkpoints.read_checkpoint(path)
+    _, module = build_modules(restore(RunConfig, REGISTRIES, identity["config"]))
+    checkpoints.load_into(module, weights, identity, path)
+    return module.eval()
