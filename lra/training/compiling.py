@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lra import environment
 from lra.batch import Batch
-
-# the kernel that needs a dropout hash computes it, and no kernel writes it to memory
-INDUCTOR_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 100}
 
 
 def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) -> Callable[[Batch], Tensor]:
@@ -28,8 +24,8 @@ def compile_batched(function: Callable[[Batch], Tensor], deterministic: bool) ->
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(environment.cache_folder("inductor")))
     if deterministic:
         torch._dynamo.config.recompile_limit = 64  # so many shapes; further ones would not be compiled
-        return torch.compile(function, dynamic=False, options=INDUCTOR_OPTIONS | {"deterministic": True})
-    compiled = torch.compile(function, options=INDUCTOR_OPTIONS)
+        return torch.compile(function, dynamic=False, options={"deterministic": True})
+    compiled = torch.compile(function)
 
     def run(batch: Batch) -> Tensor:
         for rows in () if batch.padded else (batch.tokens, batch.positions):

@@ -23,7 +23,7 @@ from lra.training import step as step_module
 from lra.training.assembly import build_modules
 from lra.training.checkpoints import read_checkpoint
 from lra.training.clock import Clock
-from lra.training.compiling import INDUCTOR_OPTIONS, compile_batched
+from lra.training.compiling import compile_batched
 from lra.training.engine import CapturedStep
 from lra.training.fit import configure
 from lra.training.optim import SGD, trained_parameters
@@ -117,9 +117,10 @@ def test_what_is_compiled_for_deterministic_attention_depends_on_no_other_batch(
         run: RunConfig = configure(arguments(f"attn.deterministic={deterministic}")).config
         compiled = compile_batched(len, run.attn.deterministic)  # type: ignore[arg-type]
         marked += compiled(filled_batch(0).to("cpu"))
-    options = INDUCTOR_OPTIONS
-    assert asked == [{"options": options}, {"dynamic": False, "options": options | {"deterministic": True}}]
-    assert marked == [{0}, None] and {*options, "deterministic"} <= {*torch._inductor.list_options()}
+    # no realize_opcount_threshold: each use of a dropout hash in a kernel of 100 operations is computed again when
+    # PyTorch counts operations, and 2^16 uses take longer than anybody waits
+    assert asked == [{}, {"dynamic": False, "options": {"deterministic": True}}]
+    assert marked == [{0}, None] and "deterministic" in torch._inductor.list_options()
 
 
 def test_what_cannot_be_captured_says_why(tmp_path, monkeypatch):
