@@ -59,7 +59,8 @@ class EncoderBlock(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention, and x: both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
-        if self.fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+        fused = self.fused and (turned is None or turned[0].ndim == 2)  # the kernel has one table for all heads
+        if fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
@@ -139,7 +140,10 @@ class Encoder(nn.Module):
         elif config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.d_model, config.axes)
         else:
-            self.positions = RotaryPositions(config.head_dim, config.axes, config.rotary_base)
+            bands = config.heads if config.rotary_bands == "heads" else 1
+            self.positions = RotaryPositions(
+                config.head_dim, config.axes, config.rotary_base, config.turned_pairs, bands
+            )
         self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 

@@ -97,7 +97,10 @@ def transfer_weights(
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
-            ("model.rotary_base", there["model"].get("rotary_base", ModelConfig.rotary_base), run.model.rotary_base),
+            *(
+                (f"model.{name}", there["model"].get(name, getattr(ModelConfig, name)), getattr(run.model, name))
+                for name in ("rotary_base", "rotary_share", "rotary_bands")
+            ),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
             ("denoise", there.get("denoise", 0.0), run.denoise),
