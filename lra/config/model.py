@@ -20,6 +20,7 @@ class ModelConfig:
     d_ff: int = 128  # hidden width of the feed-forward layers, and of the classifier if it has two layers
     dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
     attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
+    qk_norm: bool = False  # RMS normalisation of each head's queries and keys, with a learned scale for each feature
     # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly

@@ -36,6 +36,22 @@ from lra.models.positions import (
 )
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMS normalisation of the features of each head, in fp32, with a learned scale for each feature.
+
+    Normalised queries and keys bound the logits of attention: Henry et al. 2020 (arXiv 2010.04245) divide by the
+    Euclidean norm, Dehghani et al. 2023 (arXiv 2302.05442, section 2) use LayerNorm. Heads share the scale.
+    """
+
+    def __init__(self, head_dim: int):
+        super().__init__(head_dim, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[T, H, D]` to `[T, H, D]` of the same dtype."""
+        # PyTorch's kernel takes rows of the scale's dtype alone
+        return super().forward(x.float()).to(x.dtype)
+
+
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
@@ -45,7 +61,10 @@ class EncoderBlock(nn.Module):
         self.heads, self.dropout, self.site = config.heads, config.dropout, 1 + 3 * layer
         self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
         attention = ATTENTIONS.get(attn.name)
-        self.qkv, self.out = nn.Linear(d, (2 if attention.facts.shared_qk else 3) * d), nn.Linear(d, d)
+        shared_qk = attention.facts.shared_qk
+        self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
+        self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
+        self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
@@ -59,13 +78,17 @@ class EncoderBlock(nn.Module):
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention, and x: both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
-        fused = self.fused and (turned is None or turned[0].ndim == 2)  # the kernel has one table for all heads
+        # the kernel has one table of angles for all heads, and rotates without a norm before it
+        fused = self.fused and self.q_norm is None and (turned is None or turned[0].ndim == 2)
         if fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
             # views, which the attention reads by stride; with two projections, the first is for queries and keys
             q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
+            if self.q_norm is not None:
+                q_THD = self.q_norm(q_THD)
+                k_THD = q_THD if self.k_norm is None else self.k_norm(k_THD)
             if turned is not None:
                 q_THD = rotate(q_THD, *turned)
                 k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *turned)

@@ -85,8 +85,9 @@ def test_another_pooling_than_the_mean_is_not_fused(pooling, taken):
 UNFUSED: dict[str, tuple[dict[str, Any], int]] = {  # fields, and how many fused calls they leave in training
     "share": ({"rotary_share": 0.5}, 5),  # a table of the same form
     "bands": ({"rotary_bands": "heads"}, 3),
+    "norm": ({"qk_norm": True}, 3),
 }
-ALL = {"rotary_share": 0.5, "rotary_bands": "heads"}
+ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True}
 
 
 @pytest.mark.parametrize("fields", UNFUSED)
@@ -140,7 +141,7 @@ def test_evaluation_drops_nothing(compiled, taken):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("fields", "answers"), [
     ({"positions": "learned"}, [True] * 5), ({}, [True] * 5), ({"rotary_share": 0.5}, [True] * 5),
-    ({"rotary_bands": "heads"}, [True] * 3),
+    ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3),
 ])  # fmt: skip
 def test_a_model_on_a_gpu_learns_the_same(fields, answers, monkeypatch):
     """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
