@@ -20,6 +20,8 @@ class ModelConfig:
     d_ff: int = 128  # hidden width of the feed-forward layers, and of the classifier if it has two layers
     dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
     attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
+    # share of sequences that skip a branch of the last layer in training; l/L of it in layer l of L (1/256 steps)
+    layer_drop: float = 0.0
     qk_norm: bool = False  # RMS normalisation of each head's queries and keys, with a learned scale for each feature
     # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
@@ -69,7 +71,7 @@ class ModelConfig:
             raise UsageError(
                 f"sinusoidal positions need model.d_model divisible by {2 * self.axes}, not {self.d_model}"
             )
-        for name in ("dropout", "attn_dropout"):
+        for name in ("dropout", "attn_dropout", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
             check_dropout_rate(f"model.{name}", getattr(self, name))

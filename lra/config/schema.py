@@ -136,7 +136,7 @@ class RunConfig:
         for name in ("on_nan", "average", "average_decay", "average_share"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
-        for name in ("qk_norm", "rotary_base", "rotary_share", "rotary_bands", "classifier"):
+        for name in ("layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "classifier"):
             if kept["model"][name] == getattr(ModelConfig, name):
                 del kept["model"][name]
         if self.pretrain == "none":

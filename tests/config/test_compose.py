@@ -171,6 +171,8 @@ def test_the_result_is_frozen():
         ((*BASE, "model.rotary_share=0.01", "model.positions=rotary"), "turns none of the 16 .*: use at least 0.0625"),
         ((*BASE, "model.rotary_share=0.99", "model.positions=rotary"), "turns all of the 16 pairs of a head .*: use 1"),
         ((*BASE, "model.rotary_bands=heads", "model.positions=rotary", "model.heads=1"), "nothing with model.heads=1"),
+        ((*BASE, "model.layer_drop=1"), "model.layer_drop=1.0 must be at least 0 and below 1"),
+        ((*BASE, "model.layer_drop=0.001"), "model.layer_drop=0.001 is 0 in steps of 1/256: use 0, or at least 0.002"),
         ((*BASE, "model.dropout=1"), "model.dropout=1.0 must be at least 0 and below 1"),
         ((*BASE, "trainer.log_every=7"), "trainer.log_every=7 must divide"),
         ((*BASE, "task.min_length=5000"), "task.min_length=5000 must be"),

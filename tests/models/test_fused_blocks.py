@@ -86,8 +86,9 @@ UNFUSED: dict[str, tuple[dict[str, Any], int]] = {  # fields, and how many fused
     "share": ({"rotary_share": 0.5}, 5),  # a table of the same form
     "bands": ({"rotary_bands": "heads"}, 3),
     "norm": ({"qk_norm": True}, 3),
+    "depth": ({"layer_drop": 0.4}, 2),
 }
-ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True}
+ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True, "layer_drop": 0.4}
 
 
 @pytest.mark.parametrize("fields", UNFUSED)
@@ -141,7 +142,7 @@ def test_evaluation_drops_nothing(compiled, taken):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("fields", "answers"), [
     ({"positions": "learned"}, [True] * 5), ({}, [True] * 5), ({"rotary_share": 0.5}, [True] * 5),
-    ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3),
+    ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3), ({"layer_drop": 0.4}, [True] * 2),
 ])  # fmt: skip
 def test_a_model_on_a_gpu_learns_the_same(fields, answers, monkeypatch):
     """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""

@@ -1,4 +1,4 @@
-"""Runs of a model with all options of rotations and norms: how they are divided changes nothing."""
+"""Runs of a model with all options of rotations, norms and depth: how they are divided changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lra.training.step import Step
 from tests.tasks.test_masked import SHORT, same
 from tests.training.test_fit import interrupt_at
 
-OPTIONS = ("model.positions=rotary", "model.rotary_share=0.5", "model.rotary_bands=heads", "model.qk_norm=true")
+OPTIONS = ("model.positions=rotary", "model.rotary_share=0.5", "model.rotary_bands=heads", "model.qk_norm=true",
+           "model.layer_drop=0.4")  # fmt: skip
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_resuming_changes_nothing(trained, monkeypatch):
 
 def test_a_pretraining_and_a_denoising_have_them_too(trained):
     masked = trained("name=masked", "pretrain=masked")
-    assert masked["config"]["model"]["qk_norm"]
+    assert masked["config"]["model"]["layer_drop"] == 0.4 and masked["config"]["model"]["qk_norm"]
     moved = trained("name=tuned", f"init={masked['directory']}", "denoise=1")["transfer"]
     assert moved["fresh"] == ["head"] and not moved["left"]
 

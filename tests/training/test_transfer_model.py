@@ -34,10 +34,13 @@ def test_they_move_to_another_resolution(saved, field, axes):  # noqa: F811
 
 def test_other_rotations_are_said(saved):  # noqa: F811
     path = saved("pathfinder", *ROTARY)
-    assert not {"rotary_share", "rotary_bands", "qk_norm"} & {*checkpoints.read_checkpoint(path)[1]["config"]["model"]}
+    assert not {"rotary_share", "rotary_bands", "qk_norm", "layer_drop"} & {
+        *checkpoints.read_checkpoint(path)[1]["config"]["model"]
+    }
     _, said = moved("pathfinder", path, *ROTARY, "model.rotary_share=0.5", "model.rotary_bands=heads")
     assert said.changed == {"model.rotary_share": [1.0, 0.5], "model.rotary_bands": ["all", "heads"]}
     assert "trained with model.rotary_share=1.0, here 0.5" in said.describe(path)
+    assert not moved("pathfinder", path, *ROTARY, "model.layer_drop=0.2")[1].changed, "that is of training alone"
     path = saved("pathfinder", *ROTARY, "model.rotary_share=0.5")
     assert moved("pathfinder", path, *ROTARY)[1].changed == {"model.rotary_share": [0.5, 1.0]}
 
