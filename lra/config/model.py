@@ -20,9 +20,16 @@ class ModelConfig:
     d_ff: int = 128  # hidden width of the feed-forward layers, and of the classifier if it has two layers
     dropout: float = 0.1  # share that is dropped between layers, in steps of 1/256
     attn_dropout: float = 0.1  # share of the attention weights that is dropped, in steps of 1/256
+    # share of sequences that skip a branch of the last layer in training; l/L of it in layer l of L (1/256 steps)
+    layer_drop: float = 0.0
+    qk_norm: bool = False  # RMS normalisation of each head's queries and keys, with a learned scale for each feature
     # learned or sinusoidal vectors, added to the tokens; rotary: queries and keys are rotated
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly
+    # share of a head's pairs of features that turn, rounded to whole pairs; their frequencies span the whole range
+    rotary_share: float = 1.0
+    # all: every head has all frequencies; heads: the first head has the highest, and the last the lowest
+    rotary_bands: Literal["all", "heads"] = "all"
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
     # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
@@ -42,16 +49,29 @@ class ModelConfig:
             )
         if not 1 < self.rotary_base < math.inf:
             raise UsageError(f"model.rotary_base={self.rotary_base} must be finite and above 1")
-        if self.positions != "rotary" and self.rotary_base != ModelConfig.rotary_base:
+        for name in ("rotary_base", "rotary_share", "rotary_bands"):
+            if self.positions != "rotary" and (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise UsageError(
+                    f"model.{name}={value}: model.positions={self.positions} does not rotate; "
+                    "set model.positions=rotary, or leave it out"
+                )
+        if not 0 < self.rotary_share <= 1:
+            raise UsageError(f"model.rotary_share={self.rotary_share} must be above 0 and at most 1")
+        pairs = self.head_dim // 2 // self.axes
+        if self.rotary_share < 1 and self.turned_pairs in (0, pairs):
+            what, mend = ("all", "use 1") if self.turned_pairs else ("none", f"use at least {1 / pairs:.3g}")
             raise UsageError(
-                f"model.rotary_base={self.rotary_base}: model.positions={self.positions} does not rotate; "
-                "set model.positions=rotary, or leave it out"
+                f"model.rotary_share={self.rotary_share} turns {what} of the {pairs} pairs of a head on an axis: {mend}"
+            )
+        if self.rotary_bands == "heads" and self.heads == 1:
+            raise UsageError(
+                "model.rotary_bands=heads does nothing with model.heads=1: set model.heads=2 or more, or leave it out"
             )
         if self.positions == "sinusoidal" and self.d_model % (2 * self.axes):
             raise UsageError(
                 f"sinusoidal positions need model.d_model divisible by {2 * self.axes}, not {self.d_model}"
             )
-        for name in ("dropout", "attn_dropout"):
+        for name in ("dropout", "attn_dropout", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"model.{name}={getattr(self, name)} must be at least 0 and below 1")
             check_dropout_rate(f"model.{name}", getattr(self, name))
@@ -61,6 +81,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
+
+    @property
+    def turned_pairs(self) -> int:
+        """Pairs of features of a head that rotary positions turn on each axis."""
+        return round(self.rotary_share * (self.head_dim // 2 // self.axes))
 
     @property
     def d_hidden(self) -> int | None:

@@ -14,6 +14,8 @@ from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import drop_features, mix_bits
 
+BRANCH_SITE = -4  # the first of `drop_branch`, the others are below it; above it are those of hidden tokens
+
 
 def row_keys(batch: Batch) -> Tensor:
     """A hash of (seed, index of the sequence, position) for each row, int32 `[T]`."""
@@ -36,6 +38,24 @@ def drop(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
         return x_TD
     dropped = dropout_threshold(rate)
     return drop_features(x_TD * keep_scale(dropped), keys_T, site, dropped)
+
+
+def branch_keys(batch: Batch) -> Tensor:
+    """Returns a hash of (seed, index of the sequence) for each row, int32 `[T]`."""
+    assert batch.seed is not None, "a training batch carries its step's seed"
+    return batch.per_row(sequence_keys(batch.index, batch.seed))
+
+
+def drop_branch(x_TD: Tensor, rate: float, keys_T: Tensor | None, site: int) -> Tensor:
+    """Returns `x_TD` with all rows of a share of the sequences zeroed and the others scaled up to the same mean.
+
+    This is stochastic depth (Huang et al. 2016, arXiv 1603.09382, section 3), decided for each sequence. They scale
+    branches in evaluation instead. The share is `rate` in steps of 1/256. Without keys nothing is dropped.
+    """
+    if keys_T is None or not (dropped := dropout_threshold(rate)):
+        return x_TD
+    kept_T = (mix_bits(keys_T + site) & 0xFF) >= dropped
+    return torch.where(kept_T[:, None], x_TD * keep_scale(dropped), 0.0)
 
 
 def keep_scale(threshold: int) -> float:

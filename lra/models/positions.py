@@ -40,10 +40,15 @@ def position_angles(coordinates_TA: Tensor, dim: int, base: float = 10000.0) -> 
     return (coordinates_TA[:, :, None].float() * frequency_P).flatten(1)
 
 
-def rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
-    """Rotates each pair `(x[p], x[p + D/2])` by its angle, in fp32. Returns the dtype of the input."""
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair `(x[p], x[p + D/2])` by its angle, in fp32. Returns the dtype of the input.
+
+    Args:
+        cos, sin: of the angles, `[T, D/2]` for all heads, or `[T, H, D/2]`.
+    """
     a, b = x_THD.float().chunk(2, -1)
-    cos, sin = cos_TP[:, None], sin_TP[:, None]
+    if cos.ndim == 2:
+        cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x_THD.dtype)
 
 
@@ -98,11 +103,31 @@ class SinusoidalPositions(_ComputedPositions):
 
 
 class RotaryPositions(_ComputedPositions):
-    """Cosines and sines for `rotate`, each `[T, dim // 2]`."""
+    """Cosines and sines for `rotate`, each `[T, dim // 2]`, or `[T, bands, dim // 2]` if there are several bands.
+
+    Args:
+        dim: features of a head.
+        axes: 1 or 2.
+        base: of the frequencies.
+        turned: pairs of a head that turn on each axis. The others keep the angle 0. The frequencies of the turned ones
+            span the whole range, as in GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1.1).
+        bands: the number of heads over which the frequencies of each axis are laid, the highest in the first head
+            (Miralles-González et al. 2025, arXiv 2501.14850: they turn features before they split them into heads). 1:
+            all heads have the same angles.
+    """
+
+    def __init__(self, dim: int, axes: int, base: float = 10000.0, turned: int | None = None, bands: int = 1):
+        self.pairs = dim // 2 // axes
+        self.turned, self.bands = self.pairs if turned is None else turned, bands
+        super().__init__(2 * axes * bands * self.turned, axes, base)
 
     def forward(self, coordinates_TA: Tensor) -> tuple[Tensor, Tensor]:
-        angle_TP = self.angles(coordinates_TA)
-        return angle_TP.cos(), angle_TP.sin()
+        angles = self.angles(coordinates_TA)
+        if self.turned < self.pairs or self.bands > 1:
+            of_axes_TAHP = angles.unflatten(1, (-1, self.bands, self.turned))
+            angles = F.pad(of_axes_TAHP, (0, self.pairs - self.turned)).transpose(1, 2).flatten(2)
+            angles = angles if self.bands > 1 else angles.squeeze(1)
+        return angles.cos(), angles.sin()
 
 
 def resize_table(

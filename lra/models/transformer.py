@@ -24,7 +24,7 @@ from lra.kernels.layers.fused_layers import (
 )
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
-from lra.models.dropout import drop, keep_scale, row_keys
+from lra.models.dropout import BRANCH_SITE, branch_keys, drop, drop_branch, keep_scale, row_keys
 from lra.models.embedding import Embedding
 from lra.models.positions import (
     LearnedPositions,
@@ -36,6 +36,22 @@ from lra.models.positions import (
 )
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMS normalisation of the features of each head, in fp32, with a learned scale for each feature.
+
+    Normalised queries and keys bound the logits of attention: Henry et al. 2020 (arXiv 2010.04245) divide by the
+    Euclidean norm, Dehghani et al. 2023 (arXiv 2302.05442, section 2) use LayerNorm. Heads share the scale.
+    """
+
+    def __init__(self, head_dim: int):
+        super().__init__(head_dim, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[T, H, D]` to `[T, H, D]` of the same dtype."""
+        # PyTorch's kernel takes rows of the scale's dtype alone
+        return super().forward(x.float()).to(x.dtype)
+
+
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
@@ -45,26 +61,34 @@ class EncoderBlock(nn.Module):
         self.heads, self.dropout, self.site = config.heads, config.dropout, 1 + 3 * layer
         self.attn_norm, self.ff_norm = nn.LayerNorm(d), nn.LayerNorm(d)
         attention = ATTENTIONS.get(attn.name)
-        self.qkv, self.out = nn.Linear(d, (2 if attention.facts.shared_qk else 3) * d), nn.Linear(d, d)
+        self.layer_drop, self.branch_site = config.layer_drop * (layer + 1) / config.layers, BRANCH_SITE - 2 * layer
+        shared_qk = attention.facts.shared_qk
+        self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
+        self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
+        self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
         spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
         self.fused = True  # one kernel before attention and one after it, where they support the case
 
-    def forward(
-        self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, keys_T: Tensor | None
-    ) -> Tensor:
-        return self.after_attention(*self.attend(x_TD, batch, rotary), keys_T)
+    def forward(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None, *keys: Tensor | None) -> Tensor:
+        """Maps `[T, d_model]` to `[T, d_model]`. `keys` are those of `after_attention`."""
+        return self.after_attention(*self.attend(x_TD, batch, rotary), *keys)
 
     def attend(self, x_TD: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """Returns the output of attention, and x: both `[T, d_model]`."""
         turned = None if self.attention.facts.rotates else rotary  # the model rotates, not the attention
-        if self.fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
+        # the kernel has one table of angles for all heads, and rotates without a norm before it
+        fused = self.fused and self.q_norm is None and (turned is None or turned[0].ndim == 2)
+        if fused and supports_projection(x_TD, self.qkv, x_TD.shape[-1] // self.heads, turned):
             x_TD, q_THD, k_THD, v_THD = project(x_TD, self.attn_norm, self.qkv, self.heads, turned)
         else:
             qkv = self.qkv(self.attn_norm(x_TD)).unflatten(-1, (-1, self.heads, x_TD.shape[-1] // self.heads))
             # views, which the attention reads by stride; with two projections, the first is for queries and keys
             q_THD, k_THD, v_THD = qkv[:, 0], qkv[:, -2], qkv[:, -1]
+            if self.q_norm is not None:
+                q_THD = self.q_norm(q_THD)
+                k_THD = q_THD if self.k_norm is None else self.k_norm(k_THD)
             if turned is not None:
                 q_THD = rotate(q_THD, *turned)
                 k_THD = q_THD if self.attention.facts.shared_qk else rotate(k_THD, *turned)
@@ -74,14 +98,24 @@ class EncoderBlock(nn.Module):
             o_THD = self.attention.attend(q_THD, k_THD, v_THD, batch)
         return o_THD.flatten(1), x_TD
 
-    def after_attention(self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None) -> Tensor:
-        """Computes the part of the block after attention, `[T, d_model]`."""
+    def after_attention(
+        self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, branch_keys_T: Tensor | None = None
+    ) -> Tensor:
+        """Computes the part of the block after attention, `[T, d_model]`.
+
+        Args:
+            o_TD, x_TD: the result of `attend`.
+            keys_T: the dropout key of each row; None: nothing is dropped.
+            branch_keys_T: the key of each row's sequence, for `layer_drop`; None: no branch is dropped.
+        """
         if self.fuses(o_TD, x_TD):
             layers, dropout = self._fusing(keys_T)
             return feed_forward(o_TD, x_TD, *layers, **dropout)
-        x_TD = x_TD + drop(self.out(o_TD), self.dropout, keys_T, self.site)
+        added = drop(self.out(o_TD), self.dropout, keys_T, self.site)
+        x_TD = x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site)
         hidden = drop(F.gelu(self.up(self.ff_norm(x_TD))), self.dropout, keys_T, self.site + 1)
-        return x_TD + drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
+        added = drop(self.down(hidden), self.dropout, keys_T, self.site + 2)
+        return x_TD + drop_branch(added, self.layer_drop, branch_keys_T, self.branch_site - 1)
 
     def after_attention_pooled(
         self, o_TD: Tensor, x_TD: Tensor, keys_T: Tensor | None, norm: nn.LayerNorm, batch: Batch
@@ -101,6 +135,8 @@ class EncoderBlock(nn.Module):
 
     def fuses(self, o_TD: Tensor, x_TD: Tensor) -> bool:
         """Whether one kernel computes the part after attention."""
+        if self.training and self.layer_drop:  # the kernel adds both branches of every sequence
+            return False
         return self.fused and supports_feed_forward(o_TD, x_TD, self.up, dropout_threshold(self.dropout))
 
 
@@ -139,23 +175,26 @@ class Encoder(nn.Module):
         elif config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.d_model, config.axes)
         else:
-            self.positions = RotaryPositions(config.head_dim, config.axes, config.rotary_base)
+            bands = config.heads if config.rotary_bands == "heads" else 1
+            self.positions = RotaryPositions(
+                config.head_dim, config.axes, config.rotary_base, config.turned_pairs, bands
+            )
         self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, batch: Batch) -> Tensor:
-        o_TD, x_TD, keys_T = self.run_blocks(batch)
+        o_TD, x_TD, keys_T, branch_keys_T = self.run_blocks(batch)
         last: EncoderBlock = self.blocks[-1]  # type: ignore[assignment]
         if self.config.pooling == "mean" and last.fuses(o_TD, x_TD):
             return last.after_attention_pooled(o_TD, x_TD, keys_T, self.norm, batch)
-        return self.pool(self.norm(last.after_attention(o_TD, x_TD, keys_T)), batch)
+        return self.pool(self.norm(last.after_attention(o_TD, x_TD, keys_T, branch_keys_T)), batch)
 
     def rows(self, batch: Batch) -> Tensor:
         """Returns a vector for each token, `[T, d_model]`, with arbitrary values past a length."""
         return self.norm(self.blocks[-1].after_attention(*self.run_blocks(batch)))  # type: ignore[operator]
 
-    def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the output of the last attention, the input of its block, and the dropout key of each row."""
+    def run_blocks(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Returns the arguments of the last block's `after_attention`."""
         place_TA = token_coordinates(batch, self.config.axes, self.grid and self.grid[1], self.prefix is not None)
         rotary = added_TD = places = None
         if isinstance(self.positions, RotaryPositions):
@@ -165,11 +204,12 @@ class Encoder(nn.Module):
         if rotary is None and places is None:
             added_TD = self.positions(place_TA)
         keys_T = row_keys(batch) if self.training and self.config.dropout else None
+        branch_keys_T = branch_keys(batch) if self.training and self.config.layer_drop else None
         x_TD = self.embedding(batch.tokens, added_TD, self.config.dropout, keys_T, places)
         *blocks, last = self.blocks
         for block in blocks:
-            x_TD = block(x_TD, batch, rotary, keys_T)
-        return *last.attend(x_TD, batch, rotary), keys_T  # type: ignore[operator]
+            x_TD = block(x_TD, batch, rotary, keys_T, branch_keys_T)
+        return *last.attend(x_TD, batch, rotary), keys_T, branch_keys_T  # type: ignore[operator]
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Returns the mean, maximum or first vector of the real tokens, fp32 `[B, d_model]`; zeros for length 0."""

@@ -19,7 +19,8 @@ from lra.models.dropout import mix_bits, row_keys, sequence_keys
 from lra.models.transformer import Encoder
 
 HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
-HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3  # in the hash of places; the sites of dropout begin at 0
+# in the hash of places; the sites of dropout begin at 0, those of branches at -4
+HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3
 
 
 class Hiding:

@@ -17,7 +17,7 @@ DRAW_VERSIONS: dict[str, int] = {
     "seeds": 1,  # for each purpose and step: training/seeding.py
     "weights": 1,  # before the first step
     "order": 1,  # order of the training rows: data/order.py
-    "dropout": 1,  # between layers: models/dropout.py
+    "dropout": 1,  # between layers and of branches: models/dropout.py
     "attention": 1,  # dropout on attention probabilities: kernels/flash/reference.py
     "features": 1,  # redrawn during training: models/attention/performer.py
     "hiding": 1,  # hidden tokens and what replaces them: tasks/hiding.py

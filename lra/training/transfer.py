@@ -3,9 +3,9 @@
 `init=` of `fit` and `test` is this one function. Configurations are compared first, and all differences are named at
 once. Learned tables of positions are resized, two axes each by itself, the place of a CLS token apart. Computed
 positions have a buffer `scale`: `positions.scale=image` multiplies it over all transfers. Another attention's tensors
-are left behind, even if they have the same name. A head, decoder or MASK token that only one of the two models has is
-left behind or made fresh. A resumed run does not transfer again, so what was done is kept in checkpoints and goes into
-result.json. All ranks read the same file, and what is fresh comes from the seed.
+are left behind, even if they have the same name. A head, decoder, MASK token or norms of queries and keys that only one
+of the two models has are left behind or made fresh. A resumed run does not transfer again, so what was done is kept in
+checkpoints and goes into result.json. All ranks read the same file, and what is fresh comes from the seed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def transfer_weights(
         for name, before, here in (
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
-            ("model.rotary_base", there["model"].get("rotary_base", ModelConfig.rotary_base), run.model.rotary_base),
+            *(
+                (f"model.{name}", there["model"].get(name, getattr(ModelConfig, name)), getattr(run.model, name))
+                for name in ("rotary_base", "rotary_share", "rotary_bands", "qk_norm")
+            ),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
             ("denoise", there.get("denoise", 0.0), run.denoise),
@@ -106,6 +109,8 @@ def transfer_weights(
     }
     # another attention may have a tensor of the same name and another meaning
     parts = [".attention."] if "attn" in changed else []
+    if "model.qk_norm" in changed:
+        parts += [".q_norm.", ".k_norm."]
     head = _shapes(weights, "head")
     if run.head == "kept" and head != _shapes(own, "head"):
         why = "no head to keep, because a pretraining made it" if not head else "another head than this task"

@@ -28,6 +28,8 @@ BESIDE = {
     "trainer.average_decay": ("trainer.average=ema",),
     "trainer.average_share": ("trainer.average=tail",),
     "model.rotary_base": ("model.positions=rotary",),
+    "model.rotary_share": ("model.positions=rotary",),
+    "model.rotary_bands": ("model.positions=rotary",),
     "optim.momentum": ("optim.name=sgd", "optim.betas=null"),
     "optim.decay": ("optim.weight_decay=0.1",),
     "optim.cooldown": ("optim.schedule=constant",),

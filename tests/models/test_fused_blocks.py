@@ -82,13 +82,44 @@ def test_another_pooling_than_the_mean_is_not_fused(pooling, taken):
     assert taken
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+UNFUSED: dict[str, tuple[dict[str, Any], int]] = {  # fields, and how many fused calls they leave in training
+    "share": ({"rotary_share": 0.5}, 5),  # a table of the same form
+    "bands": ({"rotary_bands": "heads"}, 3),
+    "norm": ({"qk_norm": True}, 3),
+    "depth": ({"layer_drop": 0.4}, 2),
+}
+ALL = {"rotary_share": 0.5, "rotary_bands": "heads", "qk_norm": True, "layer_drop": 0.4}
+
+
+@pytest.mark.parametrize("fields", UNFUSED)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_do_not_use_them_for_what_they_do_not_compute(fields, compiled, taken):
+    given, calls = UNFUSED[fields]
+    model = encoder("rotary", **given)
+    expected = by_layers(model, trained)
+    for actual, wanted in zip(trained(model, compiled), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-4, rtol=1e-4)
+    assert len(taken) == calls
+
+
+def test_an_attention_that_turns_its_own_features_leaves_the_projection_fused(taken):
+    """Its table of angles may be one for each head: the kernel rotates nothing."""
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=64, d_ff=64, attn_dropout=0.0, positions="rotary", rotary_bands="heads")
+    model = Encoder(config, ATTENTIONS.get("linear").Config(), vocabulary=9, max_length=40).eval()
+    batch = drawn_batch(seed=None)
+    expected = by_layers(model, lambda model: model(batch).detach())
+    torch.testing.assert_close(model(batch).detach(), expected, atol=1e-4, rtol=1e-4)
+    assert len(taken) == 5
+
+
+@pytest.mark.parametrize("fields", [{"positions": "learned"}, {"positions": "rotary"}, ALL])
 @torch._dynamo.config.patch(error_on_recompile=True)  # pyright: ignore[reportPrivateImportUsage]
-def test_what_is_compiled_once_serves_any_number_of_rows(positions, monkeypatch):
+def test_what_is_compiled_once_serves_any_number_of_rows(fields, monkeypatch):
     """As `lra.training.step.Step.compile` has it: a packed batch of another size waits for no compiler."""
     for name in ("supports_projection", "supports_feed_forward"):  # a count would be compiled into it
         monkeypatch.setattr(transformer, name, lambda *_: True)
-    model = encoder(positions)
+    model = encoder(**fields)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for lengths in ((40, 3, 17), (40, 20, 25), (40, 5, 31)):
         batch = drawn_batch(lengths)
@@ -109,10 +140,13 @@ def test_evaluation_drops_nothing(compiled, taken):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
+@pytest.mark.parametrize(("fields", "answers"), [
+    ({"positions": "learned"}, [True] * 5), ({}, [True] * 5), ({"rotary_share": 0.5}, [True] * 5),
+    ({"rotary_bands": "heads"}, [True] * 3), ({"qk_norm": True}, [True] * 3), ({"layer_drop": 0.4}, [True] * 2),
+])  # fmt: skip
+def test_a_model_on_a_gpu_learns_the_same(fields, answers, monkeypatch):
     """Under autocast and with dropout the gradients by the kernels are the layers', but for rounding."""
-    model = encoder(positions).cuda()
+    model = encoder(**fields).cuda()
     batch = drawn_batch(device="cuda")
     if not on_hopper():
         pytest.skip("the kernels are for Hopper")
@@ -130,6 +164,6 @@ def test_a_model_on_a_gpu_learns_the_same(positions, monkeypatch):
         return torch.cat([g.flatten() for g in torch.autograd.grad(found.square().sum(), list(model.parameters()))])
 
     actual = gradients(model)
-    assert calls == [True] * 5
+    assert calls == answers
     expected = by_layers(model, gradients)
     assert (actual - expected).norm() < 0.03 * expected.norm()

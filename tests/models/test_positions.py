@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lra.batch import Batch
+from lra.config.model import ModelConfig
 from lra.errors import UsageError
 from lra.models.embedding import Embedding, Places
 from lra.models.positions import (
@@ -251,3 +252,60 @@ def test_the_base_sets_how_slowly_the_slowest_pair_turns():
     assert fast[0] == slow[0] == 100 and (slow[1:] < fast[1:]).all()
     rotated = RotaryPositions(16, 1, 1e6)(torch.tensor([[100]]))[0]
     torch.testing.assert_close(rotated[0], slow.cos())
+
+
+def turned_by_hand(
+    x_THD: torch.Tensor, place_TA: torch.Tensor, base: float, share: float, bands: Literal["all", "heads"]
+) -> torch.Tensor:
+    """Each pair of each head as a complex number, times that of its angle, in float64."""
+    (_, heads, dim), axes = x_THD.shape, place_TA.shape[1]
+    pairs = dim // 2 // axes
+    turned = round(share * pairs)
+    exact = x_THD.double()
+    out = exact.clone()
+    for head in range(heads):
+        for axis in range(axes):
+            for pair in range(turned):
+                rank, count = (head * turned + pair, heads * turned) if bands == "heads" else (pair, turned)
+                angle = place_TA[:, axis].double() * float(base) ** (-rank / count)
+                a, b = axis * pairs + pair, axis * pairs + pair + dim // 2
+                number = torch.complex(exact[:, head, a], exact[:, head, b]) * torch.polar(
+                    torch.ones_like(angle), angle
+                )
+                out[:, head, a], out[:, head, b] = number.real, number.imag
+    return out
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("bands", ["all", "heads"])
+def test_pairs_turn_by_their_frequencies_alone(axes, share, bands):
+    """The frequencies of those that turn span the whole range, in each head or over all heads, on each axis."""
+    config = ModelConfig(
+        d_model=48, heads=3, positions="rotary", axes=axes, rotary_base=500.0, rotary_share=share, rotary_bands=bands
+    )
+    rotary = RotaryPositions(16, axes, 500.0, config.turned_pairs, 3 if bands == "heads" else 1)
+    place_TA, x_THD = torch.randint(40, (7, axes)), torch.randn(7, 3, 16, requires_grad=True)
+    cos, sin = rotary(place_TA)
+    assert cos.shape == sin.shape == ((7, 3, 8) if bands == "heads" else (7, 8))
+    found, wanted = rotate(x_THD, cos, sin), turned_by_hand(x_THD, place_TA, 500.0, share, bands)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(wanted, x_THD.double(), atol=0.1), "something turns"
+    sums = torch.randn_like(found)
+    gradients = [torch.autograd.grad((each * sums).sum(), x_THD)[0] for each in (found, wanted)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_a_share_leaves_the_other_pairs_as_they_are():
+    rotary, place = RotaryPositions(16, 1, turned=2), torch.arange(1, 9)[:, None]
+    cos, sin = rotary(place)
+    assert torch.equal(cos[:, 2:], torch.ones(8, 6)) and not sin[:, 2:].any() and sin[:, :2].all()
+    x = torch.randn(8, 2, 16)
+    kept = [*range(2, 8), *range(10, 16)]
+    assert torch.equal(rotate(x, cos, sin)[..., kept], x[..., kept])
+
+
+def test_the_first_head_turns_fastest_and_the_last_slowest():
+    cos, sin = RotaryPositions(8, 1, bands=4)(torch.tensor([[1]]))
+    angle_P = torch.atan2(sin, cos).flatten()
+    torch.testing.assert_close(angle_P, 10000.0 ** (-torch.arange(16.0) / 16))

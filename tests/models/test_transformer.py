@@ -234,3 +234,32 @@ def test_attention_gets_its_dropout_and_the_embedding_its_deviation():
     assert attentions and {attention.spec.dropout for attention in attentions} == {0.25}
     assert [attention.spec.layer for attention in attentions] == [0, 1], "each draws its own"
     assert float(model.embedding.weight.detach().std()) == pytest.approx(3.0, rel=0.15)
+
+
+ROTARY: tuple[dict[str, Any], ...] = ({"rotary_share": 0.5}, {"rotary_bands": "heads"}, {"qk_norm": True})
+
+
+@pytest.mark.parametrize("fields", ROTARY, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("attn", HERE)
+def test_every_attention_has_other_rotations_and_normalised_queries(attn, fields):
+    """They act, alike in packed and padded batches."""
+    plain, model = (encoder(attn, positions="rotary", **given) for given in ({}, fields))
+    model.load_state_dict(plain.state_dict(), strict=False)  # the norms alone are new, and draw nothing
+    batch = sequences((5, 12, 1, 16), model)
+    found = model(batch)
+    assert not torch.allclose(found, plain(batch), atol=1e-4)
+    padded = model(sequences((5, 12, 1, 16), model, "padded"))
+    torch.testing.assert_close(padded, found, atol=1e-5, rtol=1e-5)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.sum(), [*model.parameters()]))
+
+
+@pytest.mark.parametrize("fields", ROTARY[:2], ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("attn", ["flash", "linear"])
+def test_other_rotations_see_distances_alone(attn, fields):
+    model = encoder(attn, positions="rotary", **fields)
+    batch, place_T = sequences((9, 4), model), torch.cat([torch.arange(9), torch.arange(4)])
+    here, there, stretched = (
+        model(dataclasses.replace(batch, positions=moved_T)) for moved_T in (place_T, place_T + 100, 2 * place_T)
+    )
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(stretched, here, atol=1e-3)

@@ -1,8 +1,9 @@
 """Attentions by name, one file each. This module stays light: `lra ls` imports nothing else.
 
 An attention is a module `forward(q, k, v, batch)`, see `base.py`, with the facts of `Capabilities`. The model applies
-rotary positions to q and k before, unless the attention `rotates`: then it receives the angles and turns its own
-features. Of an attention with `shared_qk` the model makes no keys. One that is not `ragged` is handed the padded form.
+rotary positions to q and k before, unless the attention `rotates`: then it receives the cosines and sines, which its
+heads share or not, and turns its own features with `lra.models.positions.rotate`. Of an attention with `shared_qk` the
+model makes no keys. One that is not `ragged` is handed the padded form.
 
 Patterns of blocks (`local`, `longformer`, `bigbird`, `openai_sparse`, `butterfly`) are layouts on the block-sparse
 kernels (`block_sparse.py`). A layout is built once for the longest sequence and is no buffer, so checkpoints fit any
