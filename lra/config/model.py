@@ -24,6 +24,7 @@ class ModelConfig:
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
+    pixels: Literal["ids", "numbers"] = "ids"  # ids: a vector for each grey value; numbers: a linear layer of it
     # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
     classifier: Literal["two_layers", "linear"] = "two_layers"  # between the pooled sequence and the class scores
@@ -57,6 +58,12 @@ class ModelConfig:
             check_dropout_rate(f"model.{name}", getattr(self, name))
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
+        drawn = self.pixels == "ids" or self.positions == "learned" or self.pooling == "cls"
+        if not drawn and self.embedding_std != ModelConfig.embedding_std:
+            raise UsageError(
+                f"model.embedding_std={self.embedding_std}: model.pixels=numbers leaves no table to draw, nor a CLS "
+                f"token; set model.embedding_std={ModelConfig.embedding_std}"
+            )
 
     @property
     def head_dim(self) -> int:

@@ -14,6 +14,12 @@ RUN = (
     "model.layers=1", "model.dropout=0.1", "model.attn_dropout=0.1", "task.train=20", "task.val=6", "task.test=6",
     "task.fresh=2", "task.max_length=24",
 )  # fmt: skip
+# a run of images, and a value of each field that other tasks refuse
+IMAGE_RUN = (
+    *(arg for arg in RUN if not arg.startswith("task")), "task=pathfinder", "task.train=6", "task.val=6", "task.test=6",
+    "batch.size=2", "model.attn_dropout=0",
+)  # fmt: skip
+OF_IMAGES = {"model.axes": "2", "model.pixels": "numbers"}
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
     "mask": ("pretrain=masked",),
