@@ -50,7 +50,7 @@ def test_fine_tuning_drops_the_hidden_channel(saved, before, after, positions):
 def test_a_pretraining_from_a_fine_tuned_run_has_a_fresh_channel(saved, objective):
     path = saved("image", NUMBERS, "model.pooling=cls")
     weights = checkpoints.read_checkpoint(path)[0]
-    args = NUMBERS, "model.pooling=cls", objective
+    args = NUMBERS, "model.pooling=cls", objective, "pixel_loss=l1"
     module, said = moved("image", path, *args)
     state, own = module.model.state_dict(), build("image", *args).model.state_dict()
     assert said.fresh == ["decoder", "hidden channel"] and said.left == ["head"] * (objective == "pretrain=masked")
@@ -58,6 +58,15 @@ def test_a_pretraining_from_a_fine_tuned_run_has_a_fresh_channel(saved, objectiv
     assert torch.equal(state[CLS], weights[CLS])
     with pytest.raises(UsageError, match="has no decoder for this model"):
         lra.test(f"init={path}", "pretrain=masked")
+
+
+def test_a_pretraining_goes_on_with_another_loss(saved):
+    path = saved("pathfinder", NUMBERS, "pretrain=masked", "pixel_loss=l1")
+    weights = checkpoints.read_checkpoint(path)[0]
+    module, said = moved("path64", path, NUMBERS, "pretrain=masked", "pixel_loss=l1", "positions.resize=gridwise")
+    assert not said.fresh and not said.left and torch.equal(module.model.state_dict()[WEIGHT], weights[WEIGHT])
+    _, said = moved("pathfinder", path, NUMBERS, "pretrain=masked")
+    assert said.fresh == ["decoder"] and not said.left
 
 
 def test_ids_and_numbers_do_not_fit(saved):
@@ -69,8 +78,8 @@ def test_ids_and_numbers_do_not_fit(saved):
 
 
 def test_a_checkpoint_loads_as_it_was(saved):
-    path = saved("image", NUMBERS, "pretrain=masked")
+    path = saved("image", NUMBERS, "pretrain=masked", "pixel_loss=l1")
     module = lra.load(path)
-    assert module.run.model.pixels == "numbers"
+    assert (module.run.model.pixels, module.run.pixel_loss) == ("numbers", "l1")
     weights = checkpoints.read_checkpoint(path)[0]
     assert all(torch.equal(value, weights[key]) for key, value in module.model.state_dict().items())
