@@ -31,6 +31,7 @@ class ModelConfig:
     # all: every head has all frequencies; heads: the first head has the highest, and the last the lowest
     rotary_bands: Literal["all", "heads"] = "all"
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
+    pixels: Literal["ids", "numbers"] = "ids"  # ids: a vector for each grey value; numbers: a linear layer of it
     # what the classifier sees: the mean or maximum over tokens, or an added first token
     pooling: Literal["mean", "max", "cls"] = "mean"
     classifier: Literal["two_layers", "linear"] = "two_layers"  # between the pooled sequence and the class scores
@@ -77,6 +78,12 @@ class ModelConfig:
             check_dropout_rate(f"model.{name}", getattr(self, name))
         if not 0 <= self.embedding_std < math.inf:
             raise UsageError(f"model.embedding_std={self.embedding_std} must be finite and at least 0")
+        drawn = self.pixels == "ids" or self.positions == "learned" or self.pooling == "cls"
+        if not drawn and self.embedding_std != ModelConfig.embedding_std:
+            raise UsageError(
+                f"model.embedding_std={self.embedding_std}: model.pixels=numbers leaves no table to draw, nor a CLS "
+                f"token; set model.embedding_std={ModelConfig.embedding_std}"
+            )
 
     @property
     def head_dim(self) -> int:

@@ -15,7 +15,9 @@ from lra.config.trainer import BatchConfig, TrainerConfig
 from lra.errors import UsageError
 
 # fields of runs and of tasks that older runs lack, and the values by which those runs computed
-LATER_RUN_FIELDS = {"mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "denoise": 0.0}
+LATER_RUN_FIELDS = {
+    "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
+}  # fmt: skip
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
@@ -56,6 +58,8 @@ class RunConfig:
     mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
     mask_span: int = 1  # places in a row that are hidden together
     mask_loss: Literal["hidden", "all"] = "hidden"  # tokens that the loss counts; pretraining scores hidden ones
+    # loss of pixels to restore; l1: the distance of their grey values, from -1 to 1, where model.pixels=numbers
+    pixel_loss: Literal["cross_entropy", "l1"] = "cross_entropy"
     denoise: float = 0.0  # weight of restoring hidden tokens beside the labels, from the same corrupted input; 0: off
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
@@ -88,6 +92,13 @@ class RunConfig:
         for name in MASK_FIELDS:
             if (value := getattr(self, name)) != getattr(RunConfig, name) and not self.hides:
                 raise UsageError(f"{name}={value} says how tokens are hidden: add pretrain=masked or denoise=1")
+        if self.pixel_loss != "cross_entropy":
+            if self.model.pixels == "ids":
+                raise UsageError(f"pixel_loss={self.pixel_loss} is of numbers, not of ids: set model.pixels=numbers")
+            if not self.hides:
+                raise UsageError(
+                    f"pixel_loss={self.pixel_loss}, but nothing is hidden: add pretrain=masked or denoise=1"
+                )
         if self.mask is not None and not 2**-16 <= self.mask < 1:
             raise UsageError(f"mask={self.mask} must be at least 2e-5 and below 1")
         if not 0 <= self.denoise < math.inf:
@@ -136,7 +147,7 @@ class RunConfig:
         for name in ("on_nan", "average", "average_decay", "average_share"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
-        for name in ("layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "classifier"):
+        for name in ("layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "classifier"):
             if kept["model"][name] == getattr(ModelConfig, name):
                 del kept["model"][name]
         if self.pretrain == "none":

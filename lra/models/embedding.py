@@ -50,6 +50,12 @@ class Places(NamedTuple):
     length_B: Tensor
     owned: int  # rows of each sequence of a padded batch, else 0
 
+    def vectors(self) -> Tensor:
+        """Returns the vector of each row, `[T, D]`. On a GPU its gradient is `sums`, the same every time."""
+        if self.table_ND.is_cuda:
+            return _PlaceLookup.apply(*self)  # type: ignore[return-value]
+        return nn.functional.embedding(self.place_T, self.table_ND)
+
     def sums(self, grad_TD: Tensor) -> Tensor:
         """Returns the gradient of the table: the gradients of all rows, summed over the sequences in order."""
         places = len(self.table_ND)
@@ -62,6 +68,22 @@ class Places(NamedTuple):
             return nn.functional.pad(sum_ND, (0, 0, 0, places - self.owned))
         row_BN = (self.start_B.long()[:, None] + place_N).clamp(max=len(grad_TD) - 1)
         return grad_TD[row_BN].where(real_BN1, 0).sum(0)
+
+
+class _PlaceLookup(torch.autograd.Function):
+    """Its arguments are the fields of `Places`."""
+
+    @staticmethod
+    def forward(ctx: Any, table_ND: Tensor, *of_places: Any) -> Tensor:
+        place_T, start_B, length_B, ctx.owned = of_places
+        ctx.save_for_backward(table_ND, place_T, start_B, length_B)
+        return nn.functional.embedding(place_T, table_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        table_ND, place_T, start_B, length_B = ctx.saved_tensors
+        places = Places(table_ND, place_T, start_B, length_B, ctx.owned)
+        return places.sums(grads[0]), None, None, None, None
 
 
 NO_PLACES = (None, None, None, None, 0)  # the fields of no places
@@ -81,7 +103,7 @@ def lookup(
         of_places = places or NO_PLACES
         return _Lookup.apply(table_VD, added_TD, ids_T, rate, keys_T, fused, *of_places)  # type: ignore[return-value]
     if places is not None:
-        added_TD = nn.functional.embedding(places.place_T, places.table_ND)
+        added_TD = places.vectors()
     return _dropped_sum(table_VD, added_TD, ids_T, rate, keys_T)
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.model import ModelConfig
+from lra.errors import UsageError
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.fused_layers import (
     feed_forward,
@@ -26,6 +27,7 @@ from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import AttentionSpec
 from lra.models.dropout import BRANCH_SITE, branch_keys, drop, drop_branch, keep_scale, row_keys
 from lra.models.embedding import Embedding
+from lra.models.pixels import PixelEmbedding
 from lra.models.positions import (
     LearnedPositions,
     RotaryPositions,
@@ -167,8 +169,13 @@ class Encoder(nn.Module):
         prefixed = int(self.prefix is not None)
         self.mask = vocabulary + prefixed if masked else None
         longest = max_length + prefixed
-        self.embedding = Embedding(vocabulary + prefixed + masked, config.d_model)
-        nn.init.normal_(self.embedding.weight, std=config.embedding_std)
+        if config.pixels == "numbers":
+            if grid is None:
+                raise UsageError("model.pixels=numbers needs an image task: use model.pixels=ids here")
+            self.embedding = PixelEmbedding(vocabulary, config.d_model, config.embedding_std, self.prefix, self.mask)
+        else:
+            self.embedding = Embedding(vocabulary + prefixed + masked, config.d_model)
+            nn.init.normal_(self.embedding.weight, std=config.embedding_std)
         sizes = axis_sizes(config.axes, longest, grid)
         if config.positions == "learned":
             self.positions = LearnedPositions(sizes, config.d_model, config.embedding_std)

@@ -15,7 +15,7 @@ from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskModule
-from lra.tasks.hiding import Hiding
+from lra.tasks.hiding import Hiding, token_decoder
 
 
 class DenoisedTask(TaskModule):
@@ -30,7 +30,7 @@ class DenoisedTask(TaskModule):
 
     def network(self) -> nn.Module:
         network: Any = super().network()
-        network.decoder = nn.Linear(self.run.model.d_model, len(self.Data.vocabulary))
+        network.decoder = token_decoder(self.run, len(self.Data.vocabulary))
         return network
 
     def loss(self, batch: Batch) -> Tensor:

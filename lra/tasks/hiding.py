@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import RunConfig
 from lra.data.split import IGNORED_LABEL
 from lra.models.dropout import mix_bits, row_keys, sequence_keys
+from lra.models.pixels import grey_values, nearest_ids
 from lra.models.transformer import Encoder
 
 HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
@@ -24,7 +25,10 @@ HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3
 
 
 class Hiding:
-    """How a run hides tokens (`mask`, `mask_random`, `mask_span`) and which tokens its loss is of (`mask_loss`).
+    """How a run hides tokens (`mask`, `mask_random`, `mask_span`) and what its loss is (`mask_loss`, `pixel_loss`).
+
+    What `token_decoder` makes of each row is here called decoded: scores of the vocabulary, fp32 `[T, V]`, or a grey
+    value, fp32 `[T, 1]`.
 
     Args:
         run: the configuration of the run.
@@ -38,6 +42,7 @@ class Hiding:
         self.random, self.span, self.everywhere = run.mask_random, run.mask_span, run.mask_loss == "all"
         self.mask, self.prefix = encoder.mask, encoder.prefix
         self.vocabulary = encoder.mask - (encoder.prefix is not None)
+        self.distance = run.pixel_loss == "l1"
 
     def hide(self, batch: Batch) -> tuple[Batch, Tensor]:
         """Returns the batch that the encoder sees, and which rows of it are hidden, bool `[T]`."""
@@ -49,20 +54,29 @@ class Hiding:
             shown_T = torch.where(_drawn(bits_T, self.random), token_T.to(batch.tokens.dtype), self.mask)
         return dataclasses.replace(batch, tokens=torch.where(hidden_T, shown_T, batch.tokens)), hidden_T
 
-    def losses(self, scores_TV: Tensor, batch: Batch, counted_T: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row: its token, or IGNORED where it does not count `[T]`, and the cross-entropy, fp32 `[T]`.
+    def losses(self, decoded: Tensor, batch: Batch, counted_T: Tensor) -> tuple[Tensor, Tensor]:
+        """For each row: its token, or IGNORED where it does not count `[T]`, and its loss, fp32 `[T]`.
+
+        The loss is the cross-entropy, or the distance of the grey values.
 
         Args:
-            scores_TV: scores of the vocabulary for each row, fp32.
+            decoded: of each row.
             batch: the batch with the tokens to find.
             counted_T: which rows count.
         """
         # decode all rows, because a captured graph has one shape
         target_T = torch.where(counted_T, batch.tokens.long(), IGNORED_LABEL)
-        return target_T, F.cross_entropy(scores_TV, target_T, reduction="none")
+        if self.distance:
+            distance_T = (decoded[:, 0] - grey_values(batch.tokens, self.vocabulary)).abs()
+            return target_T, distance_T.where(counted_T, 0)
+        return target_T, F.cross_entropy(decoded, target_T, reduction="none")
 
-    def loss(self, scores_TV: Tensor, batch: Batch, hidden_T: Tensor) -> Tensor:
-        """Sums over the examples the cross-entropy of tokens, divided by their expected number.
+    def predicted_tokens(self, decoded: Tensor) -> Tensor:
+        """Returns the token that is most likely in each row, or that of the nearest grey value, int64 `[T]`."""
+        return nearest_ids(decoded[:, 0], self.vocabulary) if self.distance else decoded.argmax(1)
+
+    def loss(self, decoded: Tensor, batch: Batch, hidden_T: Tensor) -> Tensor:
+        """Sums over the examples the losses of their tokens, divided by their expected number.
 
         The expected number of hidden tokens is `share` times the tokens of the sequence, as no micro-batch knows the
         number in the whole batch. An example of two sequences counts their mean. So each sequence weighs the same, as
@@ -71,7 +85,12 @@ class Hiding:
         counted_T, share = (findable_rows(batch, self.prefix), 1.0) if self.everywhere else (hidden_T, self.share)
         prefixed = int(self.prefix is not None)
         expected_B = share * (batch.length - prefixed).clamp(min=1) * (batch.size // batch.label.numel())
-        return (self.losses(scores_TV, batch, counted_T)[1] * batch.per_row(1 / expected_B)).sum()
+        return (self.losses(decoded, batch, counted_T)[1] * batch.per_row(1 / expected_B)).sum()
+
+
+def token_decoder(run: RunConfig, vocabulary: int) -> nn.Linear:
+    """Returns a decoder of the encoder's rows, `[T, d_model]`: to scores of the vocabulary, or to one grey value."""
+    return nn.Linear(run.model.d_model, 1 if run.pixel_loss == "l1" else vocabulary)
 
 
 def findable_rows(batch: Batch, prefix: int | None) -> Tensor:

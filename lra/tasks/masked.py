@@ -21,11 +21,11 @@ from lra.data.split import Examples
 from lra.errors import UsageError, refuse_diverged
 from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskData, TaskModule
-from lra.tasks.hiding import Hiding
+from lra.tasks.hiding import Hiding, token_decoder
 
 
 class Denoiser(nn.Module):
-    """An encoder and a linear decoder. Returns scores of the vocabulary for each row, `[T, V]`."""
+    """An encoder and a linear decoder. Returns what is decoded from each row: see `Hiding`."""
 
     def __init__(self, encoder: Encoder, decoder: nn.Module):
         super().__init__()
@@ -45,26 +45,26 @@ class MaskedTask(TaskModule):
         self.commonest: int | None = None
 
     def network(self) -> nn.Module:
-        return Denoiser(self.encoder(masked=True), nn.Linear(self.run.model.d_model, len(self.Data.vocabulary)))
+        return Denoiser(self.encoder(masked=True), token_decoder(self.run, len(self.Data.vocabulary)))
 
     def find(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the scores of the vocabulary for each row, fp32 `[T, V]`, and which rows are hidden, bool `[T]`."""
+        """Returns what is decoded from each row, fp32 (see `Hiding`), and which rows are hidden, bool `[T]`."""
         shown, hidden_T = self.hiding.hide(batch)
         return self.model(shown).float(), hidden_T
 
     def loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy of the tokens, summed over the examples: `Hiding.loss`."""
-        scores_TV, hidden_T = self.find(batch)
-        return self.hiding.loss(scores_TV, batch, hidden_T)
+        """Loss of the tokens, summed over the examples: `Hiding.loss`."""
+        decoded, hidden_T = self.find(batch)
+        return self.hiding.loss(decoded, batch, hidden_T)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Returns the counts of a batch, fp64 `[2 + V]`: hidden tokens found, the sum of their cross-entropy, and how
-        often each token of the vocabulary is hidden. `self.model` gives the scores of each row."""
-        scores_TV, hidden_T = self.find(batch)
-        target_T, loss_T = self.hiding.losses(scores_TV, batch, hidden_T)
-        found = (scores_TV.argmax(1) == target_T).sum()
+        """Returns the counts of a batch, fp64 `[2 + V]`: hidden tokens found, the sum of their losses, and how often
+        each token of the vocabulary is hidden. `self.model` decodes each row."""
+        decoded, hidden_T = self.find(batch)
+        target_T, loss_T = self.hiding.losses(decoded, batch, hidden_T)
+        found = (self.hiding.predicted_tokens(decoded) == target_T).sum()
         # compared, not scattered: all rows would be added to a few numbers, one after the other
-        counts_V = (target_T[:, None] == torch.arange(scores_TV.shape[1], device=target_T.device)).sum(0)
+        counts_V = (target_T[:, None] == torch.arange(self.hiding.vocabulary, device=target_T.device)).sum(0)
         return torch.cat((torch.stack((found.double(), loss_T.sum().double())), counts_V.double()))
 
     def _score(self, split: str) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load as load_weights
 from safetensors.torch import save
 
 from lra.config.compose import flatten
+from lra.config.model import ModelConfig
 from lra.data.store import vocabulary_hash
 from lra.errors import UsageError, is_disk_failure, system_error
 from lra.tasks import TASKS, versioned_name
@@ -170,8 +171,9 @@ def check_vocabulary(task: Any, identity: dict[str, Any], path: str | Path) -> N
 def check_model(module: TaskModule, identity: dict[str, Any], path: str | Path) -> None:
     """Raises a UsageError if a checkpoint has another vocabulary or model. The message names all fields that differ."""
     check_vocabulary(module.run.task, identity, path)
-    there, model = identity["config"]["model"], vars(module.run.model)
-    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in SHAPE_FIELDS if there[name] != model[name]]
+    there, model = {"pixels": ModelConfig.pixels, **identity["config"]["model"]}, vars(module.run.model)
+    names = (*SHAPE_FIELDS, "pixels")
+    wrong = [f"model.{name} {there[name]} here {model[name]}" for name in names if there[name] != model[name]]
     a_token_more = there["pooling"] != model["pooling"] and "cls" in (there["pooling"], model["pooling"])
     # between pretraining and training the head is fresh, and CLS may be fresh too
     if a_token_more and pretraining_of(identity) == module.run.pretrain:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lra.config.optim import OptimConfig, OptimizerName
 from lra.errors import UsageError
+from lra.models.pixels import PixelEmbedding
 from lra.models.positions import LearnedPositions
 
 PIECE_SIZE, MOST_PIECES = 1 << 13, 1 << 9  # elements that a block updates at a time; pieces of a large model
@@ -184,7 +185,7 @@ def parameter_groups(config: OptimConfig, module: nn.Module) -> list[dict[str, A
     Raises:
         UsageError: a mark has another key, or a value that is no finite number of at least 0.
     """
-    tables = (part for part in module.modules() if isinstance(part, nn.Embedding | LearnedPositions))
+    tables = (part for part in module.modules() if isinstance(part, nn.Embedding | PixelEmbedding | LearnedPositions))
     embeddings = {parameter for table in tables for parameter in table.parameters()}
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():

@@ -3,9 +3,10 @@
 `init=` of `fit` and `test` is this one function. Configurations are compared first, and all differences are named at
 once. Learned tables of positions are resized, two axes each by itself, the place of a CLS token apart. Computed
 positions have a buffer `scale`: `positions.scale=image` multiplies it over all transfers. Another attention's tensors
-are left behind, even if they have the same name. A head, decoder, MASK token or norms of queries and keys that only one
-of the two models has are left behind or made fresh. A resumed run does not transfer again, so what was done is kept in
-checkpoints and goes into result.json. All ranks read the same file, and what is fresh comes from the seed.
+are left behind, even if they have the same name. A head, decoder, MASK token, hidden channel or norms of queries and
+keys that only one of the two models has are left behind or made fresh. A resumed run does not transfer again, so what
+was done is kept in checkpoints and goes into result.json. All ranks read the same file, and what is fresh comes from
+the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from lra.tasks.base import TaskModule
 from lra.training import checkpoints, leakage, provenance
 from lra.training.checkpoints import POSITION_SCALE, POSITION_TABLES
 
-EMBEDDING_KEY = "encoder.embedding.weight"
+EMBEDDING_KEY, CLS_KEY = "encoder.embedding.weight", "encoder.embedding.cls"  # where pixels are numbers, CLS is apart
+HIDDEN_CHANNEL = "hidden channel"  # what stands for MASK there
 ImageSize = tuple[int, int]
 
 
@@ -165,11 +167,14 @@ def _tokens(
 ) -> _Tokens:
     """Gives `weights` the CLS and MASK of this model: those of the checkpoint, or fresh ones.
 
-    Their embeddings follow those of the vocabulary, in this order. On one axis learned positions begin with CLS.
+    Their embeddings follow those of the vocabulary, in this order. Where pixels are numbers, the hidden channel is a
+    column instead of MASK, and CLS a vector. On one axis learned positions begin with CLS.
     """
     run, size = module.run, len(module.Data.vocabulary)
+    numbers = run.model.pixels == "numbers"
+    mask = HIDDEN_CHANNEL if numbers else "MASK"
     there, here = (
-        [name for name, has in (("CLS", pooling == "cls"), ("MASK", hides)) if has]
+        [name for name, has in (("CLS", pooling == "cls"), (mask, hides)) if has]
         for pooling, hides in (
             (identity["config"]["model"]["pooling"], checkpoints.hides_tokens(identity)),
             (run.model.pooling, run.hides),
@@ -178,18 +183,38 @@ def _tokens(
     if there == here:
         return _Tokens()
     fresh, left = tuple(x for x in here if x not in there), tuple(x for x in there if x not in here)
-    theirs, ours = (
-        {name: table[size + place :][:1] for place, name in enumerate(names)}
-        for names, table in ((there, weights[EMBEDDING_KEY]), (here, own[EMBEDDING_KEY]))
-    )
-    extra = (theirs.get(name, ours[name]) for name in here)
-    weights[EMBEDDING_KEY] = torch.cat((weights[EMBEDDING_KEY][:size], *extra))
+    if numbers:
+        changed = _fit_pixels(weights, own, fresh, left)
+    else:
+        theirs, ours = (
+            {name: table[size + place :][:1] for place, name in enumerate(names)}
+            for names, table in ((there, weights[EMBEDDING_KEY]), (here, own[EMBEDDING_KEY]))
+        )
+        extra = (theirs.get(name, ours[name]) for name in here)
+        weights[EMBEDDING_KEY] = torch.cat((weights[EMBEDDING_KEY][:size], *extra))
+        changed = [EMBEDDING_KEY]
     table = f"{POSITION_TABLES}0"
-    if "CLS" not in (*fresh, *left) or run.model.axes == 2 or table not in own:
-        return _Tokens(fresh, left, (EMBEDDING_KEY,))
-    kept = weights[table][int("CLS" in left) :]
-    weights[table] = torch.cat((own[table][:1], kept)) if "CLS" in fresh else kept
-    return _Tokens(fresh, left, (EMBEDDING_KEY, table))
+    if "CLS" in (*fresh, *left) and run.model.axes == 1 and table in own:
+        kept = weights[table][int("CLS" in left) :]
+        weights[table] = torch.cat((own[table][:1], kept)) if "CLS" in fresh else kept
+        changed.append(table)
+    return _Tokens(fresh, left, tuple(changed))
+
+
+def _fit_pixels(
+    weights: dict[str, Tensor], own: dict[str, Tensor], fresh: tuple[str, ...], left: tuple[str, ...]
+) -> list[str]:
+    """Gives `weights` the hidden channel and the CLS of this model's `PixelEmbedding`. Returns what changed."""
+    changed = []
+    if HIDDEN_CHANNEL in (*fresh, *left):
+        weights[EMBEDDING_KEY] = torch.cat((weights[EMBEDDING_KEY][:, :1], own[EMBEDDING_KEY][:, 1:]), 1)
+        changed.append(EMBEDDING_KEY)
+    if "CLS" in fresh:
+        weights[CLS_KEY] = own[CLS_KEY]
+        changed.append(CLS_KEY)
+    elif "CLS" in left:
+        weights.pop(CLS_KEY, None)
+    return changed
 
 
 def _resize(

@@ -14,12 +14,19 @@ RUN = (
     "model.layers=1", "model.dropout=0.1", "model.attn_dropout=0.1", "task.train=20", "task.val=6", "task.test=6",
     "task.fresh=2", "task.max_length=24",
 )  # fmt: skip
+# a run of images, and a value of each field that other tasks refuse
+IMAGE_RUN = (
+    *(arg for arg in RUN if not arg.startswith("task")), "task=pathfinder", "task.train=6", "task.val=6", "task.test=6",
+    "batch.size=2", "model.attn_dropout=0",
+)  # fmt: skip
+OF_IMAGES = {"model.axes": "2", "model.pixels": "numbers", "pixel_loss": "l1"}
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
     "mask": ("pretrain=masked",),
     "mask_random": ("pretrain=masked", "mask=0.5"),
     "mask_span": ("pretrain=masked", "mask=0.5"),
     "mask_loss": ("pretrain=masked", "mask=0.5"),
+    "pixel_loss": ("pretrain=masked", "mask=0.5", "model.pixels=numbers"),
     "head": ("init={learned}",),
     "positions.resize": ("init={learned}", "task.max_length=48"),
     "positions.scale": ("init={sinusoidal}", "model.positions=sinusoidal", "task.max_length=48"),

@@ -31,9 +31,11 @@ from lra.training.fit import configure
 from tests.config.baseline import (
     BESIDE,
     DATA,
+    IMAGE_RUN,
     INTERPRETED,
     LARGEST,
     LONGEST,
+    OF_IMAGES,
     ON_GPU,
     OPTION_SAME,
     OPTION_VALUES,
@@ -117,9 +119,7 @@ def fields_of_run() -> list[str]:
 
 def problem(field: str, base: tuple[str, ...], finished: dict[str, str], seen: dict[Any, Any]) -> str:
     """What is wrong with a field of a run, by real runs."""
-    beside = [
-        arg for arg in BESIDE.get(field, ()) if arg.partition("=")[0] != "task.max_length" or arg[:16] in str(base)
-    ]
+    beside = [arg for arg in BESIDE.get(field, ()) if possible(arg, base)]
     args = merged(*base, *(arg.format(**finished) for arg in beside))
     composed = refusing(lambda: configure(args).config)
     example = configure(base).config if isinstance(composed, Refused) else composed
@@ -142,6 +142,14 @@ def problem(field: str, base: tuple[str, ...], finished: dict[str, str], seen: d
     return idle(seen[key], lambda other: act(f"{field}={text(other).format(**finished)}"), groups, same)
 
 
+def possible(arg: str, base: tuple[str, ...]) -> bool:
+    """Whether a task can have what a field needs beside it."""
+    if arg.startswith("task.max_length="):
+        return "task.max_length=" in str(base)
+    task = configure(base).config.task
+    return not arg.startswith("model.pixels=") or TASKS.get(task.name).grid(task) is not None
+
+
 COUNT = itertools.count()
 
 
@@ -154,6 +162,14 @@ def seen():
 @pytest.mark.parametrize("field", fields_of_run())
 def test_a_field_of_the_run(field, finished, seen):
     assert not problem(field, RUN, finished, seen)
+
+
+@pytest.mark.parametrize("field", OF_IMAGES)
+def test_a_field_of_images(field, seen):
+    base = tuple(merged(*IMAGE_RUN))
+    taken = fitted(*merged(*base, *BESIDE.get(field, ()), f"{field}={OF_IMAGES[field]}", "name=taken"))
+    assert not isinstance(taken, Refused), taken
+    assert not problem(field, base, {}, seen)
 
 
 def test_a_run_is_seen_as_it_was_before_and_a_field_that_nothing_reads_is_found(monkeypatch, finished):

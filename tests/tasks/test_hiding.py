@@ -36,7 +36,7 @@ def gathered(examples: Any, rows: Any = None, **options: Any) -> Batch:
 
 def made_hiding(prefix: int | None = None, **fields: Any) -> Hiding:
     """Hiding of a vocabulary of 15 tokens."""
-    defaults = {"mask": 0.4, "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden"}
+    defaults = {"mask": 0.4, "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy"}
     encoder = SimpleNamespace(mask=15 + (prefix is not None), prefix=prefix)
     return Hiding(SimpleNamespace(**defaults | fields), 0.4, encoder)  # type: ignore[arg-type]
 

@@ -162,6 +162,14 @@ def test_an_option_that_an_optimiser_has_not_is_refused(fields, message):
         configure(arguments(*fields))
 
 
+def test_the_layer_of_a_pixel_is_an_embedding_and_does_not_decay_where_matrices_do():
+    fields = ("task=pathfinder", "attn=flash", "recipe=demo", "model.pixels=numbers")
+    module = build_modules(configure(fields).config)[1]
+    groups = optim.parameter_groups(OptimConfig(weight_decay=0.1, decay="matrices"), module)
+    (others,) = (group["params"] for group in groups if "weight_decay" in group)
+    assert any(parameter is module.model.encoder.embedding.weight for parameter in others)
+
+
 def test_norms_biases_and_embeddings_do_not_decay_where_matrices_do():
     module = build_modules(configure(arguments("attn=linformer", "model.attn_dropout=0")).config)[1]
     names = {parameter: name for name, parameter in module.named_parameters()}

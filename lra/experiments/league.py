@@ -1,0 +1,54 @@
+"""The league of a cell, which says with which published figures its accuracy may be compared.
+
+`strict` is what Amos et al. 2024 (arXiv 2310.02980) allow: the task's own training set, one axis of positions, no easier
+data, and no augmentation that knows of images. Stages may pretrain on the same data. `open` is everything else that
+never sees validation or test. Tables keep the two apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lra.config.schema import RunConfig
+from lra.experiments.grid.grid import Cell
+
+League = Literal["strict", "open"]
+LEAGUES: tuple[League, ...] = ("strict", "open")
+
+
+def league_of(cell: Cell) -> League:
+    """Returns the league of a cell: open if there is a reason."""
+    return "open" if open_reasons(cell) else "strict"
+
+
+def open_reasons(cell: Cell) -> list[str]:
+    """Returns why the accuracy of a cell is of the open league, one short text for each reason; empty if it is not."""
+    run: RunConfig = cell.composed.config
+    stages: list[RunConfig] = [stage.composed.config for stage in cell.stages]
+    reasons = [reason for each in (run, *stages) for reason in _reasons(each)]
+    others = [stage.task for stage in stages if stage.task != run.task]
+    reasons += [f"a stage on other data, {_difference(task, run.task)}" for task in others]
+    if (stages[0] if stages else run).init:
+        reasons.append("weights of another run, init=")
+    return list(dict.fromkeys(reasons))
+
+
+def _reasons(run: RunConfig) -> list[str]:
+    """Returns the reasons in one run's own fields."""
+    task, default = run.task, type(run.task)()
+    reasons = ["two axes of positions"] if run.model.axes == 2 else []
+    if getattr(task, "train", 0) > getattr(default, "train", 0):
+        reasons.append(f"{task.train:,} training examples, not {default.train:,}")
+    for name in ("level", "tokens"):
+        if getattr(task, name, None) != getattr(default, name, None):
+            reasons.append(f"task.{name}={getattr(task, name)}")
+    given = [name for name in run.augment.changes() if name != "operands"]  # these are trees
+    return reasons + ([f"augmented images: {', '.join(given)}"] if given else [])
+
+
+def _difference(there: Any, here: Any) -> str:
+    """Names what the data of a stage are."""
+    if there.name != here.name:
+        return there.name
+    fields = (name for name, value in vars(there).items() if value != getattr(here, name))
+    return ", ".join(f"task.{name}={getattr(there, name)}" for name in fields)
