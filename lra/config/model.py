@@ -24,8 +24,9 @@ class ModelConfig:
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rotary_base: float = 10000.0  # base of the frequencies of rotary positions; a larger one turns more slowly
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
-    # what the classifier sees: the mean or maximum over tokens, or an added first token
-    pooling: Literal["mean", "max", "cls"] = "mean"
+    causal: bool = False  # each token attends to itself and to earlier ones alone
+    # what the classifier sees: the mean or maximum over tokens, an added first token, or the last token
+    pooling: Literal["mean", "max", "cls", "last"] = "mean"
     classifier: Literal["two_layers", "linear"] = "two_layers"  # between the pooled sequence and the class scores
     embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
@@ -46,6 +47,10 @@ class ModelConfig:
             raise UsageError(
                 f"model.rotary_base={self.rotary_base}: model.positions={self.positions} does not rotate; "
                 "set model.positions=rotary, or leave it out"
+            )
+        if self.causal and self.pooling == "cls":
+            raise UsageError(
+                "model.pooling=cls: the first token of a causal model sees only itself, set model.pooling=last"
             )
         if self.positions == "sinusoidal" and self.d_model % (2 * self.axes):
             raise UsageError(

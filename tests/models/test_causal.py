@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from lra.batch import Batch
+from lra.config.model import ModelConfig
 from lra.errors import UsageError
 from lra.kernels.flash.reference import reference_attention
+from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention, AttentionSpec
 from lra.models.attention.flex import length_mask
 from lra.models.attention.megatron import MegatronAttention
 from lra.models.attention.rabe_staats import RabeStaatsAttention
+from lra.models.transformer import Encoder
 from tests.models.test_attention import FACTS, LENGTHS, LONG, Subject, attend, rows, subjects
 
 LENGTHS_OF_CAUSAL = pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])
@@ -165,3 +168,26 @@ def test_what_is_not_causal_is_refused_and_what_is_named_is():
     with pytest.raises(UsageError, match="head dimensions") as error:  # another reason: the others are causal too
         Subject("flash", "cpu").build(head_dim=192, causal=True)
     assert set(str(error.value).rpartition("or use attn=")[2].split("|")) <= able
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(("config", "asked"), [({"causal": True}, False), ({}, True), ({}, False)])
+def test_no_layer_of_a_causal_model_sees_a_later_token(config, asked, layout):
+    """By its configuration, or because it is asked for."""
+    model = ModelConfig(d_model=32, layers=3, positions="rotary", pooling="last", attn_dropout=0.0, **config)
+    torch.manual_seed(0)
+    encoder = Encoder(model, ATTENTIONS.get("flash").Config(), vocabulary=9, max_length=17, causal=asked).eval()
+    batch = Subject("flash", "cpu").batch()
+    batch = batch if layout == "packed" else batch.to_padded()
+    own, before = rows(batch, 2), encoder.rows(batch)
+    place = own.start + 9
+    batch.tokens[place : own.stop] = 5
+    changed = encoder.rows(batch)
+    causal = bool(config) or asked
+    assert torch.equal(before[own.start : place], changed[own.start : place]) == causal
+    torch.testing.assert_close(encoder(batch)[2], changed[own.stop - 1], atol=1e-6, rtol=1e-5)
+
+
+def test_the_first_token_of_a_causal_model_is_no_pooling():
+    with pytest.raises(UsageError, match="model.pooling=cls: the first token of a causal model sees only itself, set"):
+        ModelConfig(causal=True, pooling="cls")
