@@ -64,13 +64,19 @@ class Hiding:
         """Sums over the examples the cross-entropy of tokens, divided by their expected number.
 
         The expected number of hidden tokens is `share` times the tokens of the sequence, as no micro-batch knows the
-        number in the whole batch. An example of two sequences counts their mean. So each sequence weighs the same, as
-        in classification.
+        number in the whole batch.
         """
         counted_T, share = (findable_rows(batch, self.prefix), 1.0) if self.everywhere else (hidden_T, self.share)
-        prefixed = int(self.prefix is not None)
-        expected_B = share * (batch.length - prefixed).clamp(min=1) * (batch.size // batch.label.numel())
-        return (self.losses(scores_TV, batch, counted_T)[1] * batch.per_row(1 / expected_B)).sum()
+        expected_B = share * (batch.length - int(self.prefix is not None)).clamp(min=1)
+        return sum_of_means(self.losses(scores_TV, batch, counted_T)[1], expected_B, batch)
+
+
+def sum_of_means(loss_T: Tensor, counts_B: Tensor, batch: Batch) -> Tensor:
+    """Sums over the examples the losses of rows, divided by a number for each sequence.
+
+    An example of two sequences counts their mean. So each sequence weighs the same, as in classification.
+    """
+    return (loss_T * batch.per_row(1 / (counts_B * (batch.size // batch.label.numel())))).sum()
 
 
 def findable_rows(batch: Batch, prefix: int | None) -> Tensor:

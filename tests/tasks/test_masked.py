@@ -16,7 +16,7 @@ from lra.data.split import IGNORED_LABEL
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.hiding import findable_rows, hidden_rows
-from lra.tasks.masked import commonest_token
+from lra.tasks.pretraining import commonest_token
 from lra.training import assembly, checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
