@@ -31,8 +31,8 @@ HEADER = (
     "- *causal*: can hide later tokens from each token. Without it `model.causal=true` is refused.\n"
     "- *ragged*: reads sequences of different lengths without padding. The others get the padded form.\n"
     "- *dtypes*: values of `trainer.precision`.\n\n"
-    "An attention refuses a head dimension, dropout, causality, precision or device that it does not take, and the message names "
-    "those that take it.\n"
+    "An attention refuses a head dimension, dropout, causality, precision or device that it does not take, and the "
+    "message names those that take it.\n"
 )
 
 

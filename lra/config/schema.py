@@ -50,8 +50,8 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0  # of the weights, the data order and dropout
-    # masked: find hidden tokens, without labels; none: train the classifier
-    pretrain: Literal["none", "masked"] = "none"
+    # masked: find hidden tokens, without labels; causal: find each next token; none: train the classifier
+    pretrain: Literal["none", "masked", "causal"] = "none"
     mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own
     mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
     mask_span: int = 1  # places in a row that are hidden together
@@ -87,7 +87,9 @@ class RunConfig:
             )
         for name in MASK_FIELDS:
             if (value := getattr(self, name)) != getattr(RunConfig, name) and not self.hides:
-                raise UsageError(f"{name}={value} says how tokens are hidden: add pretrain=masked or denoise=1")
+                none = f"pretrain={self.pretrain} hides none, leave it out"
+                mend = none if self.pretrain == "causal" else "add pretrain=masked or denoise=1"
+                raise UsageError(f"{name}={value} says how tokens are hidden: {mend}")
         if self.mask is not None and not 2**-16 <= self.mask < 1:
             raise UsageError(f"mask={self.mask} must be at least 2e-5 and below 1")
         if not 0 <= self.denoise < math.inf:
@@ -124,13 +126,18 @@ class RunConfig:
         """Whether training hides tokens: the model has a MASK token and a decoder."""
         return self.pretrain == "masked" or self.denoise > 0
 
+    @property
+    def causal(self) -> bool:
+        """Whether the encoder is causal: the model, or while it learns to find next tokens."""
+        return self.model.causal or self.pretrain == "causal"
+
     def to_saved_dict(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
         `on_nan`, `average` with its options, `rotary_base`, `classifier` and `causal` at their defaults; `pretrain`
-        and `mask` of a run that hides no tokens; fields at the value that runs before them had (`LATER_RUN_FIELDS`,
-        `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
+        of a run with labels; `mask` of a run that hides no tokens; fields at the value that runs before them had
+        (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         for name in ("on_nan", "average", "average_decay", "average_share"):

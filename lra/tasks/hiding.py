@@ -80,7 +80,7 @@ def sum_of_means(loss_T: Tensor, counts_B: Tensor, batch: Batch) -> Tensor:
 
 
 def findable_rows(batch: Batch, prefix: int | None) -> Tensor:
-    """Returns which rows have a token that can be hidden, bool `[T]`: no CLS, padding or filler."""
+    """Returns which rows have a token that can be hidden or predicted, bool `[T]`: no CLS, padding or filler."""
     wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
     rows_T = batch.per_row(wanted_B)
     if batch.padded:

@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lra.config.fields import format_value
 from lra.config.model import ModelConfig
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
@@ -51,7 +52,9 @@ class Transfer:
             what.append(f"positions resized, {self.resized}")
         if self.scale and set(self.scale) != {1.0}:
             what.append(f"coordinates times {' and '.join(f'{factor:g}' for factor in self.scale)}")
-        what += [f"trained with {field}={there}, here {here}" for field, (there, here) in self.changed.items()]
+        for field, values in self.changed.items():
+            there, here = map(format_value, values)
+            what.append(f"trained with {field}={there}, here {here}")
         what += [f"fresh: {', '.join(self.fresh)}"] if self.fresh else []
         what += [f"left behind: {', '.join(self.left)}"] if self.left else []
         return "; ".join(what) if len(what) > 1 else f"{what[0]}, all of this model's"
@@ -98,6 +101,7 @@ def transfer_weights(
             ("attn", there["attn"]["name"], run.attn.name),
             ("model.pooling", there["model"]["pooling"], run.model.pooling),
             ("model.rotary_base", there["model"].get("rotary_base", ModelConfig.rotary_base), run.model.rotary_base),
+            ("model.causal", checkpoints.is_causal(identity), run.causal),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
             ("denoise", there.get("denoise", 0.0), run.denoise),

@@ -164,7 +164,7 @@ def test_refusals():
         (("pretrain=masked", "mask=0"), r"mask=0\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "mask=1"), r"mask=1\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "init=there", "head=kept"), "head=kept: pretrain=masked trains no classifier"),
-        (("pretrain=causal",), "pretrain"),
+        (("pretrain=next",), "pretrain=next: write none, masked or causal"),
     ):
         with pytest.raises(UsageError, match=message) as error:
             fit.configure(["task=listops", "attn=flash", *args])
