@@ -153,14 +153,17 @@ def attentions(module: TaskModule, pixels: np.ndarray, query: tuple[int, int]) -
     width, found = module.run.task.resolution, []
     place = query[0] * width + query[1] + prefix
 
-    def look(_: Any, given: tuple[Any, ...]) -> None:
+    def look(part: Any, given: tuple[Any, ...]) -> None:
         q_THD, k_THD, _, batch = given
         rows, length = batch.token_positions(), int(batch.length[0])
         at = torch.nonzero(rows[:length] == place).flatten()
         if not len(at):
             raise UsageError(f"the pixel {query} is dark, and tokens=lit leaves it out: choose a lit one")
         q_HD, k_NHD = q_THD[at[0]].float(), k_THD[:length].float()
-        share_N = (torch.einsum("hd,nhd->hn", q_HD, k_NHD) / math.sqrt(q_HD.shape[1])).softmax(1).mean(0)
+        scores_HN = torch.einsum("hd,nhd->hn", q_HD, k_NHD) / math.sqrt(q_HD.shape[1])
+        if part.spec.causal:
+            scores_HN[:, at[0] + 1 :] = -torch.inf
+        share_N = scores_HN.softmax(1).mean(0)
         image = torch.full((prefix + width * width,), torch.nan).index_copy(0, rows[:length], share_N)
         found.append(image[prefix:].numpy())
 

@@ -149,7 +149,7 @@ def ls_attns() -> None:
     """The attentions."""
     from lra.models.attention import ATTENTIONS
 
-    print_catalogue(ATTENTIONS, ("exact", "dropout", "ragged", "head_dims"))
+    print_catalogue(ATTENTIONS, ("exact", "dropout", "causal", "ragged", "head_dims"))
 
 
 @verb(ls_app, "recipes")

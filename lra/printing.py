@@ -50,7 +50,7 @@ def _format_fact(value: Any) -> str:
 
 def print_scores(result: dict[str, Any]) -> None:
     baselines = result["test"]["baselines"]
-    of = "hidden tokens" if "pretrain" in result else "sequences"
+    of = {None: "sequences", "masked": "hidden tokens", "causal": "next tokens"}[result.get("pretrain")]
     table = Table("test set", "accuracy", "95% bound", of, *(f"baseline: {name}" for name in baselines))
     for name, score in result.items():
         if isinstance(score, dict) and "plus_minus" in score:

@@ -59,14 +59,14 @@ def test_tasks_are_listed():
 
 def test_attentions_are_listed():
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
-    assert rows["flash"][:4] == ["yes", "yes", "yes", "1-128"] and "FlashAttention" in rows["flash"][4]
-    assert rows["standard"][2] == "no"
+    assert rows["flash"][:5] == ["yes", "yes", "yes", "yes", "1-128"] and "FlashAttention" in rows["flash"][5]
+    assert rows["linformer"][2] == "no" and rows["standard"][3] == "no"
 
 
 def test_what_an_attention_needs_is_listed_with_it(monkeypatch):
     monkeypatch.setattr(registry, "_is_installed", lambda name: False)
     rows = {row[0]: row[1:] for row in lra("ls", "attns").rows}
-    assert rows["flash_attn"][4].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][4]
+    assert rows["flash_attn"][5].startswith("Needs flash_attn") and "FlashAttention-3" in rows["flash_attn"][5]
 
 
 @pytest.mark.parametrize("what", ["tasks", "attns"])
@@ -106,7 +106,7 @@ def test_the_configuration_is_shown_with_its_origins():
     assert what["model.attn_dropout"].endswith("; here 0.1016 is dropped") and "here" not in what["model.dropout"]
     assert rows["optim.betas"][0] == "[0.9,0.98]" and rows["attn.deterministic"][0] == "false"
     assert rows["init"][0] == "null" and what["init"].startswith("text or null; weights to start from: ")
-    assert what["model.pooling"].startswith("mean, max or cls; ")
+    assert what["model.pooling"].startswith("mean, max, cls or last; ")
 
 
 def test_the_configuration_fits_100_columns_and_what_it_shows_may_be_typed():

@@ -284,11 +284,14 @@ def test_the_pictures_are_those_of_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("tokens", ["all", "lit"])
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])  # the last one of a causal model
 @pytest.mark.parametrize("attn", ["flash", "standard"])
 def test_the_attention_drawn_is_what_the_layer_computes(attn, pooling, tokens):
     """With one head its probabilities times v are the layer's output."""
-    fields = (f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2")
+    causal = str(pooling == "last").lower()
+    fields = (
+        f"task.tokens={tokens}", f"model.pooling={pooling}", "model.heads=1", "model.layers=2", f"model.causal={causal}"
+    )  # fmt: skip
     run = fit.configure(["task=pathfinder", f"attn={attn}", "recipe=demo", *fields]).config
     module = assembly.build_modules(run)[1].eval()
     drawing = draw_image(image_law(32, "hard"), seed=0, index=3)  # its row and column differ

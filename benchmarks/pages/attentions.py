@@ -28,17 +28,18 @@ HEADER = (
     "- *cost*: how time grows with the sequence length N. Memory grows with N unless the cost says otherwise.\n"
     "- *exact*: equal to softmax attention up to rounding.\n"
     "- *dropout*: drops attention weights. Without it `model.attn_dropout` must be 0.\n"
+    "- *causal*: can hide later tokens from each token. Without it `model.causal=true` is refused.\n"
     "- *ragged*: reads sequences of different lengths without padding. The others get the padded form.\n"
     "- *dtypes*: values of `trainer.precision`.\n\n"
-    "An attention refuses a head dimension, dropout, precision or device that it does not take, and the message names "
-    "those that take it.\n"
+    "An attention refuses a head dimension, dropout, causality, precision or device that it does not take, and the "
+    "message names those that take it.\n"
 )
 
 
 def page() -> str:
     """The whole text, the same on every machine."""
     entries = ATTENTIONS.builtins().values()
-    header = ("attention", "cost", "exact", "dropout", "ragged", "head dimensions", "dtypes", "needs")
+    header = ("attention", "cost", "exact", "dropout", "causal", "ragged", "head dimensions", "dtypes", "needs")
     rows = [_row(entry, ATTENTIONS.facts_of(entry)) for entry in entries]
     return "\n".join([HEADER, table(header, rows), *(_section(entry) for entry in entries)])
 
@@ -47,7 +48,7 @@ def _row(entry: CatalogueEntry, facts: Capabilities) -> Sequence[str]:
     return (
         f"[`{entry.name}`](#{entry.name})",
         facts.cost,
-        *(("no", "yes")[value] for value in (facts.exact, facts.dropout, facts.ragged)),
+        *(("no", "yes")[value] for value in (facts.exact, facts.dropout, facts.causal, facts.ragged)),
         _head_dims(facts),
         ", ".join(facts.dtypes),
         " and ".join(_needs(entry, facts)),

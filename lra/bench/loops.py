@@ -172,7 +172,8 @@ def time_by_hand(name: str, run: RunConfig, watch: Stopwatch) -> TimedLoop:
         encoder = module.model.encoder
         encoder.embedding.fused = False
         for block in encoder.blocks:
-            block.attention, block.fused = DenseAttention(effective_dropout(run.model.attn_dropout)), False  # type: ignore[assignment]
+            dense = DenseAttention(effective_dropout(run.model.attn_dropout), run.causal)
+            block.attention, block.fused = dense, False  # type: ignore[assignment]
     module.to(device).train()
     optimizer = step.optimizer(module)
     step.start(module, optimizer)
@@ -216,14 +217,15 @@ class DenseAttention(nn.Module):
 
     facts = SdpaAttention.facts  # of an attention that takes batches as they are
 
-    def __init__(self, dropout: float):
+    def __init__(self, dropout: float, causal: bool = False):
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.causal = dropout, causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """`[T, H, D]` to the same."""
         q, k, v = (x.unflatten(0, (batch.size, batch.max_length)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=self.causal)
         return out.transpose(1, 2).flatten(0, 1)
 
     attend = forward  # as an Attention has it: batches are padded

@@ -32,8 +32,9 @@ class ModelConfig:
     rotary_bands: Literal["all", "heads"] = "all"
     axes: Literal[1, 2] = 1  # 1: a place in the sequence; 2: row and column of an image
     pixels: Literal["ids", "numbers"] = "ids"  # ids: a vector for each grey value; numbers: a linear layer of it
-    # what the classifier sees: the mean or maximum over tokens, or an added first token
-    pooling: Literal["mean", "max", "cls"] = "mean"
+    causal: bool = False  # each token attends to itself and to earlier ones alone
+    # what the classifier sees: the mean or maximum over tokens, an added first token, or the last token
+    pooling: Literal["mean", "max", "cls", "last"] = "mean"
     classifier: Literal["two_layers", "linear"] = "two_layers"  # between the pooled sequence and the class scores
     embedding_std: float = 0.02  # standard deviation of the initial token and learned position embeddings
 
@@ -67,6 +68,10 @@ class ModelConfig:
         if self.rotary_bands == "heads" and self.heads == 1:
             raise UsageError(
                 "model.rotary_bands=heads does nothing with model.heads=1: set model.heads=2 or more, or leave it out"
+            )
+        if self.causal and self.pooling == "cls":
+            raise UsageError(
+                "model.pooling=cls: the first token of a causal model sees only itself, set model.pooling=last"
             )
         if self.positions == "sinusoidal" and self.d_model % (2 * self.axes):
             raise UsageError(

@@ -14,10 +14,13 @@ from lra.config.optim import OPTIM_OPTIONS, OptimConfig
 from lra.config.trainer import BatchConfig, TrainerConfig
 from lra.errors import UsageError
 
-# fields of runs and of tasks that older runs lack, and the values by which those runs computed
+# fields of runs, models and tasks that older runs lack, and the values by which those computed; of models the defaults
 LATER_RUN_FIELDS = {
     "mask_random": 0.0, "mask_span": 1, "mask_loss": "hidden", "pixel_loss": "cross_entropy", "denoise": 0.0
 }  # fmt: skip
+LATER_MODEL_FIELDS = (
+    "layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "causal", "classifier"
+)  # fmt: skip
 LATER_FIELDS = {"task.background": 0.0, "task.difference": "signed", "task.version": 1}
 
 
@@ -52,8 +55,8 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     seed: int = 0  # of the weights, the data order and dropout
-    # masked: find hidden tokens, without labels; none: train the classifier
-    pretrain: Literal["none", "masked"] = "none"
+    # masked: find hidden tokens, without labels; causal: find each next token; none: train the classifier
+    pretrain: Literal["none", "masked", "causal"] = "none"
     mask: float | None = None  # share of tokens that pretrain=masked or denoise= hides; null: the task's own
     mask_random: float = 0.0  # share of hidden tokens that a random token replaces, instead of MASK
     mask_span: int = 1  # places in a row that are hidden together
@@ -91,7 +94,9 @@ class RunConfig:
             )
         for name in MASK_FIELDS:
             if (value := getattr(self, name)) != getattr(RunConfig, name) and not self.hides:
-                raise UsageError(f"{name}={value} says how tokens are hidden: add pretrain=masked or denoise=1")
+                none = f"pretrain={self.pretrain} hides none, leave it out"
+                mend = none if self.pretrain == "causal" else "add pretrain=masked or denoise=1"
+                raise UsageError(f"{name}={value} says how tokens are hidden: {mend}")
         if self.pixel_loss != "cross_entropy":
             if self.model.pixels == "ids":
                 raise UsageError(f"pixel_loss={self.pixel_loss} is of numbers, not of ids: set model.pixels=numbers")
@@ -135,19 +140,24 @@ class RunConfig:
         """Whether training hides tokens: the model has a MASK token and a decoder."""
         return self.pretrain == "masked" or self.denoise > 0
 
+    @property
+    def causal(self) -> bool:
+        """Whether the encoder is causal: the model, or while it learns to find next tokens."""
+        return self.model.causal or self.pretrain == "causal"
+
     def to_saved_dict(self) -> dict[str, Any]:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
         `on_nan`, `average` with its options, and the fields of the model that came later, at their defaults; `pretrain`
-        and `mask` of a run that hides no tokens; fields at the value that runs before them had (`LATER_RUN_FIELDS`,
-        `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
+        of a run with labels; `mask` of a run that hides no tokens; fields at the value that runs before them had
+        (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         for name in ("on_nan", "average", "average_decay", "average_share"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
-        for name in ("layer_drop", "qk_norm", "rotary_base", "rotary_share", "rotary_bands", "pixels", "classifier"):
+        for name in LATER_MODEL_FIELDS:
             if kept["model"][name] == getattr(ModelConfig, name):
                 del kept["model"][name]
         if self.pretrain == "none":

@@ -143,7 +143,7 @@ def choose_cells(table: Grid, options: GridOptions, fields: Sequence[str | Overr
     owners: dict[Any, Cell] = {}
     for cell in chosen:
         if (asked := cell.composed.config.pretrain) != "none":
-            raise UsageError(f"pretrain={asked} scores hidden tokens, no table's figure: lra fit pretrains, for init=")
+            raise UsageError(f"pretrain={asked} scores tokens, no table's figure: lra fit pretrains, for init=")
         if (path := cell.directory.path) in owners:
             raise UsageError(f"{owners[path]} and {cell} are both {path}: name each once, and leave out name=")
         owners[path] = cell

@@ -1,8 +1,8 @@
 """The league of a cell, which says with which published figures its accuracy may be compared.
 
-`strict` is what Amos et al. 2024 (arXiv 2310.02980) allow: the task's own training set, one axis of positions, no easier
-data, and no augmentation that knows of images. Stages may pretrain on the same data. `open` is everything else that
-never sees validation or test. Tables keep the two apart.
+`strict` is what Amos et al. 2024 (arXiv 2310.02980) allow: the task's own training set, one axis of positions, no
+easier data, and no augmentation that knows of images. Stages may pretrain on the same data. `open` is everything else
+that never sees validation or test. Tables keep the two apart.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class HeadNorm(nn.RMSNorm):
 class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int):
+    def __init__(self, config: ModelConfig, attn: Any, max_length: int, layer: int, causal: bool):
         super().__init__()
         d = config.d_model
         self.heads, self.dropout, self.site = config.heads, config.dropout, 1 + 3 * layer
@@ -68,7 +68,7 @@ class EncoderBlock(nn.Module):
         self.qkv, self.out = nn.Linear(d, (2 if shared_qk else 3) * d), nn.Linear(d, d)
         self.q_norm = HeadNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim) if config.qk_norm and not shared_qk else None
-        spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer)
+        spec = AttentionSpec(config.heads, config.head_dim, max_length, config.attn_dropout, layer, causal)
         self.attention = attention(attn, spec)
         self.up, self.down = nn.Linear(d, config.d_ff), nn.Linear(config.d_ff, d)
         self.fused = True  # one kernel before attention and one after it, where they support the case
@@ -151,6 +151,7 @@ class Encoder(nn.Module):
         max_length: longest sequence, without a CLS token.
         grid: height and width if the tokens are pixels in row-major order. Default: None.
         masked: whether the last id is MASK, which stands for a hidden token. Default: False.
+        causal: whether attention is causal even if the configuration says nothing of it. Default: False.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Encoder(nn.Module):
         max_length: int,
         grid: tuple[int, int] | None = None,
         masked: bool = False,
+        causal: bool = False,
     ):
         super().__init__()
         self.config, self.grid = config, grid
@@ -186,7 +188,10 @@ class Encoder(nn.Module):
             self.positions = RotaryPositions(
                 config.head_dim, config.axes, config.rotary_base, config.turned_pairs, bands
             )
-        self.blocks = nn.ModuleList(EncoderBlock(config, attn, longest, layer) for layer in range(config.layers))
+        causal = causal or config.causal
+        self.blocks = nn.ModuleList(
+            EncoderBlock(config, attn, longest, layer, causal) for layer in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.d_model)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -219,11 +224,14 @@ class Encoder(nn.Module):
         return *last.attend(x_TD, batch, rotary), keys_T, branch_keys_T  # type: ignore[operator]
 
     def pool(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """Returns the mean, maximum or first vector of the real tokens, fp32 `[B, d_model]`; zeros for length 0."""
+        """Returns the mean, maximum, first or last vector of the real tokens, fp32 `[B, d_model]`.
+
+        A sequence of length 0 has zeros.
+        """
         x_TD = x_TD.float()
-        if self.config.pooling == "cls":
-            first_BD = x_TD.index_select(0, batch.start.clamp(max=len(x_TD) - 1))
-            return first_BD.where(batch.length[:, None] > 0, 0)
+        if self.config.pooling in ("cls", "last"):
+            row_B = batch.start if self.config.pooling == "cls" else batch.start + batch.length - 1
+            return x_TD.index_select(0, row_B.clamp(0, len(x_TD) - 1)).where(batch.length[:, None] > 0, 0)
         x_BND, real_BN1 = batch.pad(x_TD), batch.mask()[:, :, None]
         if self.config.pooling == "mean":
             return x_BND.where(real_BN1, 0).sum(1) / batch.length.clamp(min=1)[:, None]

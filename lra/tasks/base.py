@@ -267,10 +267,10 @@ class TaskModule(pl.LightningModule):
         """Returns the model. It has an `encoder`, and checkpoints hold its weights."""
         return Transformer(self.encoder(), self.head())
 
-    def encoder(self, masked: bool = False) -> Encoder:
+    def encoder(self) -> Encoder:
         run, vocabulary = self.run, len(self.Data.vocabulary)
         lengths: dict[str, Any] = {"max_length": run.task.max_length, "grid": self.grid(run.task)}
-        return Encoder(run.model, run.attn, vocabulary=vocabulary, masked=masked, **lengths)
+        return Encoder(run.model, run.attn, vocabulary=vocabulary, masked=run.hides, causal=run.causal, **lengths)
 
     def head(self) -> nn.Module:
         return classifier(self.run.model.d_model, self.run.model.d_hidden, self.facts.classes)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from lra.batch import Batch
 from lra.config.schema import RunConfig
-from lra.models.transformer import Encoder
 from lra.tasks.base import OptimisationStep, TaskModule
 from lra.tasks.hiding import Hiding, token_decoder
 
@@ -24,9 +23,6 @@ class DenoisedTask(TaskModule):
     def __init__(self, run: RunConfig, step: OptimisationStep):
         super().__init__(run, step)
         self.hiding = Hiding(run, self.facts.mask, self.model.encoder)
-
-    def encoder(self, masked: bool = True) -> Encoder:
-        return super().encoder(masked)
 
     def network(self) -> nn.Module:
         network: Any = super().network()

@@ -79,13 +79,11 @@ class Hiding:
         """Sums over the examples the losses of their tokens, divided by their expected number.
 
         The expected number of hidden tokens is `share` times the tokens of the sequence, as no micro-batch knows the
-        number in the whole batch. An example of two sequences counts their mean. So each sequence weighs the same, as
-        in classification.
+        number in the whole batch.
         """
         counted_T, share = (findable_rows(batch, self.prefix), 1.0) if self.everywhere else (hidden_T, self.share)
-        prefixed = int(self.prefix is not None)
-        expected_B = share * (batch.length - prefixed).clamp(min=1) * (batch.size // batch.label.numel())
-        return (self.losses(decoded, batch, counted_T)[1] * batch.per_row(1 / expected_B)).sum()
+        expected_B = share * (batch.length - int(self.prefix is not None)).clamp(min=1)
+        return sum_of_means(self.losses(decoded, batch, counted_T)[1], expected_B, batch)
 
 
 def token_decoder(run: RunConfig, vocabulary: int) -> nn.Linear:
@@ -93,8 +91,16 @@ def token_decoder(run: RunConfig, vocabulary: int) -> nn.Linear:
     return nn.Linear(run.model.d_model, 1 if run.pixel_loss == "l1" else vocabulary)
 
 
+def sum_of_means(loss_T: Tensor, counts_B: Tensor, batch: Batch) -> Tensor:
+    """Sums over the examples the losses of rows, divided by a number for each sequence.
+
+    An example of two sequences counts their mean. So each sequence weighs the same, as in classification.
+    """
+    return (loss_T * batch.per_row(1 / (counts_B * (batch.size // batch.label.numel())))).sum()
+
+
 def findable_rows(batch: Batch, prefix: int | None) -> Tensor:
-    """Returns which rows have a token that can be hidden, bool `[T]`: no CLS, padding or filler."""
+    """Returns which rows have a token that can be hidden or predicted, bool `[T]`: no CLS, padding or filler."""
     wanted_B = batch.label.repeat_interleave(batch.size // batch.label.numel()) != IGNORED_LABEL
     rows_T = batch.per_row(wanted_B)
     if batch.padded:

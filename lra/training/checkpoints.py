@@ -189,7 +189,12 @@ def pretraining_of(identity: dict[str, Any]) -> str:
 
 def hides_tokens(identity: dict[str, Any]) -> bool:
     """Returns whether a checkpoint's run hides tokens, as `RunConfig.hides`."""
-    return pretraining_of(identity) != "none" or identity["config"].get("denoise", 0.0) > 0
+    return pretraining_of(identity) == "masked" or identity["config"].get("denoise", 0.0) > 0
+
+
+def is_causal(identity: dict[str, Any]) -> bool:
+    """Returns whether the encoder of a checkpoint's run was causal, as `RunConfig.causal`."""
+    return pretraining_of(identity) == "causal" or identity["config"]["model"].get("causal", False)
 
 
 def check_shapes(own: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], path: str | Path) -> None:

@@ -51,7 +51,8 @@ def result_costs(clock: Clock) -> dict[str, Any]:
 def test_scores(module: TaskModule, data: TaskData, trainer: pl.Trainer) -> dict[str, Any]:
     """Returns for each test set: accuracy, its 95% sampling bound, loss, size, and the accuracy of the baselines.
 
-    In a pretraining run all of these are about hidden tokens. The bound treats the tokens of a sequence as independent.
+    In a pretraining run all of these are about hidden or next tokens. The bound treats the tokens of a sequence as
+    independent.
     """
     pretrain = module.run.pretrain
     scored: dict[str, Any] = {} if pretrain == "none" else {"pretrain": pretrain}

@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lra.config.fields import format_value
 from lra.config.model import ModelConfig
 from lra.config.schema import RunConfig
 from lra.errors import UsageError
@@ -53,7 +54,9 @@ class Transfer:
             what.append(f"positions resized, {self.resized}")
         if self.scale and set(self.scale) != {1.0}:
             what.append(f"coordinates times {' and '.join(f'{factor:g}' for factor in self.scale)}")
-        what += [f"trained with {field}={there}, here {here}" for field, (there, here) in self.changed.items()]
+        for field, values in self.changed.items():
+            there, here = map(format_value, values)
+            what.append(f"trained with {field}={there}, here {here}")
         what += [f"fresh: {', '.join(self.fresh)}"] if self.fresh else []
         what += [f"left behind: {', '.join(self.left)}"] if self.left else []
         return "; ".join(what) if len(what) > 1 else f"{what[0]}, all of this model's"
@@ -103,6 +106,7 @@ def transfer_weights(
                 (f"model.{name}", there["model"].get(name, getattr(ModelConfig, name)), getattr(run.model, name))
                 for name in ("rotary_base", "rotary_share", "rotary_bands", "qk_norm")
             ),
+            ("model.causal", checkpoints.is_causal(identity), run.causal),
             ("task.difference", *(getattr(task, "difference", None) for task in (trained, run.task))),
             ("pretrain", checkpoints.pretraining_of(identity), run.pretrain),
             ("denoise", there.get("denoise", 0.0), run.denoise),

@@ -339,8 +339,9 @@ def test_bare_attention_is_attention():
     filled = fill_lengths(batch, torch.randint(7, (12,), dtype=torch.int32)).to("cpu")
     assert len(batch.laid) == 2 and filled.length.tolist() == [5, 5] and filled.positions is None and filled.padded
     assert int(filled.tokens.max()) < 7 and filled.tokens.dtype == torch.int32
-    expected = reference_attention(q, k, v, start=filled.start, length=filled.length)
-    torch.testing.assert_close(DenseAttention(0.5).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)
+    for causal in (False, True):
+        expected = reference_attention(q, k, v, start=filled.start, length=filled.length, causal=causal)
+        torch.testing.assert_close(DenseAttention(0.5, causal).eval()(q, k, v, filled), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

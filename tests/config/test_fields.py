@@ -73,7 +73,7 @@ def test_every_field_has_a_meaning_of_one_line(fields):
 
 def test_a_closed_set_of_values_is_named():
     types = {each.name: each.type for each in RUN}
-    assert types["model.pooling"] == "mean, max or cls" and types["model.axes"] == "1 or 2"
+    assert types["model.pooling"] == "mean, max, cls or last" and types["model.axes"] == "1 or 2"
     assert types["head"] == "kept, fresh or null" and types["optim.clip"] == "a number or null"
 
 

@@ -72,7 +72,7 @@ def stubbed(monkeypatch):
         (["trainer.devices=2"], "trainer.devices=2, but a cell can have 1 here: lower it"),
         (
             ["pretrain=masked", "tasks=listops"],
-            "pretrain=masked scores hidden tokens, no table's figure",
+            "pretrain=masked scores tokens, no table's figure",
         ),
         (["tasks=text,text"], "text standard seed 0 and text standard seed 0 are both checkpoints/runs/text/standard/"),
         (["tasks=pathfinder,pathfinder-lit", "name=x"], "are both checkpoints/runs/pathfinder/standard/x-s0: name"),

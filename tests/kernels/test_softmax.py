@@ -36,6 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, start: Tensor, length: Tensor, n:
 
 def results(inputs: Inputs, case: Case, impl: str = "triton", **changes: Any) -> tuple[Tensor, ...]:
     options = {**inputs.sequences, "n": case.max_length, "dropout": case.dropout, "seed": inputs.seed}
+    options["causal"] = case.causal
     with poisoned_empty():
         return run_with_gradients(attend, inputs, case.dtype, impl=impl, **{**options, **changes})
 
@@ -43,7 +44,7 @@ def results(inputs: Inputs, case: Case, impl: str = "triton", **changes: Any) ->
 def assert_within_budget(case: Case, device: torch.device | str, impl: str = "triton", **changes: Any) -> None:
     inputs = make_inputs(case, device)
     actual = results(inputs, case, impl, **changes)
-    options = {**inputs.sequences, "dropout": case.dropout, "seed": inputs.seed, **changes}
+    options = {**inputs.sequences, "causal": case.causal, "dropout": case.dropout, "seed": inputs.seed, **changes}
     exact, plain = (
         run_with_gradients(reference_attention, inputs, dtype, **options) for dtype in (torch.float64, case.dtype)
     )
@@ -64,6 +65,8 @@ CASES = [
     padded((45, 20), dtype=HALF, dropout=0.1, head_dim=24, heads=3, strides="d_strided", spread=4.0),
     padded((5, 3), head_dim=8, dropout=0.3),
     padded((37, 9), dtype=BF16, head_dim=136, dropout=0.2),
+    padded((70, 0, 33), causal=True),
+    padded((37, 9), dtype=HALF, dropout=0.3, slack=5, causal=True),
 ]
 
 
@@ -84,7 +87,8 @@ def test_rows_of_many_chunks(columns, dtype, device, monkeypatch):
     from lra.kernels.softmax import softmax_kernels
 
     monkeypatch.setattr(softmax_kernels, "MAX_COLUMNS", columns)
-    assert_within_budget(padded((2 * columns + 3, columns, 17), heads=1, dtype=dtype, dropout=0.3), device)
+    case = padded((2 * columns + 3, columns, 17), heads=1, dtype=dtype, dropout=0.3, causal=dtype == HALF)
+    assert_within_budget(case, device)
 
 
 def test_rows_longer_than_a_chunk(device):
@@ -171,9 +175,10 @@ def test_operators_keep_their_contracts(dropout, strides, device):
     threshold = round(256 * dropout)
     random = (inputs.seed, inputs.sequences["index"]) if threshold else (None, None)
     problem = (inputs.sequences["length"], 0.25, threshold, *random)
+    causal = not dropout
     leaves = [x.clone().requires_grad_() for x in rows[:3]]
-    library.opcheck(torch.ops.lra.softmax_forward.default, (*leaves, *problem))
-    out, p = torch.ops.lra.softmax_forward(*leaves, *problem)
+    library.opcheck(torch.ops.lra.softmax_forward.default, (*leaves, *problem, causal))
+    out, p = torch.ops.lra.softmax_forward(*leaves, *problem, causal)
     assert out.requires_grad and not p.requires_grad
     library.opcheck(torch.ops.lra.softmax_backward.default, (*rows[:3], p, rows[3], *problem))
 

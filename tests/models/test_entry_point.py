@@ -75,9 +75,9 @@ def test_it_is_listed(lra):
     assert done.returncode == 0 and not done.stderr
     lines = [line.strip("│").split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in lines}
-    assert rows["mine"] == ["no", "no", "no", "1-1024", "The mean of the values, times a factor."]
-    assert rows["theirs"][4] == "Needs the module no_such_module that mine names."
-    assert rows["flash"][4].startswith("FlashAttention")
+    assert rows["mine"] == ["no", "no", "no", "no", "1-1024", "The mean of the values, times a factor."]
+    assert rows["theirs"][5] == "Needs the module no_such_module that mine names."
+    assert rows["flash"][5].startswith("FlashAttention")
 
 
 def test_it_is_trained(lra, folder):

@@ -73,7 +73,7 @@ def test_blocks_use_them_and_compute_the_same(positions, compiled, taken):
     assert len(taken) == 5
 
 
-@pytest.mark.parametrize("pooling", ["max", "cls"])
+@pytest.mark.parametrize("pooling", ["max", "cls", "last"])
 def test_another_pooling_than_the_mean_is_not_fused(pooling, taken):
     model = encoder("learned", pooling=pooling).eval()  # the tokens are all alike, their places are not
     batch = drawn_batch(seed=None)

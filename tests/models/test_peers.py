@@ -25,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def build(name: str, **changes):
     cls = ATTENTIONS.get(name)
-    return cls(cls.Config(), AttentionSpec(**({"heads": 2, "head_dim": 16, "max_length": 20} | changes)))
+    return cls(cls.Config(), AttentionSpec(**{"heads": 2, "head_dim": 16, "max_length": 20, **changes}))
 
 
 def qkv(total: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32):

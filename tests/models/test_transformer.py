@@ -24,7 +24,7 @@ HERE = sorted(  # the attentions that run on a CPU
     for entry in ATTENTIONS.catalogue().values()
     if not entry.missing and not ATTENTIONS.facts_of(entry).needs_gpu
 )
-POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls")
+POSITIONS, POOLING = ("learned", "sinusoidal", "rotary"), ("mean", "max", "cls", "last")
 
 
 def encoder(attn: str = "flash", grid=None, **fields: Any) -> Encoder:
@@ -177,14 +177,14 @@ def test_a_block_adds_attention_and_a_feed_forward_to_the_residual_each_of_its_n
 
 
 @pytest.mark.parametrize("pooling", POOLING)
-def test_a_sequence_is_the_mean_the_maximum_or_the_first_of_its_rows(pooling):
+def test_a_sequence_is_the_mean_the_maximum_the_first_or_the_last_of_its_rows(pooling):
     model = encoder(pooling=pooling)
     for layout in ("packed", "padded"):
         batch = sequences((5, 9), model, layout)
         rows, found = model.rows(batch), model(batch)
         for start, length, vector in zip(batch.start.tolist(), batch.length.tolist(), found, strict=True):
             own = rows[start : start + length]
-            expected = {"mean": own.mean(0), "max": own.amax(0), "cls": own[0]}[pooling]
+            expected = {"mean": own.mean(0), "max": own.amax(0), "cls": own[0], "last": own[-1]}[pooling]
             torch.testing.assert_close(vector, expected, atol=1e-6, rtol=1e-5)
 
 

@@ -16,7 +16,7 @@ from lra.data.split import IGNORED_LABEL
 from lra.errors import UsageError
 from lra.tasks import TASKS
 from lra.tasks.hiding import findable_rows, hidden_rows
-from lra.tasks.masked import commonest_token
+from lra.tasks.pretraining import commonest_token
 from lra.training import assembly, checkpoints, fit
 from lra.training import step as step_module
 from lra.training.step import Step
@@ -164,7 +164,7 @@ def test_refusals():
         (("pretrain=masked", "mask=0"), r"mask=0\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "mask=1"), r"mask=1\.0 must be at least 2e-5 and below 1"),
         (("pretrain=masked", "init=there", "head=kept"), "head=kept: pretrain=masked trains no classifier"),
-        (("pretrain=causal",), "pretrain"),
+        (("pretrain=next",), "pretrain=next: write none, masked or causal"),
     ):
         with pytest.raises(UsageError, match=message) as error:
             fit.configure(["task=listops", "attn=flash", *args])

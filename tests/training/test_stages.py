@@ -229,7 +229,7 @@ def test_a_grid_pretrains_in_a_stage_and_refuses_a_cell_that_pretrains():
     fields = parse_overrides(SELF_TAUGHT[1:])
     cells = with_stages(read_grid("table3").cells(["listops"], ["flash", "standard"], 1, "amos2024-demo", fields))
     assert [cell.composed.config.pretrain for cell in cells] == ["masked", "none"] * 2
-    with pytest.raises(UsageError, match="pretrain=masked scores hidden tokens"):
+    with pytest.raises(UsageError, match="pretrain=masked scores tokens"):
         parse_fields("table3", ["tasks=listops", "recipe=amos2024-demo", "pretrain=masked"])
 
 

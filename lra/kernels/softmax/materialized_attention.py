@@ -11,7 +11,13 @@ from torch.nn import functional as F
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.impl import resolve_impl
 from lra.kernels.inputs import check_inputs, check_randomness, check_sequences
-from lra.kernels.softmax.softmax_ops import real_row_mask, softmax_forward, to_heads_first, to_rows_first
+from lra.kernels.softmax.softmax_ops import (
+    later_column_mask,
+    real_row_mask,
+    softmax_forward,
+    to_heads_first,
+    to_rows_first,
+)
 
 
 def softmax_attention(
@@ -20,6 +26,7 @@ def softmax_attention(
     v: Tensor,
     *,
     length: Tensor | None = None,
+    causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
@@ -37,6 +44,7 @@ def softmax_attention(
     Args:
         q, k, v: float16, bfloat16 or float32, `[B, N, H, D]`, of any strides.
         length: int32 `[B]`, on the device of q; all N rows by default.
+        causal: whether row i sees only the columns 0 to i. The other scores are overwritten before the kernel.
         scale: the factor of the scores, `D ** -0.5` by default.
         dropout: as in `flash_attention`. The Triton path has the same mask.
         seed: as in `flash_attention`.
@@ -62,17 +70,22 @@ def softmax_attention(
     threshold = dropout_threshold(dropout)
     if impl == "torch":
         with torch.autocast(q.device.type, enabled=False):  # as in the kernel: the result has the dtype of q
-            return torch_attention(q, k, v, length, scale, threshold / 256)
+            return torch_attention(q, k, v, length, causal, scale, threshold / 256)
     seed, index = check_randomness(seed, index, len(length), q.device) if threshold else (None, None)
-    return softmax_forward(q, k, v, length, scale, threshold, seed, index)[0]
+    return softmax_forward(q, k, v, length, scale, threshold, seed, index, causal)[0]
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, dropout: float) -> Tensor:
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, causal: bool, scale: float, dropout: float
+) -> Tensor:
     """The fallback for any device, `[B, N, H, D]`. The softmax is in fp32."""
     n = q.shape[1]
     q_BHND, k_BHND, v_BHND = (to_heads_first(x, length, n) for x in (q, k, v))
     s_BHNN = (q_BHND @ k_BHND.transpose(2, 3)).float() * scale
+    hidden = ~real_row_mask(length, n)[:, None, None, :]
+    if causal:
+        hidden = hidden | later_column_mask(s_BHNN)
     # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
-    s_BHNN = s_BHNN.masked_fill(~real_row_mask(length, n)[:, None, None, :], torch.finfo(torch.float32).min)
+    s_BHNN = s_BHNN.masked_fill(hidden, torch.finfo(torch.float32).min)
     p_BHNN = F.dropout(s_BHNN.softmax(-1), dropout)
     return to_rows_first(p_BHNN.to(v.dtype) @ v_BHND, length, n)

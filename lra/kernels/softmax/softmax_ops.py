@@ -23,7 +23,7 @@ class SoftmaxFunction(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():  # without it the operator would call this function again
             out, p = softmax_forward(q, k, v, *problem)
-        length, scale, threshold, seed, index = problem
+        length, scale, threshold, seed, index, _ = problem  # P has zeros where a causal mask hides a column
         ctx.save_for_backward(q, k, v, p, length, seed, index)
         ctx.numbers = scale, threshold
         ctx.mark_non_differentiable(p)
@@ -37,13 +37,13 @@ class SoftmaxFunction(torch.autograd.Function):
         q, k, v, p, length, seed, index = ctx.saved_tensors
         with torch.no_grad():
             gradients = softmax_backward(q, k, v, p, do, length, *ctx.numbers, seed, index)
-        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * 5
+        return *forbid_second_derivative(gradients, q, k, v, do), *(None,) * 6
 
 
 # The first call imports Triton, so that a machine without Triton can use the fallback.
 def run_softmax_forward(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, scale: float, threshold: int, seed: Tensor | None,
-    index: Tensor | None,
+    index: Tensor | None, causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from lra.kernels.softmax.softmax_kernels import launch_softmax_forward
 
@@ -52,6 +52,8 @@ def run_softmax_forward(
     with torch.autocast(q.device.type, enabled=False):  # the result has the dtype of q
         q, k, v = (to_heads_first(x, length, padded_side(n)) for x in (q, k, v))
         p = q @ k.transpose(2, 3)
+        if causal:
+            p.masked_fill_(later_column_mask(p), float("-inf"))
         dropped = launch_softmax_forward(p, length, scale, threshold, seed, index)
         return to_rows_first(dropped @ v, length, n), p
 
@@ -93,6 +95,11 @@ def real_row_mask(length: Tensor, n: int) -> Tensor:
     return torch.arange(n, device=length.device) < length[:, None]
 
 
+def later_column_mask(scores: Tensor) -> Tensor:
+    """bool `[N, N]` of scores `[B, H, N, N]`: whether a column is after the row, which a causal mask hides."""
+    return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(1)
+
+
 def to_heads_first(x: Tensor, length: Tensor, rows: int) -> Tensor:
     """`[B, N, H, D]` to contiguous `[B, H, rows, D]`, with zeros past each length whatever is there."""
     size, n, heads, d = x.shape
@@ -108,7 +115,7 @@ def to_rows_first(x: Tensor, length: Tensor, n: int) -> Tensor:
 
 softmax_forward = define_operator(
     "softmax_forward",
-    f"(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}) -> (Tensor out, Tensor p)",
+    f"(Tensor q, Tensor k, Tensor v, {SOFTMAX_SCHEMA}, bool causal) -> (Tensor out, Tensor p)",
     run_softmax_forward,
     fake_softmax_forward,
 )

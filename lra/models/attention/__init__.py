@@ -25,6 +25,7 @@ class Capabilities:
     paper: str
     cost: str = ""  # how time grows with the sequence length N, in terms of options; memory grows with N, or as said
     dropout: bool = True  # on attention probabilities
+    causal: bool = False  # can hide later tokens from each token (model.causal)
     ragged: bool = True  # reads packed batches; otherwise the model hands it the padded form
     rotates: bool = False  # takes the angles of rotary positions and turns its features, not the queries and keys
     shared_qk: bool = False  # its keys are its queries, of one projection; it reads q alone
@@ -37,10 +38,11 @@ class Capabilities:
         if self.rotates and not self.ragged:
             raise ValueError("rotates=True needs ragged=True: angles are those of the packed tokens")
 
-    def fits(self, head_dim: int, dropout: float) -> bool:
-        """Whether heads of this dimension, and this dropout on probabilities, are possible."""
+    def fits(self, head_dim: int, dropout: float, causal: bool) -> bool:
+        """Whether heads of this dimension, this dropout on probabilities, and causality if asked for, are possible."""
         low, high = self.head_dims
-        return low <= head_dim <= high and head_dim % self.head_dim_multiple == 0 and (self.dropout or not dropout)
+        dimension = low <= head_dim <= high and head_dim % self.head_dim_multiple == 0
+        return dimension and (self.dropout or not dropout) and (self.causal or not causal)
 
 
 ATTENTIONS = Registry("attention", "lra.models.attention", Capabilities, entry_points="lra.attentions")

@@ -26,6 +26,7 @@ class AttentionSpec:
     max_length: int  # longest sequence, including a CLS token
     dropout: float = 0.0
     layer: int = 0
+    causal: bool = False  # each token attends to itself and to earlier ones alone
 
 
 LARGEST_COUNT = 1 << 16  # largest number of tokens, blocks or features in an option: a sequence of Path-256
@@ -64,6 +65,8 @@ class Attention(nn.Module):
             self._refuse(f"head dimensions {low} to {high}, not {spec.head_dim}")
         if spec.dropout and not self.facts.dropout:
             self._refuse("no dropout on its probabilities: set model.attn_dropout=0")
+        if spec.causal and not self.facts.causal:
+            self._refuse("no causal attention (model.causal=true, pretrain=causal)")
         if spec.head_dim % multiple:
             self._refuse(f"head dimensions that are multiples of {multiple}, not {spec.head_dim}")
 
@@ -125,7 +128,8 @@ class Attention(nn.Module):
     def _refuse(self, supports: str, able: Callable[[Capabilities], bool] = lambda facts: True) -> None:
         """Raises a UsageError that names the installed attentions which can do what was asked."""
         there = {e.name: ATTENTIONS.facts_of(e) for e in ATTENTIONS.catalogue().values() if not e.missing}
-        fit = (name for name, facts in there.items() if facts.fits(self.spec.head_dim, self.spec.dropout))
+        spec = self.spec
+        fit = (name for name, facts in there.items() if facts.fits(spec.head_dim, spec.dropout, spec.causal))
         others = [name for name in fit if able(there[name])]
         raise UsageError(
             f"attn={self.name} supports {supports}" + (f", or use attn={'|'.join(others)}" if others else "")

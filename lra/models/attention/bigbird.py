@@ -19,6 +19,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "bigbird",
     exact=False,
     cost="N · block · (window + globals + random)",
+    causal=True,
     head_dims=(1, 128),
     paper="Zaheer et al. 2020, arXiv 2007.14062",
 )
@@ -60,6 +61,6 @@ class BigBirdAttention(BlockSparseAttention):
         digest = hashlib.sha256(f"{config.seed}/{spec.layer}".encode()).digest()
         layout = layouts.bigbird(
             spec.max_length, config.sides, config.window // 2, config.globals, config.random,
-            heads=spec.heads, seed=int.from_bytes(digest[:7], "big"),
+            heads=spec.heads, seed=int.from_bytes(digest[:7], "big"), causal=spec.causal,
         )  # fmt: skip
         return layout, f"window {config.window}, globals {config.globals}, random {config.random}"

@@ -17,6 +17,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "butterfly",
     exact=False,
     cost="N · block · (1 + factors + 2 local) + N · globals",
+    causal=True,
     head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Algorithm 5; Pixelated Butterfly, arXiv 2112.00029",
 )
@@ -47,12 +48,12 @@ class ButterflyAttention(BlockSparseAttention):
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
         n = spec.max_length
-        rest = layouts.local(n, config.sides, config.local, globals=config.globals)
+        rest = layouts.local(n, config.sides, config.local, globals=config.globals, causal=spec.causal)
         factors, most = config.factors, layouts.count_factors(n, config.sides)
         try:
             if config.density is not None:
                 factors = layouts.fit_factors(n, config.sides, config.density, rest)
-            layout = layouts.butterfly(n, config.sides, factors) | rest
+            layout = layouts.butterfly(n, config.sides, factors, causal=spec.causal) | rest
         except ValueError as error:
             raise UsageError(f"attn.{error}, with {n} tokens and attn.block={config.block}") from None
         return layout, f"{most if factors is None else factors} of {most} factors"

@@ -18,6 +18,7 @@ from lra.models.attention.base import Attention
     "flash",
     exact=True,
     cost="N²",
+    causal=True,
     head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135",
 )
@@ -38,6 +39,6 @@ class FlashAttention(Attention):
         seed = self.dropout_seed(batch)
         return flash_attention(
             q, k, v, start=batch.start, length=batch.length, max_length=batch.max_length, index=batch.index,
-            dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
-            deterministic=self.config.deterministic,
+            causal=self.spec.causal, dropout=0.0 if seed is None else self.spec.dropout, seed=seed,
+            impl=self.config.impl, deterministic=self.config.deterministic,
         )  # fmt: skip

@@ -21,21 +21,22 @@ from lra.batch import Batch
 from lra.errors import UsageError, first_line
 from lra.models.attention import ATTENTIONS
 from lra.models.attention.base import Attention
-from lra.models.attention.sdpa import VarlenFunction, attend_packed, last_dim_contiguous
+from lra.models.attention.sdpa import attend_packed, last_dim_contiguous
 
 
 class FlashAttnLibrary(NamedTuple):
     """One version of FlashAttention."""
 
     name: str
-    dense: Callable[[Tensor, Tensor, Tensor], Tensor]  # [B, N, H, D] -> [B, N, H, D]
-    varlen: VarlenFunction
+    dense: Callable[..., Tensor]  # (q, k, v [B, N, H, D], causal) -> [B, N, H, D]
+    varlen: Callable[..., Tensor]  # a VarlenFunction with one more argument, causal
 
 
 @ATTENTIONS.register(
     "flash_attn",
     exact=True,
     cost="N²",
+    causal=True,
     dropout=False,  # versions 3 and 4 have none; version 2, which has, is attn=sdpa
     head_dims=(8, 256),
     head_dim_multiple=8,
@@ -53,11 +54,12 @@ class FlashAttnAttention(Attention):
     @torch.compiler.disable  # version 3's operators have no meta kernels to trace with
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        return attend_packed(import_flash_attn().varlen, q, k, v, batch)
+        return attend_packed(functools.partial(import_flash_attn().varlen, causal=self.spec.causal), q, k, v, batch)
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same."""
-        return import_flash_attn().dense(*(last_dim_contiguous(x) for x in (q, k, v)))
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+        return import_flash_attn().dense(q, k, v, self.spec.causal)
 
 
 @functools.cache
@@ -83,24 +85,31 @@ def _version_3() -> FlashAttnLibrary:
         importlib.import_module("flash_attn_interface")
     assert torch.ops.flash_attn_3.fwd and torch.ops.flash_attn_3.bwd  # AttributeError where they are not
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
-        sequences = {
-            "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": max_length, "max_seqlen_k": max_length
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int, causal: bool) -> Tensor:
+        options = {
+            "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": max_length, "max_seqlen_k": max_length,
+            "is_causal": causal,
         }  # fmt: skip
-        return FlashAttention3.apply(q, k, v, sequences)
+        return FlashAttention3.apply(q, k, v, options)
 
-    return FlashAttnLibrary("FlashAttention-3", lambda q, k, v: FlashAttention3.apply(q, k, v, {}), varlen)
+    def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return FlashAttention3.apply(q, k, v, {"is_causal": causal})
+
+    return FlashAttnLibrary("FlashAttention-3", dense, varlen)
 
 
 def _version_4() -> FlashAttnLibrary:
     """FlashAttention-4"""
     package = importlib.import_module("flash_attn.cute")
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int, causal: bool) -> Tensor:
         sequences = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=max_length, max_seqlen_k=max_length)
-        return _first(package.flash_attn_varlen_func(q, k, v, **sequences))
+        return _first(package.flash_attn_varlen_func(q, k, v, **sequences, causal=causal))
 
-    return FlashAttnLibrary("FlashAttention-4", lambda q, k, v: _first(package.flash_attn_func(q, k, v)), varlen)
+    def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return _first(package.flash_attn_func(q, k, v, causal=causal))
+
+    return FlashAttnLibrary("FlashAttention-4", dense, varlen)
 
 
 def _version_2() -> FlashAttnLibrary:
@@ -109,24 +118,27 @@ def _version_2() -> FlashAttnLibrary:
     if not hasattr(package, "flash_attn_func"):  # the namespace that version 4 alone leaves
         raise ImportError("no flash_attn_func in flash_attn")
 
-    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
-        return package.flash_attn_varlen_func(q, k, v, bounds, bounds, max_length, max_length)
+    def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int, causal: bool) -> Tensor:
+        return package.flash_attn_varlen_func(q, k, v, bounds, bounds, max_length, max_length, causal=causal)
 
-    return FlashAttnLibrary("FlashAttention-2", package.flash_attn_func, varlen)
+    def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return package.flash_attn_func(q, k, v, causal=causal)
+
+    return FlashAttnLibrary("FlashAttention-2", dense, varlen)
 
 
 class FlashAttention3(torch.autograd.Function):
-    """The operators of FlashAttention-3 with their derivative; `sequences` are their arguments for ragged batches.
+    """The operators of FlashAttention-3 with their derivative; `options`: `is_causal`, and what ragged batches need.
 
     Not their `seqused_*`, for padded rows: version 3's gradients of short sequences are wrong with it.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any]) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, num_splits=1, **sequences)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, softmax_scale=scale, num_splits=1, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.sequences = scale, sequences
+        ctx.scale, ctx.options = scale, options
         return out
 
     @staticmethod
@@ -135,7 +147,7 @@ class FlashAttention3(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         torch.ops.flash_attn_3.bwd(
-            last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.sequences
+            last_dim_contiguous(do), q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, **ctx.options
         )
         return dq, dk, dv, None
 

@@ -16,6 +16,7 @@ from lra.models.attention.block_sparse import BlockSparseAttention, check_blocks
     "local",
     exact=False,
     cost="N · window",
+    causal=True,
     head_dims=(1, 128),
     paper="Dao et al. 2022, arXiv 2205.14135, Table 3; Tay et al. 2021, arXiv 2011.04006",
 )
@@ -48,9 +49,9 @@ class LocalAttention(BlockSparseAttention):
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
         n = spec.max_length
         if config.pattern == "sliding":
-            layout = layouts.window(n, band=min(config.window // 2, n))
+            layout = layouts.window(n, band=min(config.window // 2, n), causal=spec.causal)
         else:
             check_blocks(f"attn.window={config.window}", n, (config.window, config.window))
             longest = -(-n // 128) * 128  # a longer block would show no more
-            layout = layouts.local(n, min(config.window, longest), width=0)
+            layout = layouts.local(n, min(config.window, longest), width=0, causal=spec.causal)
         return layout, f"{config.pattern}, window {config.window}"

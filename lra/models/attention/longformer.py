@@ -16,6 +16,7 @@ from lra.models.attention.block_sparse import BlockSparseAttention
     "longformer",
     exact=False,
     cost="N · (window + globals)",
+    causal=True,
     head_dims=(1, 128),
     paper="Beltagy et al. 2020, arXiv 2004.05150",
 )
@@ -44,5 +45,6 @@ class LongformerAttention(BlockSparseAttention):
     @classmethod
     def make_layout(cls, config: Any, spec: AttentionSpec) -> tuple[Layout, str]:
         n = spec.max_length
-        layout = layouts.window(n, band=min(config.window // 2, n), globals=min(config.globals, n))
+        rules = {"globals": min(config.globals, n), "causal": spec.causal}
+        layout = layouts.window(n, band=min(config.window // 2, n), **rules)
         return layout, f"window {config.window}, globals {config.globals}"

@@ -15,7 +15,12 @@ from lra.models.attention.base import Attention
 
 
 @ATTENTIONS.register(
-    "megatron", exact=True, cost="N², and so in memory", ragged=False, paper="Shoeybi et al. 2019, arXiv 1909.08053"
+    "megatron",
+    exact=True,
+    cost="N², and so in memory",
+    causal=True,
+    ragged=False,
+    paper="Shoeybi et al. 2019, arXiv 1909.08053",
 )
 class MegatronAttention(Attention):
     """Softmax attention that materialises the N x N scores; scale, mask, softmax and dropout are one kernel."""
@@ -32,7 +37,7 @@ class MegatronAttention(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         seed = self.dropout_seed(batch)
         out = softmax_attention(
-            *(batch.pad(x) for x in (q, k, v)), length=batch.length, index=batch.index,
+            *(batch.pad(x) for x in (q, k, v)), length=batch.length, causal=self.spec.causal, index=batch.index,
             dropout=0.0 if seed is None else self.spec.dropout, seed=seed, impl=self.config.impl,
         )  # fmt: skip
         return out.flatten(0, 1)

@@ -17,6 +17,7 @@ from lra.models.attention.block_sparse import BlockConfig, BlockSparseAttention
     "openai_sparse",
     exact=False,
     cost="N · (stride + N / stride · summary)",
+    causal=True,
     head_dims=(1, 128),
     paper="Child et al. 2019, arXiv 1904.10509",
 )
@@ -25,9 +26,10 @@ class OpenAISparseAttention(BlockSparseAttention):
 
     `fixed`: the segment of `stride` tokens and the last `summary` of every segment. `strided`: `stride` tokens to
     either side and every `stride`-th position. Both are over blocks, as in the paper's kernels, and every head sees
-    the union of the two parts, which the paper calls merged heads. It is not causal, as in FlashAttention's
-    benchmarks. The defaults of pattern, stride and summary are the paper's for text (enwik8). The Long Range Arena
-    took segments of 50 tokens with 10 at their ends, but no block that is a multiple of 16 divides those.
+    the union of the two parts, which the paper calls merged heads. The paper's are causal
+    (`model.causal`), those of FlashAttention's benchmarks are not. The defaults of pattern, stride and summary are the
+    paper's for text (enwik8). The Long Range Arena took segments of 50 tokens with 10 at their ends, but no block that
+    is a multiple of 16 divides those.
     """
 
     @dataclass(frozen=True)
@@ -66,6 +68,6 @@ class OpenAISparseAttention(BlockSparseAttention):
         n, side = spec.max_length, max(config.sides)
         stride, summary = config.stride // side, (config.summary or side) // side
         if config.pattern == "strided":
-            return layouts.strided(n, config.sides, stride), f"strided, stride {config.stride}"
-        layout = layouts.fixed(n, config.sides, stride, summary)
+            return layouts.strided(n, config.sides, stride, causal=spec.causal), f"strided, stride {config.stride}"
+        layout = layouts.fixed(n, config.sides, stride, summary, causal=spec.causal)
         return layout, f"fixed, stride {config.stride}, summary {summary * side}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lra.models.attention.base import Attention
 VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
-@ATTENTIONS.register("sdpa", exact=True, cost="N²", head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
+@ATTENTIONS.register("sdpa", exact=True, cost="N²", causal=True, head_dims=(1, 256), paper="Dao 2023, arXiv 2307.08691")
 class SdpaAttention(Attention):
     """PyTorch's scaled_dot_product_attention: FlashAttention-2 on a GPU.
 
@@ -43,20 +44,22 @@ class SdpaAttention(Attention):
         if q.is_cuda:
             return attend_packed(self._varlen, q, k, v, batch)
         sequences = {"start": batch.start, "length": batch.length, "max_length": batch.max_length}
-        return flash_attention(q, k, v, **sequences, dropout=self.dropout_rate, impl="sdpa")
+        return flash_attention(q, k, v, **sequences, causal=self.spec.causal, dropout=self.dropout_rate, impl="sdpa")
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of sequences that all have N tokens, `[B, N, H, D]` to the same: no mask, no copy."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        options: dict[str, Any] = {"dropout_p": self.dropout_rate, "is_causal": self.spec.causal}
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if q.is_cuda else nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_rate).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, max_length: int) -> Tensor:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         # what PyTorch's nested tensors call; its public varlen_attn has no dropout
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, bounds, bounds, max_length, max_length, self.dropout_rate, False, False, scale=q.shape[-1] ** -0.5
-        )[0]
+            q, k, v, bounds, bounds, max_length, max_length, self.dropout_rate, self.spec.causal, False,
+            scale=q.shape[-1] ** -0.5,
+        )[0]  # fmt: skip
 
 
 def last_dim_contiguous(x: Tensor) -> Tensor:

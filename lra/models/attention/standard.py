@@ -12,7 +12,12 @@ from lra.models.attention.base import Attention
 
 
 @ATTENTIONS.register(
-    "standard", exact=True, cost="N², and so in memory", ragged=False, paper="Vaswani et al. 2017, arXiv 1706.03762"
+    "standard",
+    exact=True,
+    cost="N², and so in memory",
+    causal=True,
+    ragged=False,
+    paper="Vaswani et al. 2017, arXiv 1706.03762",
 )
 class StandardAttention(Attention):
     """Softmax attention that materialises the N x N scores: the baseline of Table 3."""
@@ -21,8 +26,11 @@ class StandardAttention(Attention):
         q_BHND, k_BHND, v_BHND = (batch.pad(x).transpose(1, 2) for x in (q, k, v))
         real_BN = batch.mask()
         scores_BHNN = (q_BHND @ k_BHND.transpose(2, 3)) * self.spec.head_dim**-0.5
+        hidden = ~real_BN[:, None, None, :]
+        if self.spec.causal:
+            hidden = hidden | real_BN.new_ones(scores_BHNN.shape[2:]).triu(1)
         # the smallest finite number, not -inf: a sequence of length 0 must not make NaN
-        scores_BHNN = scores_BHNN.masked_fill(~real_BN[:, None, None, :], torch.finfo(scores_BHNN.dtype).min)
+        scores_BHNN = scores_BHNN.masked_fill(hidden, torch.finfo(scores_BHNN.dtype).min)
         p_BHNN = scores_BHNN.softmax(-1)
         p_BHNN = F.dropout(p_BHNN, self.dropout_rate)
         o_BHND = p_BHNN.to(v.dtype) @ v_BHND
