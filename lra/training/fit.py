@@ -148,7 +148,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
     _refuse_other(identity["config"], directory.config, checkpoint)
     checkpoints.load_into(module, weights, identity, checkpoint)
     own = checkpoint.parent.resolve() == directory.path.resolve()
-    done, best, drawn = checkpoints.read_progress(checkpoint)
+    done, best, drawn, waited = checkpoints.read_progress(checkpoint)
     if best and checkpoints.find_damage(best):
         over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
         raise UsageError(  # refuse now: if no later one is better, the test would have no checkpoint
@@ -156,10 +156,15 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
             f"{over}or begin another run, name=, with init={checkpoint}"
         )
     scoring = own and directory.best.exists()  # only scoring may be left to do
-    if done >= run.trainer.steps and not scoring:
-        raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
+    if stopped := run.trainer.patience is not None and waited >= run.trainer.patience:
+        mend = f"trainer.patience={run.trainer.patience} has ended training there: use init="
+    else:
+        mend = "raise trainer.steps to go on, or use init="
+    trained = stopped or done >= run.trainer.steps
+    if trained and not scoring:
+        raise UsageError(f"{checkpoint} has {done} steps behind it: {mend}")
     draws = DrawHistory(drawn or UNKNOWN_DRAWS)
-    if done < run.trainer.steps:  # otherwise nothing more is drawn
+    if not trained:  # otherwise nothing more is drawn
         draws.resume(checkpoint, done, run.draws == "changed")
     return StartingPoint(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
@@ -195,11 +200,13 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
 
 def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
     """Returns the facts for result.json, no matter how the run ends."""
-    counts = parts.step.counts
+    counts, plateau = parts.step.counts, parts.step.plateau
     known = {
         "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
         "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
     }  # fmt: skip
+    if plateau is not None and plateau.stops:
+        known["stopped"] = {"step": parts.trainer.global_step, "reason": plateau.describe()}
     facts = result.result_facts(composed, parts.module, parts.trainer, parts.clock)
     return facts | known | result.result_costs(parts.clock)
 
