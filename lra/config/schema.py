@@ -149,12 +149,12 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan`, `average` with its options, `patience`, `rotary_base` and `classifier` at their defaults; `pretrain`
-        and `mask` of a run that hides no tokens; fields at the value that runs before them had (`LATER_RUN_FIELDS`,
-        `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
+        `on_nan`, `average` with its options, `patience`, `epochs`, `rotary_base` and `classifier` at their defaults;
+        `pretrain` and `mask` of a run that hides no tokens; fields at the value that runs before them had
+        (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
-        for name in ("on_nan", "average", "average_decay", "average_share", "patience"):
+        for name in ("on_nan", "average", "average_decay", "average_share", "patience", "epochs"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
         for name in ("rotary_base", "classifier"):

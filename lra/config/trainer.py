@@ -37,6 +37,8 @@ class TrainerConfig:
     """How long, how often and on what."""
 
     steps: int = 1000  # optimisation steps
+    # passes over the training set, in place of trainer.steps; null: trainer.steps says how long
+    epochs: float | None = None
     eval_every: int = 100  # steps between validations, each of which writes last.ckpt; divides trainer.steps
     log_every: int = 50  # steps whose mean training loss is logged; divides trainer.eval_every
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: computed under autocast, with weights in fp32
@@ -59,6 +61,8 @@ class TrainerConfig:
         check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices", "patience")
         check_at_most(10**9, "trainer", self, "steps", "patience")  # weeks, at a millisecond a step
         check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        if self.epochs is not None and self.epochs <= 0:
+            raise UsageError(f"trainer.epochs={self.epochs} must be positive")
         if not 0 < self.average_decay < 1:
             raise UsageError(f"trainer.average_decay={self.average_decay} must be above 0 and below 1")
         if not 0 < self.average_share <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import signal
 import traceback
@@ -16,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 
 from lra import caches, environment
-from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, compose, list_differences
+from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, ExampleCounter, compose, list_differences
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
@@ -27,6 +28,7 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble
+from lra.training.data_size import count_examples
 from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind, say
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
 from lra.training.hardware import crowding_note, join_launch
@@ -36,24 +38,31 @@ from lra.training.rendezvous import RendezvousError
 from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # they may change when a run resumes
+RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes
 EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
-def _locate(args: Iterable[Override]) -> str:
-    return str(RunDirectory(configure(args)).path)
-
-
 def configure(
-    args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate
+    args: Iterable[str | Override],
+    locate: Callable[[tuple[Override, ...]], str] | None = None,
+    count: ExampleCounter = count_examples,
 ) -> ComposedConfig:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
     If the recipe starts a run from another one, `init` is the directory of that run, as `locate` gives it. The default
     recipe is that of the run that `init=` names, if this recipe has the task. Otherwise it is the task's.
+
+    Args:
+        locate: returns the directory of the run with these arguments. Default: where `fit` puts it.
+        count: returns the number of training examples of a task's configuration, for `trainer.epochs`. The default
+            needs the data, unless the task's fields say it.
     """
+
+    def directory(start: tuple[Override, ...]) -> str:
+        return str(RunDirectory(configure(start, count=count)).path)
+
     overrides = parse_overrides(args)
-    return compose(RunConfig, REGISTRIES, overrides, locate, _recipe_of_init(overrides))
+    return compose(RunConfig, REGISTRIES, overrides, locate or directory, _recipe_of_init(overrides), count)
 
 
 def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
@@ -81,7 +90,7 @@ def fit(*args: str) -> dict[str, Any]:
     Raises:
         UsageError: for anything that the user can mend, including memory that ran out.
     """
-    composed = configure(args)
+    composed = configure(args, count=functools.partial(count_examples, prepare=True))
     run: RunConfig = composed.config
     first = join_launch(run, composed.origin["trainer.devices"] == FROM_COMMAND_LINE).rank == 0
     directory = RunDirectory(composed)
