@@ -196,6 +196,17 @@ def test_data_are_prepared_for_a_recipe_of_epochs(text, recipe):
     assert lengths("task=text", "attn=flash", mine, text[-3])[0] == 18
 
 
+def test_the_data_of_a_chain_of_runs_are_prepared(text, recipe):
+    mine = recipe(
+        start=[{"when": {"pretrain": "none"}, "from": ["pretrain=masked", "trainer.epochs=2"]}],
+        tasks={"text": {"trainer": {"epochs": 1}}},
+    )
+    fields = [mine, *(field for field in text if not field.startswith("recipe"))]
+    result = lra.fit(*fields, "model.layers=1", "model.heads=2")
+    before = json.loads(Path(result["config"]["init"], "result.json").read_text())
+    assert (before["steps"], result["steps"]) == (18, 9)
+
+
 def test_two_processes_count_alike(text, here):
     command = [sys.executable, "-m", "lra", "fit", *text, "trainer.epochs=1", "trainer.devices=2", "name=two"]
     run = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=240, env=alone())

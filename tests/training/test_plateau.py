@@ -86,9 +86,8 @@ def test_the_rate_is_that_of_pytorch(patience):
 
 def test_the_warmup_and_the_cooldown_do_not_count(small):
     options = (*FLAT, *PLATEAU, "optim.warmup=3", "optim.cooldown=3", "optim.cooldown_to=0.1")
-    half, quarter, eighth = 0.5, 0.25, 0.125
-    expected = [1 / 3, 2 / 3, 1, 1, 1, half, half, quarter, quarter]  # counted after steps 4, 5; 6, 7; 8, 9
-    expected += [eighth * (1 - 0.9 * done / 3) for done in (1, 2, 3)]
+    expected = [1 / 3, 2 / 3, 1, 1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4]  # counted after steps 4, 5; 6, 7; 8, 9
+    expected += [1 / 8 * (1 - 0.9 * done / 3) for done in (1, 2, 3)]
     assert rates(small(*options)) == pytest.approx([1e-9 * share for share in expected])
 
 
@@ -98,6 +97,19 @@ def test_a_better_score_starts_the_count_anew_and_an_equal_one_does_not():
     assert counted(run, [0.5, 0.4, 0.6, 0.6, 0.6]).factor == 0.5
     assert counted(run, [0.5, 0.4, 0.4, 0.4]).factor == 0.5, "the count starts anew"
     assert counted(run, [0.5, 0.4, 0.4, 0.4, 0.5]).factor == 0.25
+
+
+def test_counts_go_on_from_every_validation():
+    run = run_of(*PLATEAU, "trainer.steps=60", "trainer.patience=60")
+    scores = [float(score) for score in np.random.default_rng(1).integers(1, 20, 60)]
+    whole = counted(run, scores).state_dict()
+    assert whole["factor"] < 0.1 and whole["waited"] > whole["flat"]
+    for cut in range(60):
+        resumed = Plateau(run)
+        resumed.load_state_dict(counted(run, scores[:cut]).state_dict())
+        for step, score in enumerate(scores[cut:], cut + 1):
+            resumed.count(score, step)
+        assert resumed.state_dict() == whole
 
 
 @pytest.mark.parametrize("engine", ["eager", "static"])
@@ -113,6 +125,22 @@ def test_a_plateau_resumes_bitwise(small, monkeypatch, request, engine, step):
         interrupt_at(step, patch)
         small("name=parts", *options)
     check_equal(whole, small("name=parts", *options, "resume=auto"))
+
+
+@pytest.mark.parametrize("average", ["ema", "tail"])
+def test_a_plateau_goes_with_averages_cooldown_smoothing_and_epochs(small, monkeypatch, average):
+    own = (f"trainer.average={average}", "optim.cooldown=3", "optim.label_smoothing=0.1")
+    options = (*FLAT, *PLATEAU, *own)
+    whole = small("name=whole", *options)
+    before = [1, 1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 8, 1 / 8]
+    falling = [1 / 16 * (1 - done / 3) for done in (1, 2, 3)]  # the last validation before lowers the rate, too
+    assert rates(whole) == pytest.approx([1e-9 * share for share in (*before, *falling)])
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        interrupt_at(10, patch)
+        small("name=parts", *options)
+    check_equal(whole, small("name=parts", *options, "resume=auto"))
+    passes = [arg for arg in arguments(*options, "name=passes") if not arg.startswith("trainer.steps")]
+    assert same(state(last(whole)), state(last(lra.fit(*passes, "trainer.epochs=0.96"))))  # 12 batches of 8 of 100
 
 
 def test_a_plateau_that_a_signal_ends_between_validations_resumes_bitwise(small):
