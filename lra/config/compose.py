@@ -210,7 +210,7 @@ def _starting_arguments(
     if "attn" in changed:  # another attention has other options
         kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
     if changed.keys() & {*LENGTH_FIELDS}:  # one stands instead of the other
-        kept = {field: text for field, text in kept.items() if field not in LENGTH_FIELDS}
+        kept = {field: text for field, text in kept.items() if field in changed or field not in LENGTH_FIELDS}
     return tuple(Override(field, text) for field, text in {**selected, **kept, **changed}.items() if text)
 
 
