@@ -12,11 +12,13 @@ import copy
 import dataclasses
 import difflib
 import functools
+import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
@@ -24,6 +26,7 @@ from lra.config.recipes import check_recipe_names, read_recipe, read_task, recip
 from lra.config.registry import Registry
 from lra.errors import UsageError, shorten
 
+ExampleCounter = Callable[[Any], int]  # the number of training examples of a task's configuration
 START_MEND = "of what the recipe starts this run from, or changes for that: init=null leaves it out"
 
 
@@ -43,6 +46,7 @@ def compose(
     args: Iterable[str | Override],
     locate: Callable[[tuple[Override, ...]], str] | None = None,
     default: str | None = None,
+    count: ExampleCounter | None = None,
 ) -> ComposedConfig:
     """Builds a `schema` (a dataclass with one field per registry and a field `recipe`) from arguments.
 
@@ -50,6 +54,8 @@ def compose(
         locate: returns the value of `init=` for the arguments of the run that a recipe starts this one from. Without
             it recipes start nothing.
         default: the recipe if the arguments name none. Without it the task's own recipe.
+        count: returns the number of training examples of a task's configuration. Without it `trainer.steps` don't
+            follow from `trainer.epochs`.
 
     Raises UsageError for an unknown selector, field or value, naming what was probably meant.
     """
@@ -94,7 +100,7 @@ def compose(
     selected |= {"recipe": recipe}
     rules = _matching_rules(label, recipe_yaml.get("start") or (), tree, selected)
     if not (rules and locate and tree.origin["init"] == FROM_DEFAULT):
-        return ComposedConfig(tree.finish(), tree.origin, given)
+        return ComposedConfig(tree.finish(count), tree.origin, given)
     start = _starting_arguments(label, rules[0], selected, given)
     started = tree.copy()
     try:
@@ -103,11 +109,11 @@ def compose(
             changes["init"] = locate(start)
         asked = {field: value for field, value in changes.items() if tree.origin.get(field) != FROM_COMMAND_LINE}
         started.merge((f"{label} start", asked))
-        return ComposedConfig(started.finish(), started.origin, given, start)
+        return ComposedConfig(started.finish(count), started.origin, given, start)
     except UsageError as error:
         if error.of_earlier_run:
             raise
-        tree.finish()  # what is wrong without the start, too, is said of what was given
+        tree.finish(count)  # what is wrong without the start, too, is said of what was given
         raise UsageError(f"{error} ({START_MEND})", of_earlier_run=True) from None
 
 
@@ -166,7 +172,8 @@ def list_differences(old: Mapping[str, Any], new: Mapping[str, Any], ignored: Co
     return [f"{field}: {a.get(field)} -> {b.get(field)}" for field in fields if a.get(field) != b.get(field)]
 
 
-FROM_DEFAULT, FROM_COMMAND_LINE = "default", "command line"
+FROM_DEFAULT, FROM_COMMAND_LINE, FROM_EPOCHS = "default", "command line", "trainer.epochs"
+LENGTH_FIELDS = (STEPS, EPOCHS) = ("trainer.steps", "trainer.epochs")  # each says how long a run is
 MAX_STAGES = 30  # runs of which each starts from the next; recipes have up to four
 # the arguments of the runs that wait for the one that is composed: each starts from the next
 _stages_after: ContextVar[tuple[tuple[Override, ...], ...]] = ContextVar("_chain", default=())
@@ -202,6 +209,8 @@ def _starting_arguments(
     kept = {override.field: override.text for override in given if override.field not in RUN_FIELDS}
     if "attn" in changed:  # another attention has other options
         kept = {field: text for field, text in kept.items() if not field.startswith("attn.")}
+    if changed.keys() & {*LENGTH_FIELDS}:  # one stands instead of the other
+        kept = {field: text for field, text in kept.items() if field in changed or field not in LENGTH_FIELDS}
     return tuple(Override(field, text) for field, text in {**selected, **kept, **changed}.items() if text)
 
 
@@ -246,6 +255,7 @@ class _Tree:
         self.values: dict[str, Any] = {}
         self._add(self.example)
         self.origin = dict.fromkeys(self.values, FROM_DEFAULT)
+        self.layers = [FROM_DEFAULT]  # in the order in which they were merged
         self.given: dict[str, str] = {}  # the command line's fields, as they were written
 
     def _add(self, node: Any, section: str = "") -> None:
@@ -259,12 +269,13 @@ class _Tree:
     def copy(self) -> _Tree:
         """A copy whose fields may be set apart from these."""
         other = copy.copy(self)
-        other.values, other.origin = dict(self.values), dict(self.origin)
+        other.values, other.origin, other.layers = dict(self.values), dict(self.origin), [*self.layers]
         return other
 
     def merge(self, *layers: tuple[str, Mapping[str, Any]]) -> None:
         """Sets the fields of layers, one layer after the other."""
         for label, values in layers:
+            self.layers.append(label)
             for field, value in flatten(values):
                 if field not in self.origin:
                     raise UsageError(f"{label}: {self.unknown(field)}")
@@ -273,25 +284,66 @@ class _Tree:
                     raise UsageError(f"{label}: {field}={shorten(value)}: write the value itself")
                 self.values[field], self.origin[field] = value, label
 
-    def finish(self) -> Any:
+    def finish(self, count: ExampleCounter | None) -> Any:
         """The configuration of a new run, with fields of `multiples` made smaller until they divide what was given.
+
+        With `trainer.epochs` the steps are the fewest that do so many passes over the training set and that the others
+        can divide: where they can't, as with a prime number, a few more, at most 5%.
+        """
+        least = self._steps_of_epochs(count)
+        if least is None:
+            self._divide()
+            return self.build()
+        more = min(least // 20, self.typed("trainer.eval_every"))  # the next multiple of it can be divided
+        tree = self
+        for steps in (*range(least, least + more + 1), least):
+            tree = self.copy()
+            tree.values[STEPS], tree.origin[STEPS] = steps, FROM_EPOCHS
+            if tree._divide():
+                break
+        self.values, self.origin = tree.values, tree.origin
+        return self.build()
+
+    def _steps_of_epochs(self, count: ExampleCounter | None) -> int | None:
+        """The steps of `trainer.epochs`. None if it is not given, or a later layer says `trainer.steps`.
+
+        Raises:
+            UsageError: one layer gives both, or the data must be prepared before they can be counted.
+        """
+        epochs = self.typed(EPOCHS) if EPOCHS in self.values else None
+        if count is None or epochs is None or epochs <= 0:  # which the configuration refuses
+            return None
+        places = {label: place for place, label in enumerate([*self.layers, FROM_COMMAND_LINE])}
+        by_steps, by_epochs = (places[self.origin[field]] for field in LENGTH_FIELDS)
+        if by_steps == by_epochs:
+            raise UsageError(f"{self.origin[EPOCHS]}: {STEPS}= and {EPOCHS}= both say how long: leave one of them out")
+        if by_steps > by_epochs:
+            self.values[EPOCHS], self.origin[EPOCHS] = None, self.origin[STEPS]
+            return None
+        fields = {field: self.typed(field) for field in self.values if field.startswith("task.")}
+        examples = count(self._built(self.example.task, fields, "task."))
+        exact = Fraction(str(epochs)) * examples / max(self.typed("batch.size"), 1)
+        return max(math.ceil(exact), 1)
+
+    def _divide(self) -> bool:
+        """Makes fields of `multiples` smaller until they divide what was given. Returns whether all do.
 
         A field that was given stays as it is. So does a field whose nearest divisor is less than a tenth of it, as the
         run would validate or log far too often; the configuration then refuses it.
         """
-        changed = {FROM_COMMAND_LINE}
+        changed, divided = {FROM_COMMAND_LINE, FROM_EPOCHS}, True
         for whole, part in getattr(self.example, "multiples", ()):
-            if self.origin[whole] not in changed or self.origin[part] == FROM_COMMAND_LINE:
-                continue
             multiple, value = self.typed(whole), self.typed(part)
-            largest = min(multiple, value)
-            smaller = range(largest, max(largest // 10, 1) - 1, -1)
-            divisor = next((each for each in smaller if multiple % each == 0), value)
-            if divisor != value:
-                self.values[part] = divisor
-                self.origin[part] += f", made to divide {whole}"
-                changed.add(self.origin[part])
-        return self.build()
+            if self.origin[whole] in changed and self.origin[part] != FROM_COMMAND_LINE:
+                largest = min(multiple, value)
+                smaller = range(largest, max(largest // 10, 1) - 1, -1)
+                divisor = next((each for each in smaller if multiple % each == 0), value)
+                if divisor != value:
+                    self.values[part] = value = divisor
+                    self.origin[part] += f", made to divide {whole}"
+                    changed.add(self.origin[part])
+            divided = divided and value > 0 and multiple % value == 0
+        return divided
 
     def build(self) -> Any:
         """Returns the configuration. Raises a UsageError for a value that its field can't have."""

@@ -36,10 +36,12 @@ class OptimConfig:
     # which weights decay; matrices: no bias, norm, embedding or table of positions
     decay: Literal["all", "matrices"] = "all"
     clip: float | None = None  # largest norm of the whole gradient; null: no clipping
-    # learning rate after the warmup; linear and cosine end at 0
-    schedule: Literal["constant", "linear", "cosine", "rsqrt"] = "linear"
+    # learning rate after the warmup; linear and cosine end at 0; plateau falls where validation gets no better
+    schedule: Literal["constant", "linear", "cosine", "rsqrt", "plateau"] = "linear"
+    plateau_factor: float = 0.2  # of schedule=plateau: what the learning rate is multiplied by
+    plateau_patience: int = 3  # of schedule=plateau: so many validations without a better one change nothing yet
     warmup: int = 0  # steps in which the learning rate rises linearly
-    cooldown: int = 0  # last steps, in which the learning rate falls linearly; of schedule=constant and rsqrt
+    cooldown: int = 0  # last steps, in which the learning rate falls linearly; not of schedule=linear and cosine
     cooldown_to: float = 0.0  # share of the learning rate that the last step of the cooldown still has
     label_smoothing: float = 0.0  # share of each label that is spread over all classes; of the training loss alone
 
@@ -76,8 +78,13 @@ class OptimConfig:
             raise UsageError(f"optim.clip={self.clip} must be positive, or null for no clipping")
         if not all(0 <= beta < 1 for beta in self.betas or ()):
             raise UsageError(f"optim.betas={list(self.betas or ())} must be at least 0 and below 1")
-        check_at_least(0, "optim", self, "cooldown")
-        check_at_most(10**9, "optim", self, "warmup", "cooldown")
+        check_at_least(0, "optim", self, "cooldown", "plateau_patience")
+        check_at_most(10**9, "optim", self, "warmup", "cooldown", "plateau_patience")
+        if not 0 < self.plateau_factor < 1:
+            raise UsageError(f"optim.plateau_factor={self.plateau_factor} must be above 0 and below 1")
+        for name in ("plateau_factor", "plateau_patience"):
+            if self.schedule != "plateau" and (value := getattr(self, name)) != getattr(OptimConfig, name):
+                raise UsageError(f"optim.{name}={value} needs optim.schedule=plateau: set that, or leave it out")
         if self.cooldown and self.schedule in ("linear", "cosine"):
             raise UsageError(
                 f"optim.cooldown={self.cooldown}: optim.schedule={self.schedule} falls to 0 by itself; "

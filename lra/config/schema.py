@@ -87,6 +87,7 @@ class RunConfig:
                 f"trainer.steps={self.trainer.steps}: "
                 + (f"set optim.cooldown={most} or less" if most > 0 else "set a smaller optim.warmup")
             )
+        self._check_patience()
         if self.pretrain != "none" and self.optim.label_smoothing:
             raise UsageError(
                 f"optim.label_smoothing={self.optim.label_smoothing}: pretrain={self.pretrain} trains without labels, "
@@ -135,6 +136,26 @@ class RunConfig:
         if len((self.name or "").encode()) > 200:
             raise UsageError(f"name={self.name} is too long for a folder: use at most 200 bytes")
 
+    def _check_patience(self) -> None:
+        """Raises a UsageError if training may end early, and the learning rate is planned for all steps."""
+        patience, optim = self.trainer.patience, self.optim
+        if patience is None:
+            return
+        planned = f"optim.cooldown={optim.cooldown}" if optim.cooldown else ""
+        if optim.schedule in ("linear", "cosine"):
+            planned = f"optim.schedule={optim.schedule}"
+        if planned:
+            mend = "optim.cooldown=0" if optim.cooldown else "optim.schedule=constant, rsqrt or plateau"
+            raise UsageError(
+                f"trainer.patience={patience}: {planned} falls until the last step, which is not known before; "
+                f"set {mend}, or trainer.patience=null"
+            )
+        if optim.schedule == "plateau" and patience < (least := optim.plateau_patience + 2):
+            raise UsageError(
+                f"trainer.patience={patience} ends training before optim.plateau_patience={optim.plateau_patience} "
+                f"lowers the learning rate: set trainer.patience={least} or more, or a smaller optim.plateau_patience"
+            )
+
     @property
     def hides(self) -> bool:
         """Whether training hides tokens: the model has a MASK token and a decoder."""
@@ -149,12 +170,13 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan`, `average` with its options, and the fields of the model that came later, at their defaults; `pretrain`
-        of a run with labels; `mask` of a run that hides no tokens; fields at the value that runs before them had
-        (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does not have.
+        `on_nan`, `average` with its options, `patience`, `epochs`, and the fields of the model that came later, at
+        their defaults; `pretrain` of a run with labels; `mask` of a run that hides no tokens; fields at the value that
+        runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser
+        does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
-        for name in ("on_nan", "average", "average_decay", "average_share"):
+        for name in ("on_nan", "average", "average_decay", "average_share", "patience", "epochs"):
             if kept["trainer"][name] == getattr(TrainerConfig, name):
                 del kept["trainer"][name]
         for name in LATER_MODEL_FIELDS:
@@ -166,6 +188,7 @@ class RunConfig:
             del kept["mask"]
         kept = {key: value for key, value in kept.items() if (key, value) not in LATER_RUN_FIELDS.items()}
         later = {"name": "adamw", "decay": "all", "cooldown": 0, "cooldown_to": 0.0, "label_smoothing": 0.0}
+        later |= {"plateau_factor": 0.2, "plateau_patience": 3}
         options = {name: self.optim.name in having for name, having in OPTIM_OPTIONS.items()}
         kept["optim"] = {
             key: value for key, value in kept["optim"].items() if options.get(key, (key, value) not in later.items())

@@ -37,6 +37,8 @@ class TrainerConfig:
     """How long, how often and on what."""
 
     steps: int = 1000  # optimisation steps
+    # passes over the training set, in place of trainer.steps; null: trainer.steps says how long
+    epochs: float | None = None
     eval_every: int = 100  # steps between validations, each of which writes last.ckpt; divides trainer.steps
     log_every: int = 50  # steps whose mean training loss is logged; divides trainer.eval_every
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: computed under autocast, with weights in fp32
@@ -47,6 +49,8 @@ class TrainerConfig:
     average: Literal["none", "ema", "tail"] = "none"
     average_decay: float = 0.999  # of ema: what the share of a step's weights is multiplied by in each later step
     average_share: float = 0.25  # of tail: share of the steps, at the end, whose weights are averaged
+    # validations in a row without a better one after which training ends; null: it does all steps
+    patience: int | None = None
 
     @property
     def stride(self) -> int:
@@ -54,9 +58,11 @@ class TrainerConfig:
         return max(count for count in range(1, 11) if self.log_every % count == 0)
 
     def __post_init__(self) -> None:
-        check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices")
-        check_at_most(10**9, "trainer", self, "steps")  # weeks, at a millisecond a step
+        check_at_least(1, "trainer", self, "steps", "eval_every", "log_every", "devices", "patience")
+        check_at_most(10**9, "trainer", self, "steps", "patience")  # weeks, at a millisecond a step
         check_at_most(1 << 7, "trainer", self, "devices")  # each is a process, and a node has fewer
+        if self.epochs is not None and self.epochs <= 0:
+            raise UsageError(f"trainer.epochs={self.epochs} must be positive")
         if not 0 < self.average_decay < 1:
             raise UsageError(f"trainer.average_decay={self.average_decay} must be above 0 and below 1")
         if not 0 < self.average_share <= 1:
@@ -66,6 +72,11 @@ class TrainerConfig:
                 raise UsageError(
                     f"trainer.{name}={getattr(self, name)} needs trainer.average={average}: set that, or leave it out"
                 )
+        if self.patience is not None and self.average == "tail":
+            raise UsageError(
+                f"trainer.patience={self.patience}: trainer.average=tail averages the last steps, and which steps are "
+                "the last is not known before; set trainer.average=ema, or trainer.patience=null"
+            )
         if self.eval_every % self.log_every:
             raise UsageError(
                 f"trainer.log_every={self.log_every} must divide trainer.eval_every={self.eval_every}: "

@@ -89,6 +89,10 @@ class TaskData(pl.LightningDataModule):
         kept, held_out = order.hold_out(getattr(self.config, "data_seed", 0), len(train), 0.1)
         return {"train": train.subset(kept), "val": train.subset(held_out)}
 
+    def stated_examples(self) -> int | None:
+        """Returns the number of training examples if the task's fields say it, as of a generated task, else None."""
+        return None
+
     def baselines(self, name: str) -> dict[str, float]:
         """Returns the accuracy of trivial predictors on a test set: train's majority class, and those in the store."""
         majority = self.accuracy_of(lambda split: np.zeros(len(split), np.int64), name)

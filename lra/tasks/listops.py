@@ -36,6 +36,9 @@ class ListOpsData(TaskData):
     def seed(self) -> int:
         return self.config.data_seed
 
+    def stated_examples(self) -> int | None:
+        return self.config.train if self.config.source == "generate" else None
+
     def build(self, writer: StoreWriter) -> None:
         c = self.config
         if c.source == "generate":

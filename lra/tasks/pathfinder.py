@@ -39,6 +39,9 @@ class PathfinderData(TaskData):
     def seed(self) -> int | None:
         return self.config.data_seed if self.config.source == "generate" else None
 
+    def stated_examples(self) -> int | None:
+        return self.config.train if self.config.source == "generate" else None
+
     def build(self, writer: StoreWriter) -> None:
         c = self.config
         which = {"resolution": c.resolution, "level": c.level}

@@ -20,6 +20,9 @@ captured update. The host reads the counts together with the loss that is logged
 An average of the weights (`average.py`) is changed after the update, in a captured step as part of it. Validation and
 test score the average, and checkpoints and `model.safetensors` hold it. A checkpoint also has the weights to train on.
 
+Where a rate or an end of training depends on validations (`plateau.py`), the counts are a callback's state in the
+checkpoint. The rate stays a function of the step and a factor, and every rank finds the same one.
+
 `checkpoints/runs/<task>/<attn>/<recipe>[+<overrides>]-s<seed>/` is a run's directory. It holds `config.yaml`,
 `env.json` (what each session ran in), `metrics.csv`, `tensorboard/`, `best.ckpt`, `last.ckpt`, `model.safetensors` and
 `result.json`, which is written last. Every file is written aside, synced and renamed. A directory of another

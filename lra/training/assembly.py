@@ -52,8 +52,8 @@ def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
     """Assembles everything that trains a run. UsageError if it can't be trained here."""
     clock = Clock()
     step = Step(run)
-    averaging = [step.average] if step.average is not None else []
-    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock), *averaging)
+    own = [callback for callback in (step.average, step.plateau) if callback is not None]
+    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock), *own)
     data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
     parameter_groups(run.optim, module)  # refuse bad marks now
     if run.batch.size % trainer.world_size:

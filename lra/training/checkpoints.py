@@ -226,17 +226,19 @@ def load_into(module: TaskModule, weights: dict[str, torch.Tensor], identity: di
     module.take_weights(weights, leakage.sets_before_run(identity), provenance.read_provenance(identity))
 
 
-def read_progress(path: Path) -> tuple[int, Path | None, list[dict[str, Any]]]:
-    """Returns the progress of a `.ckpt`: its steps, the best checkpoint so far, and the draws of its sessions.
+def read_progress(path: Path) -> tuple[int, Path | None, list[dict[str, Any]], int]:
+    """Returns the progress of a `.ckpt`: steps, best checkpoint, draws, and validations since the best one.
 
-    The best checkpoint lies beside it. `lra.training.draws` describes the draws; an older checkpoint has none.
+    The best checkpoint lies beside it. `lra.training.draws` describes the draws of its sessions; an older checkpoint
+    has none. Only runs with a `lra.training.plateau` count the validations; the number of others is 0.
     """
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     try:
         states = checkpoint["callbacks"].values()
         scored = (state for state in states if state.get("best_model_score") is not None)
         best = (path.with_name(Path(state["best_model_path"]).name) for state in scored)
-        return int(checkpoint["global_step"]), next(best, None), checkpoint.get("draws", [])
+        waited = int(checkpoint["callbacks"].get("Plateau", {}).get("waited", 0))
+        return int(checkpoint["global_step"]), next(best, None), checkpoint.get("draws", []), waited
     except (LookupError, TypeError, AttributeError, ValueError) as error:  # it has only weights, as fault.pt does
         raise UsageError(
             f"{path} has weights, and not what training goes on with ({type(error).__name__}): give another resume=, "

@@ -49,7 +49,8 @@ def task_data(args: Iterable[str | Override]) -> TaskData:
         for name in given:
             if name not in ("task", "recipe") and name.removeprefix("task.") not in own:
                 raise UsageError(describe_unknown(f"field of {task}", name, own))
-    run = configure([*given.values(), "attn=standard"]).config
+    some = 10**6  # trainer.epochs of a recipe mean nothing here, and the data may not be there yet
+    run = configure([*given.values(), "attn=standard"], count=lambda _: some).config
     return TASKS.get(run.task.name).Data(run)
 
 

@@ -30,6 +30,7 @@ TRAINING_ONLY_FIELDS = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
     "trainer.average", "trainer.average_decay", "trainer.average_share",
+    "trainer.patience", "trainer.epochs",
 )  # fmt: skip
 
 

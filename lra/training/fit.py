@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import signal
 import traceback
@@ -16,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 
 from lra import caches, environment
-from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, compose, list_differences
+from lra.config.compose import FROM_COMMAND_LINE, ComposedConfig, ExampleCounter, compose, list_differences
 from lra.config.override import Override, parse_overrides
 from lra.config.recipes import read_recipe
 from lra.config.schema import RunConfig
@@ -27,6 +28,7 @@ from lra.tasks import TASKS
 from lra.tasks.base import TaskModule
 from lra.training import checkpoints, provenance, result, transfer
 from lra.training.assembly import Assembly, assemble
+from lra.training.data_size import count_examples
 from lra.training.describe import advise_smaller_batch, describe_run, describe_test_sets, device_kind, say
 from lra.training.draws import UNKNOWN_DRAWS, DrawHistory
 from lra.training.hardware import crowding_note, join_launch
@@ -36,24 +38,31 @@ from lra.training.rendezvous import RendezvousError
 from lra.training.run_directory import HARDWARE_FIELDS, RunDirectory, replace_file
 
 REGISTRIES = {"task": TASKS, "attn": ATTENTIONS}
-RESUME_FIELDS = ("name", "trainer.steps", *HARDWARE_FIELDS)  # they may change when a run resumes
+RESUME_FIELDS = ("name", "trainer.steps", "trainer.epochs", *HARDWARE_FIELDS)  # they may change when a run resumes
 EARLIER_RUN_NOTE = "(a run before this one: init=null leaves it out, name= does not reach it)"
 
 
-def _locate(args: Iterable[Override]) -> str:
-    return str(RunDirectory(configure(args)).path)
-
-
 def configure(
-    args: Iterable[str | Override], locate: Callable[[tuple[Override, ...]], str] = _locate
+    args: Iterable[str | Override],
+    locate: Callable[[tuple[Override, ...]], str] | None = None,
+    count: ExampleCounter = count_examples,
 ) -> ComposedConfig:
     """The configuration of `task=… attn=… [recipe=…] [field=value …]`.
 
     If the recipe starts a run from another one, `init` is the directory of that run, as `locate` gives it. The default
     recipe is that of the run that `init=` names, if this recipe has the task. Otherwise it is the task's.
+
+    Args:
+        locate: returns the directory of the run with these arguments. Default: where `fit` puts it.
+        count: returns the number of training examples of a task's configuration, for `trainer.epochs`. The default
+            needs the data, unless the task's fields say it.
     """
+
+    def directory(start: tuple[Override, ...]) -> str:
+        return str(RunDirectory(configure(start, count=count)).path)
+
     overrides = parse_overrides(args)
-    return compose(RunConfig, REGISTRIES, overrides, locate, _recipe_of_init(overrides))
+    return compose(RunConfig, REGISTRIES, overrides, locate or directory, _recipe_of_init(overrides), count)
 
 
 def _recipe_of_init(overrides: Iterable[Override]) -> str | None:
@@ -81,7 +90,7 @@ def fit(*args: str) -> dict[str, Any]:
     Raises:
         UsageError: for anything that the user can mend, including memory that ran out.
     """
-    composed = configure(args)
+    composed = configure(args, count=functools.partial(count_examples, prepare=True))
     run: RunConfig = composed.config
     first = join_launch(run, composed.origin["trainer.devices"] == FROM_COMMAND_LINE).rank == 0
     directory = RunDirectory(composed)
@@ -148,7 +157,7 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
     _refuse_other(identity["config"], directory.config, checkpoint)
     checkpoints.load_into(module, weights, identity, checkpoint)
     own = checkpoint.parent.resolve() == directory.path.resolve()
-    done, best, drawn = checkpoints.read_progress(checkpoint)
+    done, best, drawn, waited = checkpoints.read_progress(checkpoint)
     if best and checkpoints.find_damage(best):
         over = f"or remove {checkpoint.name}, and resume=auto starts over; " if own else ""
         raise UsageError(  # refuse now: if no later one is better, the test would have no checkpoint
@@ -156,10 +165,15 @@ def _resume(run: RunConfig, directory: RunDirectory, module: TaskModule, checkpo
             f"{over}or begin another run, name=, with init={checkpoint}"
         )
     scoring = own and directory.best.exists()  # only scoring may be left to do
-    if done >= run.trainer.steps and not scoring:
-        raise UsageError(f"{checkpoint} has {done} steps behind it: raise trainer.steps to go on, or use init=")
+    if stopped := run.trainer.patience is not None and waited >= run.trainer.patience:
+        mend = f"trainer.patience={run.trainer.patience} has ended training there: use init="
+    else:
+        mend = "raise trainer.steps to go on, or use init="
+    trained = stopped or done >= run.trainer.steps
+    if trained and not scoring:
+        raise UsageError(f"{checkpoint} has {done} steps behind it: {mend}")
     draws = DrawHistory(drawn or UNKNOWN_DRAWS)
-    if done < run.trainer.steps:  # otherwise nothing more is drawn
+    if not trained:  # otherwise nothing more is drawn
         draws.resume(checkpoint, done, run.draws == "changed")
     return StartingPoint(checkpoint, done, None if own else best, transfer.Origin(), draws)
 
@@ -195,11 +209,13 @@ def _score(directory: RunDirectory, parts: Assembly) -> dict[str, Any]:
 
 def _facts(composed: ComposedConfig, parts: Assembly, begun: StartingPoint) -> dict[str, Any]:
     """Returns the facts for result.json, no matter how the run ends."""
-    counts = parts.step.counts
+    counts, plateau = parts.step.counts, parts.step.plateau
     known = {
         "resumed": begun.checkpoint is not None, "transfer": begun.origin.transfer, "draws": begun.draws.sessions,
         "attention": parts.attention, "engine": parts.engine, "skipped_updates": counts.skipped if counts else 0,
     }  # fmt: skip
+    if plateau is not None and plateau.stops:
+        known["stopped"] = {"step": parts.trainer.global_step, "reason": plateau.describe()}
     facts = result.result_facts(composed, parts.module, parts.trainer, parts.clock)
     return facts | known | result.result_costs(parts.clock)
 

@@ -53,7 +53,8 @@ class Narrator(pl.Callback):
         left = took * (self.run.trainer.steps - trainer.global_step)
         if left >= self.LONG_S:
             mend = "set fewer trainer.steps" if self.run.recipe == "demo" else "recipe=demo takes minutes on a CPU"
-            print_line(trainer, f"a step takes {took:.1f} s on this CPU: about {format_duration(left)} in all; {mend}")
+            cost = f"a step takes {took:.1f} s on this CPU: {self._limit}about {format_duration(left)} in all"
+            print_line(trainer, f"{cost}; {mend}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         assert self.estimate is not None
@@ -79,6 +80,11 @@ class Narrator(pl.Callback):
         self.estimate.example = self.estimate.example or self.clock.example
         self._tell(trainer)
 
+    @property
+    def _limit(self) -> str:
+        """Says that a time is a limit, if training may end early."""
+        return "" if self.run.trainer.patience is None else "at most "
+
     def _tell(self, trainer: pl.Trainer) -> None:
         assert self.estimate is not None
         now, step = self.clock.trained() + self.clock.validation, trainer.global_step
@@ -87,7 +93,8 @@ class Narrator(pl.Callback):
         training, scoring = self.estimate.tell(now, step)
         parts = f"{format_duration(training)} of training at {1000 * self.estimate.pace:.1f} ms a step"
         again = "now " if self._told else ""
-        cost = f"expect {format_duration(training + scoring)}: {parts}, {format_duration(scoring)} of scoring"
+        total = f"{self._limit}{format_duration(training + scoring)}"
+        cost = f"expect {total}: {parts}, {format_duration(scoring)} of scoring"
         place = cast(TaskData, trainer.datamodule).place  # type: ignore[attr-defined]
         print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}")
         self._told = True

@@ -23,6 +23,7 @@ from lra.training.compiling import compile_batched
 from lra.training.curves import log_row
 from lra.training.engine import CapturedStep, EagerStep
 from lra.training.optim import Optimizer, trained_parameters
+from lra.training.plateau import Plateau
 from lra.training.schedule import learning_rate
 from lra.training.seeding import derive_seed, seed_generators
 from lra.training.tally import PendingCounts, StepCounts, Tally
@@ -39,6 +40,8 @@ class Step:
         self.run = run
         self.engine: EagerStep | CapturedStep | None = None  # None before the first step
         self.average = None if run.trainer.average == "none" else WeightAverage(run.trainer)
+        watches = run.optim.schedule == "plateau" or run.trainer.patience is not None
+        self.plateau = Plateau(run) if watches else None
         self.tally: Tally | None = None
         self.counts: StepCounts | None = None  # as last read or restored
         self.counted = 0  # steps after which they were read; 0: not in this session
@@ -114,7 +117,8 @@ class Step:
         assert self.engine is not None
         generator, seed = self.seeds(step, rank)
         seed_generators(generator)
-        rate = learning_rate(self.run.optim, step, self.run.trainer.steps)
+        factor = 1.0 if self.plateau is None else self.plateau.factor
+        rate = learning_rate(self.run.optim, step, self.run.trainer.steps, factor)
         self.engine.begin(seed, rate)
         if self.average is not None:
             self.average.begin(step)

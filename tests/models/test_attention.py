@@ -46,8 +46,8 @@ class Subject:
 
     def build(self, **changes) -> Attention:
         cls = ATTENTIONS.get(self.name)
-        spec = {"heads": 2, "head_dim": 16, "max_length": 20} | changes
-        return cls(cls.Config(), AttentionSpec(**spec)).to(self.device)
+        spec = AttentionSpec(**{"heads": 2, "head_dim": 16, "max_length": 20, **changes})
+        return cls(cls.Config(), spec).to(self.device)
 
     def batch(self, lengths: Sequence[int] = LENGTHS) -> Batch:
         """A packed one, of a training step."""

@@ -282,7 +282,7 @@ def test_what_a_checkpoint_has_behind_it(tmp_path):
     none = {"best_model_score": None, "best_model_path": "/elsewhere/last.ckpt"}
     for callbacks, best in (({"a": none, "b": state}, tmp_path / "best.ckpt"), ({"a": none, "c": {}}, None)):
         torch.save({"global_step": 7, "callbacks": callbacks}, tmp_path / "last.ckpt")
-        assert checkpoints.read_progress(tmp_path / "last.ckpt") == (7, best, [])
+        assert checkpoints.read_progress(tmp_path / "last.ckpt") == (7, best, [], 0)
 
 
 def test_the_best_checkpoint_is_looked_for_where_the_run_lies_now(tmp_path):

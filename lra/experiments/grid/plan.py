@@ -22,7 +22,8 @@ from lra.training.run_files import read_result
 
 # fields that don't change what a step takes
 FIELDS_WITHOUT_PACE = (
-    "seed", *RUN_FIELDS, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.eval_every", "trainer.log_every",
+    "seed", *RUN_FIELDS, *EQUIVALENT_TASK_FIELDS, "trainer.steps", "trainer.epochs", "trainer.eval_every",
+    "trainer.log_every", "trainer.patience",
 )  # fmt: skip
 
 

@@ -16,7 +16,10 @@ from lra.training.fit import configure
 from lra.training.output import format_duration
 
 # fields that other columns show, or that say how often a run is looked at
-LEFT_OUT = ("init", "pretrain", "task.name", "attn.name", "trainer.steps", "trainer.eval_every", "trainer.log_every")
+LEFT_OUT = (
+    "init", "pretrain", "task.name", "attn.name", "trainer.steps", "trainer.epochs", "trainer.eval_every",
+    "trainer.log_every",
+)  # fmt: skip
 
 
 def list_stages(args: Sequence[str]) -> TextTable:
