@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from lra.config.augment import AugmentConfig
 from lra.config.compose import to_dict
 from lra.config.model import ModelConfig
 from lra.config.optim import OPTIM_OPTIONS, OptimConfig
@@ -57,6 +58,7 @@ class RunConfig:
     mask_span: int = 1  # places in a row that are hidden together
     mask_loss: Literal["hidden", "all"] = "hidden"  # tokens that the loss counts; pretraining scores hidden ones
     denoise: float = 0.0  # weight of restoring hidden tokens beside the labels, from the same corrupted input; 0: off
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
     init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
@@ -128,9 +130,10 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan`, `average` with its options, `rotary_base` and `classifier` at their defaults; `pretrain` and `mask` of
-        a run that hides no tokens; fields at the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`,
-        and `optim` of AdamW); and options that the optimiser does not have.
+        `on_nan`, `average` with its options, `rotary_base` and `classifier` at their defaults, and each field of
+        `augment` at its default; `pretrain` and `mask` of a run that hides no tokens; fields at the value that runs
+        before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser does
+        not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         for name in ("on_nan", "average", "average_decay", "average_share"):
@@ -139,6 +142,9 @@ class RunConfig:
         for name in ("rotary_base", "classifier"):
             if kept["model"][name] == getattr(ModelConfig, name):
                 del kept["model"][name]
+        kept["augment"] = self.augment.changes()
+        if not kept["augment"]:
+            del kept["augment"]
         if self.pretrain == "none":
             del kept["pretrain"]
         if not self.hides:
