@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lra.config.augment import LIMITS
 from lra.config.recipes import recipe_names
 
 RUN = (
@@ -13,6 +14,11 @@ RUN = (
     "trainer.accelerator=cpu", "batch.size=4", "batch.eval=4", "optim.warmup=1", "model.d_model=32", "model.d_ff=16",
     "model.layers=1", "model.dropout=0.1", "model.attn_dropout=0.1", "task.train=20", "task.val=6", "task.test=6",
     "task.fresh=2", "task.max_length=24",
+)  # fmt: skip
+# instead of ListOps: small images
+IMAGES = (
+    "task=pathfinder", "task.tokens=all", "task.train=20", "task.val=6", "task.test=6",
+    "attn=linear", "model.attn_dropout=0", "model.d_model=8", "model.heads=1", "batch.size=2",
 )  # fmt: skip
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
@@ -32,6 +38,8 @@ BESIDE = {
     "optim.decay": ("optim.weight_decay=0.1",),
     "optim.cooldown": ("optim.schedule=constant",),
     "optim.cooldown_to": ("optim.schedule=constant", "optim.cooldown=2"),
+    "augment.flip": ("augment.shift=0.1",),  # so that only the numbers differ
+    **{f"augment.{name}": ("augment.flip=both",) for name in LIMITS},
     "task.background": ("task.tokens=lit",),
 }
 UNTRIED = {"demo", "amos2024"}  # the baseline, and a recipe whose pretraining has steps of its own
