@@ -27,6 +27,7 @@ SECTIONS = {
     "optim": ("Optimiser", "`lra ls optimizers` shows which optimiser has which options."),
     "batch": ("Batch", "An example is one sequence, or a pair of documents in Retrieval."),
     "trainer": ("Trainer", "How long a run trains, how often it is validated, and on what it computes."),
+    "augment": ("Augmentation", "Random changes of training batches. Validation and test see the data as they are."),
     "positions": ("Positions", "How positions come from the run of `init=` to a task of another size."),
 }
 

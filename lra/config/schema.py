@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from lra.config.augment import AugmentConfig
 from lra.config.compose import to_dict
 from lra.config.model import ModelConfig
 from lra.config.optim import OPTIM_OPTIONS, OptimConfig
@@ -64,6 +65,7 @@ class RunConfig:
     # loss of pixels to restore; l1: the distance of their grey values, from -1 to 1, where model.pixels=numbers
     pixel_loss: Literal["cross_entropy", "l1"] = "cross_entropy"
     denoise: float = 0.0  # weight of restoring hidden tokens beside the labels, from the same corrupted input; 0: off
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     # captured: compiled and in CUDA graphs; eager: neither; auto: captured where it can be
     engine: Literal["auto", "captured", "eager"] = "auto"
     init: str | None = None  # weights to start from: a run's folder, a .ckpt or a .safetensors file
@@ -170,10 +172,10 @@ class RunConfig:
         """The plain form that runs and checkpoints keep.
 
         It leaves out `resume` and `draws`, which only say how a run was called. It leaves out what changes nothing:
-        `on_nan`, `average` with its options, `patience`, `epochs`, and the fields of the model that came later, at
-        their defaults; `pretrain` of a run with labels; `mask` of a run that hides no tokens; fields at the value that
-        runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that the optimiser
-        does not have.
+        `on_nan`, `average` with its options, `patience`, `epochs`, and the fields of the model and of `augment` that
+        came later, at their defaults; `pretrain` of a run with labels; `mask` of a run that hides no tokens; fields at
+        the value that runs before them had (`LATER_RUN_FIELDS`, `LATER_FIELDS`, and `optim` of AdamW); and options that
+        the optimiser does not have.
         """
         kept = {key: value for key, value in to_dict(self).items() if key not in ("resume", "draws")}
         for name in ("on_nan", "average", "average_decay", "average_share", "patience", "epochs"):
@@ -182,6 +184,9 @@ class RunConfig:
         for name in LATER_MODEL_FIELDS:
             if kept["model"][name] == getattr(ModelConfig, name):
                 del kept["model"][name]
+        kept["augment"] = self.augment.changes()
+        if not kept["augment"]:
+            del kept["augment"]
         if self.pretrain == "none":
             del kept["pretrain"]
         if not self.hides:

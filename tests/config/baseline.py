@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lra.config.augment import LIMITS
 from lra.config.recipes import recipe_names
 
 RUN = (
@@ -14,11 +15,12 @@ RUN = (
     "model.layers=1", "model.dropout=0.1", "model.attn_dropout=0.1", "task.train=20", "task.val=6", "task.test=6",
     "task.fresh=2", "task.max_length=24",
 )  # fmt: skip
-# a run of images, and a value of each field that other tasks refuse
-IMAGE_RUN = (
-    *(arg for arg in RUN if not arg.startswith("task")), "task=pathfinder", "task.train=6", "task.val=6", "task.test=6",
-    "batch.size=2", "model.attn_dropout=0",
+# instead of ListOps: small images
+IMAGES = (
+    "task=pathfinder", "task.tokens=all", "task.train=20", "task.val=6", "task.test=6",
+    "attn=linear", "model.attn_dropout=0", "model.d_model=8", "model.heads=1", "batch.size=2",
 )  # fmt: skip
+# a value of each field that tasks without images refuse
 OF_IMAGES = {"model.axes": "2", "model.pixels": "numbers", "pixel_loss": "l1"}
 # of the run: what a field needs beside it; {…} is a finished run
 BESIDE = {
@@ -46,6 +48,8 @@ BESIDE = {
     "optim.plateau_patience": ("optim.schedule=plateau", "trainer.steps=12", "trainer.eval_every=1", "optim.lr=1e-9"),
     "optim.cooldown": ("optim.schedule=constant",),
     "optim.cooldown_to": ("optim.schedule=constant", "optim.cooldown=2"),
+    "augment.flip": ("augment.shift=0.1",),  # so that only the numbers differ
+    **{f"augment.{name}": ("augment.flip=both",) for name in LIMITS},
     "task.background": ("task.tokens=lit",),
 }
 UNTRIED = {"demo", "amos2024"}  # the baseline, and a recipe whose pretraining has steps of its own

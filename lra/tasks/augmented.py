@@ -1,0 +1,237 @@
+"""Augmentation: training batches are changed at random on the device, before the objective sees them.
+
+Images are mirrored, turned, shifted, scaled, sheared and made brighter or darker. The operands of ListOps' operators
+are permuted, which leaves the value. Miralles-González et al. 2025 (arXiv 2501.14850) train with such changes.
+
+What is drawn is a function of (seed of the step, index of the sequence), and for operands of the place, too, like
+dropout. So layouts of batches, micro-batches, devices and resumed runs change nothing. Images are computed with
+integers, so that a compiled step and an eager one see the same pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from lra.batch import Batch
+from lra.config.augment import AugmentConfig
+from lra.config.fields import format_value
+from lra.config.schema import RunConfig
+from lra.data import listops
+from lra.errors import UsageError
+from lra.models.attention.lsh import stable_order
+from lra.models.dropout import mix_bits, row_keys, sequence_keys
+from lra.tasks.base import OptimisationStep, TaskModule
+
+# in the hash of a sequence, and of a place; those of lra/tasks/hiding.py are -1 to -3
+OPERANDS_SITE, ROTATE_SITE, COLUMN_SITE, ROW_SITE, SCALE_SITE, SHEAR_SITE = -4, -5, -6, -7, -8, -9
+HORIZONTAL_SITE, VERTICAL_SITE, BRIGHTNESS_SITE, CONTRAST_SITE = -10, -11, -12, -13
+UNIT_BITS = 16  # pixels, their weights and grey values are counted in steps of 2^-16
+UNIT = 1 << UNIT_BITS
+FIRST_OPERATOR, BRACKET = listops.VOCABULARY.index("[MAX"), listops.VOCABULARY.index("]")
+
+
+class AugmentedTask(TaskModule):
+    """A task whose training batches are augmented; `with_objective` puts it before the task and its objective.
+
+    Raises:
+        UsageError: the task has no such augmentation.
+    """
+
+    def __init__(self, run: RunConfig, step: OptimisationStep):
+        self.check_augmentation(run)
+        super().__init__(run, step)
+
+    @classmethod
+    def check_augmentation(cls, run: RunConfig) -> None:
+        """Raises a UsageError for fields of `augment` that the task can't have."""
+        changes, task = run.augment.changes(), run.task
+        given = ", ".join(f"augment.{name}={format_value(value)}" for name, value in changes.items())
+        if "operands" in changes and tuple(cls.Data.vocabulary) != listops.VOCABULARY:
+            raise UsageError(f"{given}: task={task.name} has no operators of ListOps, leave out augment.operands")
+        if changes.keys() - {"operands"}:
+            if cls.grid(task) is None:
+                raise UsageError(f"{given}: task={task.name} has no images, leave out what changes images")
+            if getattr(task, "tokens", "all") != "all":
+                raise UsageError(f"{given}: tokens={task.tokens} leaves pixels out, set task.tokens=all")
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of the objective on an augmented batch."""
+        return super().loss(self.augment(batch))
+
+    def augment(self, batch: Batch) -> Batch:
+        """Returns the batch with other tokens in the same rows. Needs a batch with a seed, as in training."""
+        grid = self.grid(self.run.task)
+        if grid is None:
+            tokens_T = permute_operands(batch, self.run.task.max_length)
+        else:
+            tokens_T = transform_images(batch, self.run.augment, grid, len(self.Data.vocabulary) - 1)
+        return dataclasses.replace(batch, tokens=tokens_T)
+
+
+def transform_images(batch: Batch, config: AugmentConfig, grid: tuple[int, int], white: int) -> Tensor:
+    """Returns the tokens of images that are changed as `config` says, `[T]`: one affine map for each image.
+
+    Args:
+        batch: whole images, with or without a first token that is no pixel.
+        grid: height and width.
+        white: the largest id of a pixel; 0 is black.
+    """
+    assert batch.seed is not None, "a training batch carries its step's seed"
+    count = grid[0] * grid[1]
+    rows_BN = batch.tokens.view(batch.size, -1)
+    others, image_BP = rows_BN.split((rows_BN.shape[1] - count, count), 1)
+    keys_B = sequence_keys(batch.index, batch.seed)
+    grey_BP = change_grey_values(image_BP.long(), config, keys_B, white)
+    changed_BP = sample_images(grey_BP, *draw_inverse_maps(config, keys_B, grid), grid)
+    return torch.cat((others, changed_BP.to(others.dtype)), 1).flatten()
+
+
+def draw_inverse_maps(config: AugmentConfig, keys_B: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Draws for each image the map from a place in the new image to its place in the old one.
+
+    The new image is the old one mirrored, scaled, sheared along the rows, turned about its centre and shifted.
+
+    Returns:
+        The matrices, fp64 `[B, 2, 2]`, and the summands, fp64 `[B, 2]`, in pixels. Places are column and row, counted
+        from the centre of the image.
+    """
+    angle_B = math.radians(config.rotate) * _draw(keys_B, ROTATE_SITE)
+    slant_B = (math.radians(config.shear) * _draw(keys_B, SHEAR_SITE)).tan()
+    sine_B, cosine_B = angle_B.sin(), angle_B.cos()
+    matrix_B22 = torch.stack((cosine_B + slant_B * sine_B, sine_B - slant_B * cosine_B, -sine_B, cosine_B), 1)
+    mirrors = (HORIZONTAL_SITE, config.flip != "none"), (VERTICAL_SITE, config.flip == "both")
+    mirrored_B2 = torch.stack([_draw_mirror(keys_B, site, mirrored) for site, mirrored in mirrors], 1)
+    size_B1 = 1 + config.scale * _draw(keys_B, SCALE_SITE)[:, None]
+    matrix_B22 = matrix_B22.unflatten(1, (2, 2)) * (mirrored_B2 / size_B1)[:, :, None]
+    height, width = grid
+    sides = (COLUMN_SITE, width), (ROW_SITE, height)
+    shift_B2 = torch.stack([config.shift * side * _draw(keys_B, site) for site, side in sides], 1)
+    return matrix_B22, -(matrix_B22 * shift_B2[:, None]).sum(2)
+
+
+def sample_images(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Samples images bilinearly. Pixels from outside are 0, as in Miralles-González et al.: Pathfinder's background.
+
+    Args:
+        grey_BP: the old images, int64 in steps of 1 / UNIT.
+        matrix_B22, summand_B2: see `draw_inverse_maps`.
+        grid: height and width.
+
+    Returns:
+        The ids of the new images, int64 `[B, P]`, rounded.
+    """
+    height, width = grid
+    place_P = torch.arange(height * width, device=grey_BP.device)
+    # twice the distance from the centre is an integer
+    column_P, row_P = 2 * (place_P % width) - (width - 1), 2 * (place_P // width) - (height - 1)
+    half_B22 = (matrix_B22 * (UNIT // 2)).round().long()
+    summand_B2 = (summand_B2 * UNIT).round().long()
+    column_BP, row_BP = (
+        half_B22[:, axis, 0, None] * column_P
+        + half_B22[:, axis, 1, None] * row_P
+        + summand_B2[:, axis, None]
+        + (side - 1) * (UNIT // 2)
+        for axis, side in enumerate((width, height))
+    )
+    total_BP = torch.zeros_like(grey_BP)
+    for down in (0, 1):
+        for right in (0, 1):
+            of_column_BP, of_row_BP = (column_BP >> UNIT_BITS) + right, (row_BP >> UNIT_BITS) + down
+            inside_BP = (of_column_BP >= 0) & (of_column_BP < width) & (of_row_BP >= 0) & (of_row_BP < height)
+            found_BP = grey_BP.gather(1, torch.where(inside_BP, of_row_BP * width + of_column_BP, 0))
+            weight_BP = _weight(column_BP, right) * _weight(row_BP, down)
+            total_BP = total_BP + torch.where(inside_BP, found_BP * weight_BP, 0)
+    return (total_BP + (1 << 3 * UNIT_BITS - 1)) >> 3 * UNIT_BITS
+
+
+def _weight(coordinate: Tensor, later: int) -> Tensor:
+    """The share that the earlier or the later of two neighbouring pixels has, in steps of 1 / UNIT."""
+    fraction = coordinate & (UNIT - 1)
+    return fraction if later else UNIT - fraction
+
+
+def change_grey_values(image_BP: Tensor, config: AugmentConfig, keys_B: Tensor, white: int) -> Tensor:
+    """Draws brightness and contrast. The result is of ids `[B, P]`, from 0 to `white`, int64 in steps of 1 / UNIT.
+
+    The distance of the grey values from the image's mean is multiplied, then the values themselves.
+    """
+    brightness_B = 1 + config.brightness * _draw(keys_B, BRIGHTNESS_SITE)
+    contrast_B = 1 + config.contrast * _draw(keys_B, CONTRAST_SITE)
+    mean_B = image_BP.sum(1).double() / image_BP.shape[1]
+    factor_B = (UNIT * brightness_B * contrast_B).round().long()
+    summand_B = (UNIT * brightness_B * (1 - contrast_B) * mean_B).round().long()
+    return (image_BP * factor_B[:, None] + summand_B[:, None]).clamp(0, white * UNIT)
+
+
+def _draw(keys_B: Tensor, site: int) -> Tensor:
+    """Returns a number from -1 to 1 for each sequence, fp64 `[B]`."""
+    return mix_bits(keys_B + site).double() / (1 << 31)
+
+
+def _draw_mirror(keys_B: Tensor, site: int, mirrored: bool) -> Tensor:
+    """Returns 1 or -1 for each sequence, each with probability 1/2, fp64 `[B]`; only 1 unless they are `mirrored`."""
+    return torch.where((_draw(keys_B, site) < 0) & mirrored, -1.0, 1.0).double()
+
+
+def permute_operands(batch: Batch, max_length: int) -> Tensor:
+    """Returns the tokens of expressions whose operators have their operands in random order, `[T]`.
+
+    All operators are symmetric, so the value stays. Tokens that are not one or more whole expressions, because a
+    bracket lacks its partner, stay as they are.
+
+    Args:
+        batch: sequences of ListOps' tokens, with or without others between the expressions.
+        max_length: most tokens of an expression.
+    """
+    token_BN, real_BN = batch.pad(batch.tokens), batch.mask()
+    opens_BN = real_BN & (token_BN >= FIRST_OPERATOR) & (token_BN < BRACKET)
+    closes_BN = real_BN & (token_BN == BRACKET)
+    step_BN = opens_BN.long() - closes_BN.long()
+    depth_BN = step_BN.cumsum(1)
+    whole_B1 = (depth_BN.amin(1, keepdim=True) >= 0) & (depth_BN[:, -1:] == 0)
+    opens_BN, closes_BN = opens_BN & whole_B1, closes_BN & whole_B1
+    level_BN = torch.where(whole_B1, depth_BN - step_BN, 0)  # operators that are open before the token
+
+    # Siblings and the bracket after them are a group. From level to level, the k-th operator owns the k-th bracket:
+    # so it owns group k. Group 0 has what is in no operator.
+    order_BN = stable_order(level_BN)
+    opened_BN, closed_BN = (each_BN.long().gather(1, order_BN) for each_BN in (opens_BN, closes_BN))
+    own_BN = torch.where(opens_BN, _from_order(opened_BN.cumsum(1), order_BN), 0)
+    group_BN = torch.where(level_BN > 0, _from_order(closed_BN.cumsum(1) - closed_BN + 1, order_BN), 0)
+    place_BN = torch.arange(token_BN.shape[1], device=token_BN.device).expand_as(token_BN)
+    operator_BN = _at_groups(place_BN, own_BN).gather(1, group_BN)  # the place of each token's operator
+    bracket_BG = _at_groups(place_BN, torch.where(closes_BN, group_BN, 0))
+    bracket_BN = bracket_BG.gather(1, group_BN)
+    size_BN = torch.where(opens_BN, bracket_BG.gather(1, own_BN) - place_BN + 1, 1)
+
+    # the new order within each group: what is in no operator keeps its own, and a bracket comes last
+    key_BN = batch.pad(mix_bits(row_keys(batch) + OPERANDS_SITE)).long() & (1 << 32) - 1
+    key_BN = torch.where(group_BN > 0, torch.where(closes_BN, 1 << 32, key_BN), 0)
+    order_BN = stable_order(group_BN * (1 << 33) + key_BN)
+    sizes_BN = size_BN.gather(1, order_BN)
+    before_BN = _from_order(sizes_BN.cumsum(1) - sizes_BN, order_BN)  # tokens of earlier siblings and groups
+
+    # A token's distance from its operator is known, and the bracket's is. Add the distances up to the outermost.
+    within_BN = group_BN > 0
+    distance_BN = before_BN - before_BN.gather(1, bracket_BN) + bracket_BN - operator_BN
+    distance_BN = torch.where(within_BN, distance_BN, 0)
+    above_BN = torch.where(within_BN, operator_BN, place_BN)
+    for _ in range((max_length // 2).bit_length()):  # each time twice as many levels; a level takes two tokens
+        distance_BN = distance_BN + distance_BN.gather(1, above_BN)
+        above_BN = above_BN.gather(1, above_BN)
+    new_BN = before_BN.gather(1, above_BN) + distance_BN
+    return batch.unpad(_from_order(token_BN, new_BN))
+
+
+def _from_order(values_BN: Tensor, order_BN: Tensor) -> Tensor:
+    """Returns the values at the places that `order_BN`, a permutation, gives them: the inverse of `gather`."""
+    return torch.zeros_like(values_BN).scatter(1, order_BN, values_BN)
+
+
+def _at_groups(place_BN: Tensor, group_BN: Tensor) -> Tensor:
+    """Returns the place of the token that has each group, `[B, N + 1]`. Of group 0 it is arbitrary."""
+    return place_BN.new_zeros(len(place_BN), place_BN.shape[1] + 1).scatter(1, group_BN, place_BN)
