@@ -14,7 +14,8 @@ from lra.batch import Batch
 from lra.kernels.dropout import dropout_threshold
 from lra.kernels.layers.reference import drop_features, mix_bits
 
-BRANCH_SITE = -4  # the first of `drop_branch`, the others are below it; above it are those of hidden tokens
+# the first site of `drop_branch`, the others are below it; above it are those of hidden tokens and of augmentation
+BRANCH_SITE = -14
 
 
 def row_keys(batch: Batch) -> Tensor:

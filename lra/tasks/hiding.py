@@ -20,7 +20,7 @@ from lra.models.pixels import grey_values, nearest_ids
 from lra.models.transformer import Encoder
 
 HASH_BITS = 16  # bits of the hash that are compared: a share is exact to 2^-16
-# in the hash of places; the sites of dropout begin at 0, those of branches at -4
+# in the hash of places; the sites of dropout begin at 0, those of augmentation at -4, those of branches at -14
 HIDING_SITE, REPLACING_SITE, SPAN_SITE = -1, -2, -3
 
 

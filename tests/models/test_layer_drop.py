@@ -56,7 +56,7 @@ def test_the_layout_changes_nothing_and_the_draws_are_those_of_this_version():
     found_B = factors(0.25)
     assert torch.equal(factors(0.25, padded=True), found_B)
     kept = bytes((found_B > 0).tolist())
-    assert hashlib.sha256(kept).hexdigest()[:16] == "be9ebea0931921bd", "as resumed runs need"
+    assert hashlib.sha256(kept).hexdigest()[:16] == "7320f88784265b08", "as resumed runs need"
 
 
 def test_nothing_to_drop_leaves_all_as_it_is():
