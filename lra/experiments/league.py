@@ -25,25 +25,24 @@ def open_reasons(cell: Cell) -> list[str]:
     """Returns why the accuracy of a cell is of the open league, one short text for each reason; empty if it is not."""
     run: RunConfig = cell.composed.config
     stages: list[RunConfig] = [stage.composed.config for stage in cell.stages]
-    reasons = [reason for each in (run, *stages) for reason in _reasons(each)]
-    others = [stage.task for stage in stages if stage.task != run.task]
-    reasons += [f"a stage on other data, {_difference(task, run.task)}" for task in others]
-    if (stages[0] if stages else run).init:
-        reasons.append("weights of another run, init=")
-    return list(dict.fromkeys(reasons))
-
-
-def _reasons(run: RunConfig) -> list[str]:
-    """Returns the reasons in one run's own fields."""
     task, default = run.task, type(run.task)()
-    reasons = ["two axes of positions"] if run.model.axes == 2 else []
+    reasons = [
+        f"task.{name}={getattr(task, name)}"
+        for name in ("level", "tokens")
+        if getattr(task, name, None) != getattr(default, name, None)
+    ]
     if getattr(task, "train", 0) > getattr(default, "train", 0):
         reasons.append(f"{task.train:,} training examples, not {default.train:,}")
-    for name in ("level", "tokens"):
-        if getattr(task, name, None) != getattr(default, name, None):
-            reasons.append(f"task.{name}={getattr(task, name)}")
-    given = [name for name in run.augment.changes() if name != "operands"]  # these are trees
-    return reasons + ([f"augmented images: {', '.join(given)}"] if given else [])
+    if any(each.model.axes == 2 for each in (run, *stages)):
+        reasons.append("two axes of positions")
+    changes = dict.fromkeys(name for each in (run, *stages) for name in each.augment.changes())
+    if given := [name for name in changes if name != "operands"]:  # these are trees
+        reasons.append(f"augmented images ({', '.join(given)})")
+    if others := dict.fromkeys(_difference(stage.task, task) for stage in stages if stage.task != task):
+        reasons.append(f"stages on other data ({'; '.join(others)})")
+    if (stages[0] if stages else run).init:
+        reasons.append("weights of another run, init=")
+    return reasons
 
 
 def _difference(there: Any, here: Any) -> str:

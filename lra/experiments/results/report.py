@@ -10,7 +10,7 @@ import csv
 import dataclasses
 import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.environment import UNCLEAN_MARK
 from lra.errors import UsageError
-from lra.experiments import speed
+from lra.experiments import league, speed
 from lra.experiments.grid import grid, plan
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import (
@@ -86,11 +86,17 @@ def make_report(name: str, args: Sequence[str]) -> Report:
     cells, notes = _cells(table, columns, options, fields)
     shown = table.under(cells)
     found = ledger.match_results(cells, options.results)
-    rows = [ledger.make_row(shown, cell, found) for cell in cells]
+    opened = {(cell.column, cell.attn): league.open_reasons(cell) for cell in cells if cell.seed == cells[0].seed}
+    rows = [
+        dataclasses.replace(
+            ledger.make_row(shown, cell, found), league="open" if opened[cell.column, cell.attn] else "strict"
+        )
+        for cell in cells
+    ]
     attns = options.attns or table.attns
     tables = [add_footnote(*made) for made in _tables(shown, rows, columns, attns) if made[2]]
     under = " ".join((f"recipe: {recipe}", *map(str, fields)))
-    notes = [under, *_summary(rows), *notes, *_unlike(rows), *found.notes]
+    notes = [under, *_summary(rows), *_reasons(opened), *notes, *_unlike(rows), *found.notes]
     if shown.others:
         notes.insert(1, shown.cited)
     alone = {}
@@ -141,8 +147,10 @@ def _tables(table: Grid, rows: list[ReportRow], columns: Sequence[str], attns: S
         shown = [_marked(_against(*pair), rows, attn, c) for pair, c in zip(pairs, columns, strict=True)]
         last = _against(average, table.average(attn, averaged))
         against.append([attn, *shown, _marked(last, rows, attn, *averaged)])
-    lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
     figures = any(any(line[1:]) for line in against)
+    lines.append(["strongest baseline", *(_baselines(rows, c, "baseline") for c in columns), ""])
+    leagues = ["league", *(_league(rows, c) for c in columns), _league(rows, *averaged)]
+    lines, against = [*lines, leagues], [*against, leagues]
     for title, made in (
         ("test accuracy, %: mean ± standard deviation (seeds)", lines),
         (f"difference to {table.source} (its accuracy, %)", against if figures else []),
@@ -201,6 +209,12 @@ def _baselines(rows: list[ReportRow], column: str, field: str) -> str:
     return ", ".join(f"{value:.1f} {name}" for name, value in sorted(found, key=str) if name)
 
 
+def _league(rows: list[ReportRow], *columns: str) -> str:
+    """The league of the figures of these columns; mixed, if they are not of one."""
+    found = {row.league for row in rows if row.column in columns}
+    return found.pop() if len(found) == 1 else "mixed" if found else ""
+
+
 def _against(ours: float | None, paper: float | None) -> str:
     if paper is None:
         return ""
@@ -237,6 +251,14 @@ def _summary(rows: list[ReportRow]) -> Iterator[str]:
     for what in ("hardware", "commit"):
         if found := sorted({text for row in rows if (text := getattr(row, what))}):
             yield f"{what}: {', '.join(found)}"
+
+
+def _reasons(opened: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
+    """Why figures are of the open league, a note for each column."""
+    for column in dict.fromkeys(column for column, _ in opened):
+        found = dict.fromkeys(reason for (c, _), reasons in opened.items() if c == column for reason in reasons)
+        if found:
+            yield f"{column} is of the open league: {'; '.join(found)}"
 
 
 def _unlike(rows: list[ReportRow]) -> Iterator[str]:
