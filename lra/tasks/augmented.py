@@ -22,6 +22,7 @@ from lra.config.fields import format_value
 from lra.config.schema import RunConfig
 from lra.data import listops
 from lra.errors import UsageError
+from lra.kernels.library import define_operator
 from lra.models.attention.lsh import stable_order
 from lra.models.dropout import mix_bits, row_keys, sequence_keys
 from lra.tasks.base import OptimisationStep, TaskModule
@@ -124,7 +125,10 @@ def sample_images(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, grid:
     Returns:
         The ids of the new images, int64 `[B, P]`, rounded.
     """
-    height, width = grid
+    return _sample(grey_BP, matrix_B22, summand_B2, *grid)
+
+
+def _sample_eagerly(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, height: int, width: int) -> Tensor:
     place_P = torch.arange(height * width, device=grey_BP.device)
     # twice the distance from the centre is an integer
     column_P, row_P = 2 * (place_P % width) - (width - 1), 2 * (place_P // width) - (height - 1)
@@ -146,6 +150,13 @@ def sample_images(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, grid:
             weight_BP = _weight(column_BP, right) * _weight(row_BP, down)
             total_BP = total_BP + torch.where(inside_BP, found_BP * weight_BP, 0)
     return (total_BP + (1 << 3 * UNIT_BITS - 1)) >> 3 * UNIT_BITS
+
+
+# torch.compile does not see this: it took minutes to compile, and computed the maps anew for every pixel
+_sample = define_operator(
+    "sample_images", "(Tensor grey, Tensor matrix, Tensor summand, int height, int width) -> Tensor",
+    _sample_eagerly, lambda grey, *_: torch.empty_like(grey),
+)  # fmt: skip
 
 
 def _weight(coordinate: Tensor, later: int) -> Tensor:
