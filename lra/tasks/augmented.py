@@ -125,10 +125,7 @@ def sample_images(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, grid:
     Returns:
         The ids of the new images, int64 `[B, P]`, rounded.
     """
-    return _sample(grey_BP, matrix_B22, summand_B2, *grid)
-
-
-def _sample_eagerly(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, height: int, width: int) -> Tensor:
+    height, width = grid
     place_P = torch.arange(height * width, device=grey_BP.device)
     # twice the distance from the centre is an integer
     column_P, row_P = 2 * (place_P % width) - (width - 1), 2 * (place_P // width) - (height - 1)
@@ -152,13 +149,6 @@ def _sample_eagerly(grey_BP: Tensor, matrix_B22: Tensor, summand_B2: Tensor, hei
     return (total_BP + (1 << 3 * UNIT_BITS - 1)) >> 3 * UNIT_BITS
 
 
-# torch.compile does not see this: it took minutes to compile, and computed the maps anew for every pixel
-_sample = define_operator(
-    "sample_images", "(Tensor grey, Tensor matrix, Tensor summand, int height, int width) -> Tensor",
-    _sample_eagerly, lambda grey, *_: torch.empty_like(grey),
-)  # fmt: skip
-
-
 def _weight(coordinate: Tensor, later: int) -> Tensor:
     """The share that the earlier or the later of two neighbouring pixels has, in steps of 1 / UNIT."""
     fraction = coordinate & (UNIT - 1)
@@ -180,7 +170,14 @@ def change_grey_values(image_BP: Tensor, config: AugmentConfig, keys_B: Tensor, 
 
 def _draw(keys_B: Tensor, site: int) -> Tensor:
     """Returns a number from -1 to 1 for each sequence, fp64 `[B]`."""
-    return mix_bits(keys_B + site).double() / (1 << 31)
+    return _draw_once(keys_B, site)
+
+
+# an operator, because torch.compile would compute the hashes again for every pixel, and take minutes to compile that
+_draw_once = define_operator(
+    "draw_number", "(Tensor keys, int site) -> Tensor", lambda keys, site: mix_bits(keys + site).double() / (1 << 31),
+    lambda keys, site: keys.new_empty(keys.shape, dtype=torch.float64),
+)  # fmt: skip
 
 
 def _draw_mirror(keys_B: Tensor, site: int, mirrored: bool) -> Tensor:

@@ -25,7 +25,7 @@ from lra.training.output import console
 from lra.training.progress import progress_options
 from lra.training.step import Step
 
-# fields that, like those of optim, change no score of trained weights
+# fields that, like those of optim and augment, change no score of trained weights
 TRAINING_ONLY_FIELDS = (
     "name", "resume", "draws", "model.dropout", "model.attn_dropout", "model.embedding_std", "batch.size",
     "batch.micro", "trainer.steps", "trainer.eval_every", "trainer.log_every", "trainer.on_nan",
@@ -39,7 +39,11 @@ def parse_test(args: Iterable[str | Override]) -> dict[str, Override]:
     given = {override.field: override for override in parse_overrides(args)}
     if "init" not in given:
         raise UsageError("lra test needs one init=<run directory or checkpoint>")
-    if ignored := [str(given[field]) for field in given if field in TRAINING_ONLY_FIELDS or field.startswith("optim.")]:
+    if ignored := [
+        str(given[field])
+        for field in given
+        if field in TRAINING_ONLY_FIELDS or field.startswith(("optim.", "augment."))
+    ]:
         raise UsageError(f"{' '.join(ignored)}: used only in training, it changes no score; leave it out")
     return given
 
@@ -63,6 +67,7 @@ def test(*args: str) -> dict[str, Any]:
     weights, identity = checkpoints.read_checkpoint(path)
     saved = transfer.drop_origin(identity["config"])
     saved["trainer"] = {field: saved["trainer"][field] for field in ("precision", "accelerator")}
+    saved.pop("augment", None)
     saved["model"] |= {"dropout": 0.0, "attn_dropout": 0.0}  # not every attention can have dropout
     run = restore(RunConfig, REGISTRIES, saved, given.values())
     join_launch(run, "trainer.devices" in given)

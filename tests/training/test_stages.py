@@ -225,6 +225,15 @@ def test_a_recipe_pretrains_before_it_fine_tunes(tmp_path, monkeypatch):
     assert result["transfer"]["fresh"] == ["head"] and first["status"] == result["status"] == "finished"
 
 
+def test_a_recipe_augments_and_lowers_the_rate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("recipe=miralles2025-demo", *SELF_TAUGHT[1:])
+    result = lra.fit("task=listops", "attn=flash", *small)
+    config = result["config"]
+    assert config["augment"] == {"operands": True} and config["optim"]["schedule"] == "plateau"
+    assert result["status"] == "finished" and result["transfer"] is None
+
+
 def test_a_grid_pretrains_in_a_stage_and_refuses_a_cell_that_pretrains():
     fields = parse_overrides(SELF_TAUGHT[1:])
     cells = with_stages(read_grid("table3").cells(["listops"], ["flash", "standard"], 1, "amos2024-demo", fields))
