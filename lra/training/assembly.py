@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,16 @@ class Assembly:
     engine: str  # what computes steps
 
 
-def assemble(run: RunConfig, directory: RunDirectory) -> Assembly:
-    """Assembles everything that trains a run. UsageError if it can't be trained here."""
+def assemble(run: RunConfig, directory: RunDirectory, later: Sequence[int] = ()) -> Assembly:
+    """Assembles everything that trains a run. UsageError if it can't be trained here.
+
+    Args:
+        later: steps of each run that follows in the same command.
+    """
     clock = Clock()
     step = Step(run)
     own = [callback for callback in (step.average, step.plateau) if callback is not None]
-    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock), *own)
+    trainer = make_trainer(run, directory.path, clock, Narrator(run, clock, later=later), *own)
     data, module = build_modules(run, make_rank(trainer), lambda: trainer.global_step, step)
     parameter_groups(run.optim, module)  # refuse bad marks now
     if run.batch.size % trainer.world_size:

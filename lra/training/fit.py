@@ -90,6 +90,11 @@ def fit(*args: str) -> dict[str, Any]:
     Raises:
         UsageError: for anything that the user can mend, including memory that ran out.
     """
+    return _fit(args)
+
+
+def _fit(args: Iterable[str], later: tuple[int, ...] = ()) -> dict[str, Any]:
+    """`fit`. `later`: steps of each run that follows in the same command."""
     composed = configure(args, count=functools.partial(count_examples, prepare=True))
     run: RunConfig = composed.config
     first = join_launch(run, composed.origin["trainer.devices"] == FROM_COMMAND_LINE).rank == 0
@@ -102,8 +107,8 @@ def fit(*args: str) -> dict[str, Any]:
     atexit.register(leave_process_group)
     if composed.start and directory.checkpoint() is None:
         assemble(run, directory).data.prepare_data()  # refuse now, before another run trains for hours
-        _finish_earlier_run(composed.start)
-    parts = assemble(run, directory)
+        _finish_earlier_run(composed.start, (run.trainer.steps, *later))
+    parts = assemble(run, directory, later)
     begun = _begin(run, directory, parts)
     if first:
         environment.warn_unclean()
@@ -229,10 +234,10 @@ def _refuse_other(there: dict[str, Any], here: dict[str, Any], checkpoint: Path)
         )
 
 
-def _finish_earlier_run(args: Iterable[Override]) -> None:
-    """Finishes the run from which another one starts."""
+def _finish_earlier_run(args: Iterable[Override], later: tuple[int, ...]) -> None:
+    """Finishes the run from which another one starts. `later`: as of `_fit`."""
     try:
-        fit(*map(str, args), "resume=auto")
+        _fit([*map(str, args), "resume=auto"], later)
     except UsageError as error:
         if error.of_earlier_run:  # of the one before that one
             raise

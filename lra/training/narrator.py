@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -25,8 +25,10 @@ class Narrator(pl.Callback):
     CLEAN = 200  # after so many steps a pace counts even if it includes compiling
     WARM_S, LONG_S = 5.0, 3600.0  # a first step so slow needs no warm-up; a run so long gets a warning
 
-    def __init__(self, run: RunConfig, clock: Clock, now: Callable[[], float] = time.perf_counter):
-        self.run, self.clock, self.now = run, clock, now
+    def __init__(
+        self, run: RunConfig, clock: Clock, now: Callable[[], float] = time.perf_counter, later: Sequence[int] = ()
+    ):
+        self.run, self.clock, self.now, self.later = run, clock, now, later
         self.estimate: Estimate | None = None
         self._mark = (0.0, 0, 0)  # seconds of training, step, and graphs at the last measurement
         self._began, self._told = 0, False
@@ -96,8 +98,17 @@ class Narrator(pl.Callback):
         total = f"{self._limit}{format_duration(training + scoring)}"
         cost = f"expect {total}: {parts}, {format_duration(scoring)} of scoring"
         place = cast(TaskData, trainer.datamodule).place  # type: ignore[attr-defined]
-        print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}")
+        print_line(trainer, f"{again}{cost}{format_gpu_memory(trainer)}, {place}{self._describe_later()}")
         self._told = True
+
+    def _describe_later(self) -> str:
+        """Says what follows this run in the same command, and how long that takes if its steps are like these."""
+        if not self.later:
+            return ""
+        assert self.estimate is not None
+        steps = sum(self.later)
+        runs = "another run" if len(self.later) == 1 else f"{len(self.later)} runs"
+        return f"; then {runs} of {steps:,} steps in all, {format_duration(steps * self.estimate.pace)} at this pace"
 
     def on_validation_start(self, *_: Any) -> None:
         self._validated = self.clock.validation

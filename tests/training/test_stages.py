@@ -21,6 +21,7 @@ from lra.experiments.grid.grid import read_grid
 from lra.experiments.grid.local_launcher import LocalLauncher
 from lra.tasks import TASKS
 from lra.tasks.base import TaskData
+from lra.training.narrator import Narrator
 from lra.training.run_directory import claim_directory
 from tests.composing import composed
 from tests.experiments.runs import made, stub
@@ -223,6 +224,14 @@ def test_a_recipe_pretrains_before_it_fine_tunes(tmp_path, monkeypatch):
     first = lra.fit(*stage)  # which prints what was trained, as it is done
     assert "pretrain=masked" in stage and first["pretrain"] == "masked" and "pretrain" not in result
     assert result["transfer"]["fresh"] == ["head"] and first["status"] == result["status"] == "finished"
+
+
+def test_the_cost_of_the_whole_chain_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Narrator, "PROBE", 1)
+    lra.fit("task=listops", "attn=flash", *SELF_TAUGHT, "trainer.log_every=1")
+    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("expect "))
+    assert "; then another run of 4 steps in all, " in first and "; then" not in last
 
 
 def test_a_recipe_augments_and_lowers_the_rate(tmp_path, monkeypatch):

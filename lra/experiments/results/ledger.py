@@ -65,7 +65,7 @@ class ReportRow:
     column: str
     attention: str
     seed: int
-    league: str = ""  # strict or open: lra.experiments.league
+    league: str = ""  # strict or open: lra.experiments.grid.league
     status: str = ""  # finished, stuck (finished at chance), oom or failed
     accuracy: float | None = None  # of test
     bound: float | None = None  # from sampling, 95%

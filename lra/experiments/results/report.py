@@ -20,8 +20,8 @@ from lra.config.override import Override
 from lra.config.recipes import read_recipe
 from lra.environment import UNCLEAN_MARK
 from lra.errors import UsageError
-from lra.experiments import league, speed
-from lra.experiments.grid import grid, plan
+from lra.experiments import speed
+from lra.experiments.grid import grid, league, plan
 from lra.experiments.grid.grid import Cell, Grid
 from lra.experiments.reproduction import (
     TextTable,

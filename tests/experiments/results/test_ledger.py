@@ -241,7 +241,9 @@ def test_curves_lie_beside(tmp_path):
 
 def test_a_mean_is_of_the_rows_asked_for_that_finished():
     def row(column: str, attention: str, seed: int, status: str, accuracy: float | None) -> ledger.ReportRow:
-        return ledger.ReportRow(column, attention, seed, status, accuracy, hardware=f"{column} of {status}")
+        return ledger.ReportRow(
+            column, attention, seed, status=status, accuracy=accuracy, hardware=f"{column} of {status}"
+        )
 
     rows = [
         row("text", "flash", 0, "finished", 10.0), row("text", "flash", 1, "stuck", 30.0),

@@ -4,7 +4,7 @@ import pytest
 
 from lra.config.override import parse_overrides
 from lra.experiments.grid.grid import read_grid
-from lra.experiments.league import league_of, open_reasons
+from lra.experiments.grid.league import league_of, open_reasons
 from lra.experiments.results.report import make_report
 
 
