@@ -183,7 +183,7 @@ def test_neither_layout_nor_micro_batches_nor_buffers_change_a_run(trained, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=3")])
+@pytest.mark.parametrize("options", [(), ("batch.layout=padded",), ("model.pooling=cls", "batch.micro=1")])
 @pytest.mark.parametrize("task", FIELDS)
 def test_captured_and_eager_agree_on_a_gpu(task, trained, options):
     shared = ("trainer.accelerator=gpu", "trainer.steps=40", "trainer.eval_every=40", *options)

@@ -160,6 +160,11 @@ def test_an_average_that_can_not_be_is_refused(fields, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [EMA, TAIL], ids=["ema", "tail"])
 def test_a_captured_average_is_the_eager_one(small, options):
+    """The two round differently, and Adam enlarges that. An average is far from the weights of the last step."""
     shared = ("trainer.accelerator=gpu", "model.attn_dropout=0", *PLAIN, *options)
-    eager, captured = (small(f"name={engine}", f"engine={engine}", *shared) for engine in ("eager", "captured"))
-    assert close(loaded(eager)["state_dict"], loaded(captured)["state_dict"])
+    runs = [loaded(small(f"name={engine}", f"engine={engine}", *shared)) for engine in ("eager", "captured")]
+    eager, captured, last = (
+        torch.cat([weight.flatten() for weight in weights.values()])
+        for weights in (*(run["state_dict"] for run in runs), runs[1]["training_weights"])
+    )
+    assert (captured - eager).norm() < 0.05 * (captured - last).norm()
