@@ -77,8 +77,8 @@ def _models() -> str:
         "data: shorter expressions, easier and smaller images, images without background; larger images of `butterfly` "
         f"start from weights of `flash`. `{PRETRAINED}` has {kinds[PRETRAINED]}; it pretrains on the hidden tokens of "
         "the task's own training set, and is of the strict league ([results](docs/results.md#how-to-read-an-accuracy"
-        f")). `{PAPERS}` has {kinds[PAPERS]} and one stage, after Xiong et al. 2021, from whom the paper took settings. "
-        "Where the paper has no figure, its model was at chance."
+        f")). `{PAPERS}` has {kinds[PAPERS]} and one stage, after Xiong et al. 2021, from whom the paper took settings."
+        " Where the paper has no figure, its model was at chance."
     )
 
 

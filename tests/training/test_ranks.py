@@ -43,6 +43,25 @@ def test_two_processes_share_a_batch(launcher, tmp_path, small, monkeypatch):
         assert two[split]["loss"] == pytest.approx(one[split]["loss"], rel=1e-4)
 
 
+OBJECTIVES = [
+    ("pretrain=masked", "mask=0.5", "mask_random=0.3", "mask_span=2", "mask_loss=all"), ("pretrain=causal",),
+    ("denoise=1", "mask=0.5", "augment.operands=true", "model.layer_drop=0.3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", sampled(OBJECTIVES))
+def test_two_devices_learn_what_one_learns(objective, tmp_path, small):
+    """What is hidden, augmented and left out is of a sequence, not of a device."""
+    shared = ("model.attn_dropout=0", *objective)
+    one = small(*shared, "name=one")
+    command = [sys.executable, "-m", "lra", "fit", *arguments(*shared, "name=two", "trainer.devices=2")]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=alone())
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    two = json.loads((tmp_path / "checkpoints/runs/listops/flash/two-s0/result.json").read_text())
+    assert two["world_size"] == 2
+    assert two["test"]["loss"] == pytest.approx(one["test"]["loss"], rel=1e-4)
+
+
 # the first batch that rank 1 scores takes 20 seconds, of which a slow machine's steps take few
 SLOW = """
 import os, time
