@@ -22,7 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
-from lra.config.recipes import check_recipe_names, read_recipe, read_task, recipe_names
+from lra.config.recipes import check_recipe_names, config_label, config_stem, read_recipe, read_task, recipe_names
 from lra.config.registry import Registry
 from lra.errors import UsageError, shorten
 
@@ -78,7 +78,7 @@ def compose(
             f"task '{task}' names no default recipe: give recipe={'|'.join(recipe_names())}, or write one into "
             f"configs/task/{task}.yaml, as recipe: <name>"
         )
-    recipe_yaml, label = read_recipe(recipe), f"recipe/{recipe}.yaml"
+    recipe_yaml, label, named = read_recipe(recipe), config_label("recipe", recipe), config_stem(recipe)
     check_recipe_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
@@ -91,7 +91,10 @@ def compose(
     own = attns.get(attn) or {}
     tree.merge(
         (f"task/{task}.yaml", task_yaml),
-        (FROM_COMMAND_LINE if "recipe" in selected else "init" if default else f"task/{task}.yaml", {"recipe": recipe}),
+        (
+            FROM_COMMAND_LINE if "recipe" in selected else "init" if default else f"task/{task}.yaml",
+            {"recipe": named},
+        ),
         (label, recipe_yaml.get("defaults") or {}),
         (f"{label} {task}", tasks[task] or {}),
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),

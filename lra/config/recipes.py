@@ -1,23 +1,80 @@
-"""Reads the YAML files of `configs`, and refuses a file whose form or names are wrong."""
+"""Reads YAML files of tasks, recipes and tables, and refuses a file whose form or names are wrong.
+
+They are files of `configs`. A recipe or table may also come from another installed package, by an entry point
+`name = "module"` of the group `lra.recipes` or `lra.tables`: `<name>.yaml` lies beside the module. Or it is any file,
+which is named by its path and goes by its stem.
+"""
 
 from __future__ import annotations
 
 import functools
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from lra import reading
-from lra.config.registry import Registry, describe_unknown
+from lra.config.registry import Registry, describe_unknown, find_source, owning_package
 from lra.errors import UsageError, shorten
 
 CONFIGS_FOLDER = Path(__file__).parent.parent / "configs"
+ENTRY_POINTS = {"recipe": "lra.recipes", "table": "lra.tables"}  # groups by the kind of file
 
 
-def config_names(folder: str) -> list[str]:
-    """The YAML files of `configs/<folder>`."""
-    return sorted(file.stem for file in (CONFIGS_FOLDER / folder).glob("[!.]*.yaml"))
+def config_names(kind: str) -> list[str]:
+    """Names of the YAML files of a kind (task, recipe or table), of lra and of installed packages."""
+    return sorted({*_own_names(kind), *_installed_modules(kind)})
+
+
+def is_config_path(name: str) -> bool:
+    """Whether a recipe or a table is named by the path of its file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def config_stem(name: str) -> str:
+    """The name by which runs know a recipe or table: of a path the file's name without its ending."""
+    return Path(name).stem if is_config_path(name) else name
+
+
+def config_label(kind: str, name: str) -> str:
+    """What messages call the YAML file."""
+    return name if is_config_path(name) else f"{kind}/{name}.yaml"
+
+
+def config_file(kind: str, name: str) -> Path:
+    """The YAML file of a name, or of a path. UsageError if there is none, or if two have the name."""
+    if is_config_path(name):
+        if (stem := config_stem(name)) in config_names(kind):
+            raise UsageError(f"{kind} {name} goes by the name '{stem}', which another {kind} has: rename the file")
+        if not (file := Path(name).expanduser()).is_file():
+            raise UsageError(f"{kind} {name} is not there: name a YAML file, or one of {', '.join(config_names(kind))}")
+        return file
+    modules = _installed_modules(kind).get(name, ())
+    if len(modules) + (name in _own_names(kind)) > 1:
+        owners = " and ".join(["lra"] * (name in _own_names(kind)) + [owner for _, owner in modules])
+        raise UsageError(f"{kind} '{name}' needs a name of its own, as {owners} have one: remove or rename one of them")
+    if name in _own_names(kind):
+        return CONFIGS_FOLDER / kind / f"{name}.yaml"
+    if not modules:
+        raise UsageError(describe_unknown(kind, name, config_names(kind)))
+    module, owner = modules[0]
+    if (source := find_source(module)) is None:
+        raise UsageError(f"{kind} '{name}': the module {module} that {owner} names is not there")
+    return source.parent / f"{name}.yaml"
+
+
+def _own_names(kind: str) -> list[str]:
+    return [file.stem for file in (CONFIGS_FOLDER / kind).glob("[!.]*.yaml")]
+
+
+@functools.cache  # the installed packages are read once
+def _installed_modules(kind: str) -> dict[str, list[tuple[str, str]]]:
+    """By name the modules beside which files of other packages lie, each with its package."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for point in entry_points(group=ENTRY_POINTS[kind]) if kind in ENTRY_POINTS else ():
+        found.setdefault(point.name, []).append((point.value, owning_package(point)))
+    return found
 
 
 def recipe_names() -> list[str]:
@@ -26,21 +83,19 @@ def recipe_names() -> list[str]:
 
 def read_task(name: str) -> dict[str, Any]:
     """Returns a task's YAML: its default `recipe` and values of fields. Empty for a task without a file."""
-    return read_package_yaml("task", name) if name in config_names("task") else {}
+    return read_config_yaml("task", name) if name in config_names("task") else {}
 
 
 def read_recipe(name: str) -> dict[str, Any]:
     """A recipe's YAML: `about`, `source`, `defaults`, `tasks`, `attns` and `start`."""
-    if name not in recipe_names():
-        raise UsageError(describe_unknown("recipe", name, recipe_names()))
-    recipe = read_package_yaml("recipe", name)
+    recipe, label = read_config_yaml("recipe", name), config_label("recipe", name)
     extra = set(recipe) - {"about", "source", "defaults", "tasks", "attns", "start"}
     if extra:
-        raise UsageError(f"recipe/{name}.yaml: unknown section {', '.join(sorted(map(str, extra)))}")
+        raise UsageError(f"{label}: unknown section {', '.join(sorted(map(str, extra)))}")
     for part, value, kind in _parts(recipe):
         if not isinstance(value, kind):
             form = {dict: "a mapping", list: "a list", str: "a text"}[kind]
-            raise UsageError(f"recipe/{name}.yaml: {part} is {shorten(repr(value))}, and must be {form}")
+            raise UsageError(f"{label}: {part} is {shorten(repr(value))}, and must be {form}")
     return recipe
 
 
@@ -63,14 +118,14 @@ def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
         yield from (("what a rule of start has in from", text, str) for text in rule.get("from") or ())
 
 
-def read_package_yaml(folder: str, name: str) -> dict[str, Any]:
-    """Returns `configs/<folder>/<name>.yaml`. Callers must not change it, as it is cached."""
-    file = CONFIGS_FOLDER / folder / f"{name}.yaml"
+def read_config_yaml(kind: str, name: str) -> dict[str, Any]:
+    """Returns the content of the file of a name or path. Callers must not change it, as it is cached."""
+    file = config_file(kind, name)
     try:
         return _loaded(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{folder}/{name}.yaml can't be read: {why}") from None
+        raise UsageError(f"{config_label(kind, name)} can't be read: {why}") from None
 
 
 @functools.lru_cache(maxsize=64)

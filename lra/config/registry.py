@@ -79,7 +79,7 @@ class Registry:
         """Returns every component by name and imports none. A component that is declared badly `lacks` something."""
         entries = self.builtins()
         for name, points in self._entry_points.items():
-            owners = [_owning_package(point) for point in points]
+            owners = [owning_package(point) for point in points]
             if name in entries:
                 owners.append("lra")
             entry = entries.get(name) or self._installed_entry(points[0])
@@ -144,17 +144,17 @@ class Registry:
 
     def _installed_entry(self, point: EntryPoint) -> CatalogueEntry:
         """What the module that an entry point names declares under the entry point's name."""
-        lacks = f"the module {point.value} that {_owning_package(point)} names"
+        lacks = f"the module {point.value} that {owning_package(point)} names"
         try:
-            if file := _find_source(point.value):
+            if file := find_source(point.value):
                 declared = {entry.name: entry for entry in _read_entries(file, point.value, file.stat().st_mtime_ns)}
                 if entry := declared.get(point.name):
                     self.facts_of(entry)
                     return entry
                 others = f", which registers {', '.join(sorted(declared))}" if declared else ""
-                lacks = f"a class registered as '{point.name}' in {point.value} of {_owning_package(point)}{others}"
+                lacks = f"a class registered as '{point.name}' in {point.value} of {owning_package(point)}{others}"
         except Exception as error:  # another's source: whatever is wrong with it, the rest is listed
-            lacks = f"a declaration that can be read in {point.value} of {_owning_package(point)} ({error})"
+            lacks = f"a declaration that can be read in {point.value} of {owning_package(point)} ({error})"
         return self._broken_entry(point.name, point.value, lacks)
 
     def _broken_entry(self, name: str, module: str, lacks: str) -> CatalogueEntry:
@@ -195,7 +195,7 @@ def _source_path(module: str) -> str:
     return f"{module.replace('.', '/')}.py"
 
 
-def _find_source(module: str) -> Path | None:
+def find_source(module: str) -> Path | None:
     """Returns a module's file without importing its parents, or None if there is none."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
@@ -206,7 +206,8 @@ def _find_source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def _owning_package(point: EntryPoint) -> str:
+def owning_package(point: EntryPoint) -> str:
+    """Returns the name of the package that has an entry point, for messages."""
     return point.dist.name if point.dist else "an unnamed package"
 
 

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lra.config.recipes import config_names, read_package_yaml
+from lra.config.recipes import config_names, is_config_path, read_config_yaml
 from lra.config.registry import describe_unknown
 from lra.errors import UsageError
 
@@ -18,14 +18,14 @@ MODULES = {"fig3": "FlashAttention's Figure 3 and Tables 9 to 21: runtime and me
 
 
 def list_experiments() -> dict[str, str]:
-    """A description of each by name: those with a module of their own, and the tables of `configs/table`."""
+    """A description of each by name: those with a module of their own, and the tables."""
     return MODULES | {name: describe_table(name) for name in config_names("table")}
 
 
 def describe_table(table: str) -> str:
     """What a table is, or why its YAML can't be read: a broken one must not hide the others."""
     try:
-        tree = read_package_yaml("table", table)
+        tree = read_config_yaml("table", table)
     except UsageError as error:
         return str(error)
     stated = [str(text) for text in (tree.get("about"), tree.get("source")) if text]
@@ -39,7 +39,7 @@ def find_experiment(name: str, function: str = "reproduce") -> Callable[..., Any
     """
     if name in MODULES:
         return getattr(importlib.import_module(f"lra.experiments.{name}"), function)
-    if name not in (tables := config_names("table")):
+    if not is_config_path(name) and name not in (tables := config_names("table")):
         raise UsageError(describe_unknown("experiment", name, [*MODULES, *tables]))
     return functools.partial(getattr(importlib.import_module("lra.experiments.accuracy"), function), name)
 

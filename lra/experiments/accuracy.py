@@ -156,7 +156,8 @@ def _measured_alone(table: Grid, chosen: Sequence[Cell], file: str | None) -> pl
 
     Raises UsageError for a file that is no such one, or of no use for the cells.
     """
-    path, recipe = Path(file or speed.default_file(table)), chosen[0].composed.config.recipe
+    path = Path(file or speed.default_file(table))
+    recipe = next(override.text for override in chosen[0].args if override.field == "recipe")
     if file is None and not path.is_file():
         return plan.MeasuredSpeeds()
     result = speed.read_speeds(path) if file is None else speed.read_named_file(table, path, recipe)

@@ -19,7 +19,7 @@ class TaskFacts:
     mask: float  # share of the tokens that self-pretraining hides (Amos et al. 2024, arXiv 2310.02980, appendix C)
 
 
-TASKS = Registry("task", "lra.tasks", TaskFacts)
+TASKS = Registry("task", "lra.tasks", TaskFacts, entry_points="lra.tasks")
 
 
 def task_version(config: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lra.config.compose import ComposedConfig, list_differences, to_dict
 from lra.config.override import Override, parse_overrides
-from lra.config.recipes import config_names, read_package_yaml, recipe_names
+from lra.config.recipes import config_file, config_label, config_stem, read_config_yaml
 from lra.config.registry import describe_unknown
 from lra.errors import UsageError, shorten
 from lra.models.attention import ATTENTIONS
@@ -84,7 +84,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of a paper, as `configs/table/<name>.yaml` states it."""
+    """A table of a paper, as its YAML states it."""
 
     name: str
     about: str
@@ -202,18 +202,16 @@ class Grid:
 
 
 def read_grid(name: str) -> Grid:
-    """The grid of `configs/table/<name>.yaml`. UsageError if it does not exist or is no table."""
-    if name not in (known := config_names("table")):
-        raise UsageError(describe_unknown("table", name, known))
-    tree = read_package_yaml("table", name)
+    """The grid of a table's YAML, by name or path. UsageError if it does not exist or is no table."""
+    tree, label = read_config_yaml("table", name), config_label("table", name)
     if wrong := next(_faults(tree), None):
-        raise UsageError(f"table/{name}.yaml: {wrong}")
+        raise UsageError(f"{label}: {wrong}")
     columns = {
-        key: Column(parse_overrides(value["fields"], f"table/{name}.yaml: column {key}: "), value.get("apart", False))
+        key: Column(parse_overrides(value["fields"], f"{label}: column {key}: "), value.get("apart", False))
         for key, value in tree["columns"].items()
     }
     default = {"about": f"accuracy on {', '.join(columns)}", "source": "no paper", "seeds": 1, "paper": {}}
-    return Grid(name=name, **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
+    return Grid(name=config_stem(name), **(default | tree | {"attns": tuple(tree["attns"]), "columns": columns}))
 
 
 def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -233,8 +231,10 @@ def _faults(tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {shorten(repr(tree[key]))}, and must be {form}"
     if not 1 <= tree.get("seeds", 1) <= MOST_SEEDS:
         yield f"seeds is {tree['seeds']}, and must be 1 to {MOST_SEEDS}"
-    if tree["recipe"] not in recipe_names():
-        yield describe_unknown("recipe", tree["recipe"], recipe_names())
+    try:
+        config_file("recipe", tree["recipe"])
+    except UsageError as error:
+        yield str(error)
     attns, tasks = ATTENTIONS.catalogue(), TASKS.catalogue()
     for attn in tree["attns"]:
         if str(attn) not in attns:
