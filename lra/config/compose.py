@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from lra.config import recipes
 from lra.config.override import Override, convert_value, parse_overrides, refuse_large_integers
-from lra.config.recipes import check_recipe_names, config_label, config_stem, read_recipe, read_task, recipe_names
 from lra.config.registry import Registry
 from lra.errors import UsageError, shorten
 
@@ -71,15 +71,15 @@ def compose(
     classes = {name: registry.get(selected[name]) for name, registry in registries.items()}
     task, attn = selected["task"], selected["attn"]
 
-    task_yaml = read_task(task)
+    task_yaml = recipes.read_task(task)
     recipe = selected.get("recipe") or default or task_yaml.get("recipe")
     if not recipe:
         raise UsageError(
-            f"task '{task}' names no default recipe: give recipe={'|'.join(recipe_names())}, or write one into "
+            f"task '{task}' names no default recipe: give recipe={'|'.join(recipes.recipe_names())}, or write one into "
             f"configs/task/{task}.yaml, as recipe: <name>"
         )
-    recipe_yaml, label, named = read_recipe(recipe), config_label("recipe", recipe), config_stem(recipe)
-    check_recipe_names(label, recipe_yaml, registries)
+    recipe_yaml, label = recipes.read_recipe(recipe), recipes.config_label("recipe", recipe)
+    recipes.check_recipe_names(label, recipe_yaml, registries)
     tasks, attns = recipe_yaml.get("tasks") or {}, recipe_yaml.get("attns") or {}
     if task not in tasks:
         raise UsageError(
@@ -89,14 +89,13 @@ def compose(
 
     tree = _Tree(schema, {name: cls.Config for name, cls in classes.items()})
     own = attns.get(attn) or {}
+    named_by = FROM_COMMAND_LINE if "recipe" in selected else "init" if default else f"task/{task}.yaml"
     tree.merge(
         (f"task/{task}.yaml", task_yaml),
-        (
-            FROM_COMMAND_LINE if "recipe" in selected else "init" if default else f"task/{task}.yaml",
-            {"recipe": named},
-        ),
+        (named_by, {"recipe": recipes.config_stem(recipe)}),
         (label, recipe_yaml.get("defaults") or {}),
         (f"{label} {task}", tasks[task] or {}),
+        *((f"attn={attn}", section) for section in recipes.brought_sections(classes["attn"], task)),
         *((f"{label} {attn}.{section}", own.get(section) or {}) for section in ("all", task)),
     )
     given = tree.override(overrides)

@@ -118,6 +118,14 @@ def _parts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
         yield from (("what a rule of start has in from", text, str) for text in rule.get("from") or ())
 
 
+def brought_sections(attention: Any, task: str) -> Iterator[Mapping[str, Any]]:
+    """Yields the fields that an attention brings for recipes that say nothing of it: a class with `facts`."""
+    if not getattr(attention.facts, "dropout", True):
+        yield {"model": {"attn_dropout": 0.0}}
+    own = getattr(attention, "recipe_section", {})
+    yield from (own.get(section) or {} for section in ("all", task))
+
+
 def read_config_yaml(kind: str, name: str) -> dict[str, Any]:
     """Returns the content of the file of a name or path. Callers must not change it, as it is cached."""
     file = config_file(kind, name)

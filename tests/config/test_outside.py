@@ -11,6 +11,7 @@ from lra.config import recipes
 from lra.config.override import parse_overrides
 from lra.errors import UsageError
 from lra.experiments.grid.grid import read_grid
+from lra.models.attention import ATTENTIONS
 from lra.training.fit import configure
 from lra.training.run_directory import RunDirectory
 from tests.command_line import lra as command
@@ -98,3 +99,18 @@ def test_a_table_of_a_missing_recipe_or_file_is_one_line(folder):
     (folder / "board.yaml").write_text(yaml.safe_dump(TABLE | {"recipe": "gone.yaml"}))
     refused(command("reproduce", "board.yaml", "--dry-run"), "board.yaml: recipe gone.yaml is not there")
     refused(command("report", "elsewhere.yaml"), "table elsewhere.yaml is not there")
+
+
+def test_an_attention_brings_what_recipes_do_not_say_of_it(folder, monkeypatch):
+    """What it can't have it does not get, its own section comes next, and the recipe's and the user's fields win."""
+    base = ["task=listops", "attn=linear", "recipe=xiong2021"]
+    plain = configure(base)
+    assert plain.config.model.attn_dropout == 0 and plain.origin["model.attn_dropout"] == "attn=linear"
+    shared = {"model": {"d_ff": 96}, "optim": {"lr": 0.5}}
+    section = {"all": shared, "listops": {"model": {"d_ff": 48}}, "text": {"seed": 7}}
+    monkeypatch.setattr(ATTENTIONS.get("linear"), "recipe_section", section)
+    brought = configure([*base, "optim.lr=0.25"]).config
+    assert (brought.model.d_ff, brought.optim.lr, brought.seed) == (48, 0.25, 0)
+    own = {"tasks": {"listops": {}}, "attns": {"linear": {"all": {"model": {"d_ff": 24}}}}}
+    (folder / "own.yaml").write_text(yaml.safe_dump(own))
+    assert configure([*base[:2], "recipe=own.yaml"]).config.model.d_ff == 24

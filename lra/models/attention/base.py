@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,13 +44,16 @@ class Attention(nn.Module):
 
     A subclass defines `forward(q, k, v, batch)`, which maps three `[T, H, D]` tensors of any strides to one. The model
     calls `attend`. An attention with an option `impl` names its path for all devices in `fallback`, and `choose_impl`
-    decides between Triton and that path. `resolve` describes for the user what will compute.
+    decides between Triton and that path. `resolve` describes for the user what will compute. `recipe_section` has
+    fields of `lra fit`, by task or under `all`, for recipes that say nothing of this attention, such as
+    `{"all": {"model": {"positions": "learned"}}, "text": {"attn": {"k": 256}}}`.
     """
 
     name: ClassVar[str]
     facts: ClassVar[Capabilities]
     layout: Layout | None = None  # the keys that a query sees; None: all
     fallback: ClassVar[str] = ""  # for attentions with `attn.impl`: the path that runs on any device
+    recipe_section: ClassVar[Mapping[str, Any]] = {}  # the form of a recipe's attns: <task or all>: {field: value}
     decides_on_host: str = ""  # why a CUDA graph can't capture its training steps
 
     @dataclass(frozen=True)
