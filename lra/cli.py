@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import inspect
 import logging
 import sys
@@ -322,6 +324,7 @@ def results_merge(
 
 
 def main() -> None:
+    atexit.register(gc.freeze)  # no object is searched for garbage once more: with PyTorch that takes a second
     with guard_streams() as output:
         try:
             _main()
